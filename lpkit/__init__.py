@@ -1,0 +1,31 @@
+"""lpkit: predict, run and reconcile what makes training Transformers cheaper.
+
+Importing this package imports neither torch nor any other dependency: the names below load on first use.
+"""
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Config": "lpkit.config",
+    "preset": "lpkit.presets",
+    "Run": "lpkit.runs",
+    "train": "lpkit.trainer",
+    "start": "lpkit.handle",
+    "sample": "lpkit.sampling",
+}
+_ROOMS = {"measure", "predict", "presets", "ui"}
+__all__ = sorted([*_WHERE, *_ROOMS, "__version__"])
+
+
+def __getattr__(name: str):
+    from importlib import import_module
+
+    if name in _ROOMS:
+        return import_module(f"lpkit.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'lpkit' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+import sys
+
+from lpkit.cli import main
+
+sys.exit(main())

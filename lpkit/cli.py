@@ -1,0 +1,70 @@
+"""The command line: find the command, run it, print one object. Everything else goes to standard error.
+
+Exit codes: 0 done; 2 the input was wrong (one sentence says what and the way out); 130 interrupted; 143 terminated.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+
+from lpkit import __version__
+from lpkit.config import ConfigError, nearest
+
+COMMANDS = {
+    "lab": "open JupyterLab on the course, on this machine only",
+    "doctor": "what this machine can do, and for what it cannot, why and the nearest thing that works",
+    "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
+    "data": "prepare a corpus: text in, token files out",
+    "train": "train a preset or a config file",
+    "sample": "generate text from a run",
+    "notebook": "run notebooks with parameters, without a browser",
+    "bench": "every performance figure that the project claims, measured beside its peer",
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: lpkit COMMAND [...] [--json]", "", *lines, "",
+                      "`lpkit COMMAND --help` explains one; --json prints one object on standard output."])
+
+
+def complain(sentence: object) -> int:
+    print(f"lpkit: {sentence}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.print_usage(sys.stderr)
+        sys.exit(complain(message))
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] == "--version":
+        print(__version__)
+        return 0
+    name = argv[0]
+    if name not in COMMANDS:
+        return complain(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
+    command = importlib.import_module(f"lpkit.commands.{name}")
+    parser = _Parser(prog=f"lpkit {name}", description=command.__doc__,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    command.arguments(parser)
+    args = parser.parse_args(argv[1:])
+    try:
+        result = command.run(args)
+    except ConfigError as error:
+        return complain(error)
+    except KeyboardInterrupt:
+        print("lpkit: interrupted", file=sys.stderr)
+        return 130
+    code = result.pop("exit_code", 0)   # a command that ran, and has bad news
+    print(json.dumps(result, allow_nan=False) if args.json else command.text(result))
+    return code

@@ -1,0 +1,330 @@
+"""Everything that decides the numbers of one training run, as frozen settings without device state.
+
+A Config comes from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and goes back to
+each of them. Sizes carry the letters of docs/notation.md as properties, so that formulas read like the notation.
+Standard library only (PyYAML is imported when YAML is asked for): `lpkit.predict` stands on this module.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+VERSION = 1
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be. The message names the key, the value and the way out."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' or the list of what there is."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+
+
+def _positive(where: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{where}{name} must be positive, got {value}")
+
+
+def _at_least_zero(where: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{where}{name} must be 0 or more, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer by its sizes and its choices. GPT-2 style by default."""
+
+    layers: int = 4
+    width: int = 256                    # the residual stream
+    heads: int = 4                      # query heads
+    kv_heads: int | None = None         # key/value heads; None: as many as heads
+    mlp_width: int | None = None        # None: 4 * width
+    vocab: int = 256
+    context: int = 256                  # tokens per sequence
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    position: Literal["learned", "rope"] = "learned"
+    rope_theta: float = 10_000.0
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    tied: bool = True                   # the head is the token embedding
+    init: str = "gpt2"
+    attention: str = "sdpa"
+
+    def __post_init__(self):
+        _positive("model.", layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,
+                  vocab=self.vocab, context=self.context, norm_eps=self.norm_eps, rope_theta=self.rope_theta)
+        if self.width % self.heads:
+            below, above = (self.width // self.heads * self.heads, -(-self.width // self.heads) * self.heads)
+            raise ConfigError(f"model.width={self.width} is not a multiple of model.heads={self.heads}; "
+                              f"nearest widths: {below or above} or {above}")
+        if self.heads % self.G:
+            fits = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
+            raise ConfigError(f"model.heads={self.heads} is not a multiple of model.kv_heads={self.G}; "
+                              f"kv_heads may be {', '.join(map(str, fits))}")
+        if self.position == "rope" and self.E % 2:
+            raise ConfigError(f"rotary positions turn pairs, but a head has width/heads = {self.E} dimensions; "
+                              f"make it even")
+
+    @property
+    def L(self) -> int:
+        return self.layers
+
+    @property
+    def D(self) -> int:
+        return self.width
+
+    @property
+    def H(self) -> int:
+        return self.heads
+
+    @property
+    def G(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def E(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def F(self) -> int:
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def V(self) -> int:
+        return self.vocab
+
+    @property
+    def T(self) -> int:
+        return self.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = "python-stdlib"       # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
+    tokenizer: str = "bytes"            # bytes, bpe (trained on the source, model.vocab entries), gpt2
+    policy: str = "random-windows"
+    val_fraction: float = 0.1           # share of the files, or of the documents, kept for validation
+
+    def __post_init__(self):
+        if not 0 < self.val_fraction < 1:
+            raise ConfigError(f"data.val_fraction must be between 0 and 1, got {self.val_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: str = "adamw"
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1           # on matrices only
+    clip: float = 1.0                   # largest global gradient norm; 0: no clipping
+    schedule: str = "cosine"            # cosine, wsd, linear, constant
+    warmup_steps: int = 20
+    decay_fraction: float = 0.2         # of the steps; only wsd has a separate decay
+    final_lr_ratio: float = 0.1
+
+    def __post_init__(self):
+        _positive("optimizer.", lr=self.lr, eps=self.eps)
+        _at_least_zero("optimizer.", weight_decay=self.weight_decay, clip=self.clip, warmup_steps=self.warmup_steps)
+        for name in ("beta1", "beta2", "decay_fraction", "final_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"optimizer.{name} must be between 0 and 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    recipe: str = "auto"                # auto: bf16 where this machine does it fast, else fp32; the Run records why
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    device: str = "auto"                # auto, cpu, cuda, cuda:1
+    compile: bool | Literal["auto"] = "auto"   # auto: on GPUs
+    threads: int | None = None          # None: PyTorch's own choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run. `batch` is sequences per update; `accumulate` splits it into that many micro-batches."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    system: SystemConfig = field(default_factory=SystemConfig)
+    steps: int = 300
+    batch: int = 16
+    accumulate: int = 1
+    seed: int = 0
+    eval_every: int = 100               # steps; 0: only at the end
+    eval_batches: int = 8
+    checkpoint_every: int = 100         # steps; 0: only at the end
+    keep_checkpoints: int = 2
+    version: int = VERSION
+
+    def __post_init__(self):
+        if self.version > VERSION:
+            raise ConfigError(f"this config has version {self.version}, newer than this lpkit understands ({VERSION}); "
+                              f"upgrade lpkit, or write the config again with this one")
+        _positive("", steps=self.steps, batch=self.batch, accumulate=self.accumulate, eval_batches=self.eval_batches,
+                  keep_checkpoints=self.keep_checkpoints, version=self.version)
+        _at_least_zero("", seed=self.seed, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        if self.batch % self.accumulate:
+            fits = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
+            raise ConfigError(f"batch={self.batch} does not split into accumulate={self.accumulate} equal "
+                              f"micro-batches; accumulate may be {', '.join(map(str, fits))}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.context
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, JSON-ready."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+        """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by name."""
+        version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
+        if isinstance(version, int) and version > VERSION:  # before its new keys are called unknown
+            cls(version=version)
+        return _build(cls, values, "")
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> "Config":
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+        return cls.from_dict(values or {})
+
+    def replace(self, changes: Mapping[str, Any]) -> "Config":
+        """A copy with dotted keys changed: `config.replace({"model.layers": 6, "steps": "1_000"})`.
+
+        Strings are converted by the field's annotation, so the command line and papermill need no parsing of their own.
+        """
+        values = self.to_dict()
+        for key, value in changes.items():
+            node, *path = values, *key.split(".")
+            for i, part in enumerate(path):
+                if not isinstance(node, dict) or part not in node:
+                    raise ConfigError(f"there is no setting {key!r}; {nearest(key, flat(self))}")
+                if i < len(path) - 1:
+                    node = node[part]
+            if isinstance(node[path[-1]], dict) and not isinstance(value, Mapping):
+                group = [name for name in flat(self) if name.startswith(key + ".")]
+                raise ConfigError(f"{key!r} is a group of settings, set one of {', '.join(group)}")
+            node[path[-1]] = value
+        return Config.from_dict(values)
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting under its dotted name."""
+
+    def walk(values: dict, prefix: str):
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    return dict(walk(config.to_dict(), ""))
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, str]:
+    """['model.layers=6'] -> {'model.layers': '6'}."""
+    parsed = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"expected key=value, got {setting!r}")
+        parsed[key.strip()] = value.strip()
+    return parsed
+
+
+def _build(cls: type, values: Any, prefix: str):
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got {values!r}")
+    kinds = typing.get_type_hints(cls)
+    made = {}
+    for key, value in values.items():
+        if key not in kinds:
+            raise ConfigError(f"there is no setting {prefix + str(key)!r}; {nearest(str(key), kinds)}")
+        kind = kinds[key]
+        made[key] = (_build(kind, value, f"{prefix}{key}.") if dataclasses.is_dataclass(kind)
+                     else convert(value, kind, f"{prefix}{key}"))
+    return cls(**made)
+
+
+def convert(value: Any, kind: Any, name: str) -> Any:
+    """`value` as the annotated `kind`; strings are read the way a person types them. Raises ConfigError.
+
+    >>> convert("1e-3", float, "lr"), convert("no", bool, "compile"), convert("none", int | None, "threads")
+    (0.001, False, None)
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        for option in sorted(args, key=lambda option: option is str):  # str accepts anything, so it comes last
+            try:
+                return convert(value, option, name)
+            except ConfigError:
+                continue
+    elif origin is Literal:
+        if value in args:
+            return value
+        close = nearest(str(value), map(str, args))
+        raise ConfigError(f"{name} cannot be {value!r}; {close}")
+    elif origin is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        if isinstance(parts, (list, tuple)):
+            return tuple(convert(part.strip() if isinstance(part, str) else part, args[0], name)
+                         for part in parts if part != "")
+    elif kind is type(None):
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "")):
+            return None
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return value.lower() in ("true", "yes", "on", "1")
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif kind in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value.replace("_", "")) if isinstance(value, str) else float(value)
+            if kind is float:
+                return number
+            if number.is_integer():
+                return int(value) if isinstance(value, int) else int(number)
+        except (ValueError, TypeError, AttributeError, OverflowError):
+            pass
+    raise ConfigError(f"{name} must be {_words(kind)}, got {value!r}")
+
+
+def _words(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    if typing.get_args(kind):
+        return " or ".join(_words(option) for option in typing.get_args(kind) if option is not Ellipsis)
+    return names.get(kind, str(kind))

@@ -1,0 +1,129 @@
+"""Every seam of lpkit on one page. To add a technique, implement one of these and add
+one row to its family's table in `presets`. Nothing here imports an implementation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lpkit.config import ConfigError, nearest
+
+if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    Attend = Callable[[Tensor, Tensor, Tensor], Tensor]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
+    Init = Callable[[nn.Module], None]                    # fills every parameter in place
+    Step = Callable[[nn.Module, Tensor, Tensor, AbstractContextManager], Tensor]
+    # (model, x, y, autocast) -> mean loss, detached; leaves the gradients
+
+Schedule = Callable[[int], float]                         # step -> multiplier of the learning rate
+
+
+class Stage(IntEnum):
+    """When a model transform must run. Sorted, so that a Config cannot get the order wrong."""
+
+    PRECISION = 1   # swap Linears, before anything wraps them
+    PIPELINE = 2    # keep this rank's layers
+    TENSOR = 3      # shard inside a layer
+    RECOMPUTE = 4   # activation checkpointing
+    COMPILE = 5
+    DATA = 6        # FSDP or DDP wraps what is left
+
+
+class Transform(ABC):
+    stage: Stage
+
+    @abstractmethod
+    def __call__(self, model: nn.Module) -> nn.Module: ...
+
+
+class OptimizerSpec(ABC):
+    """Frozen hyper-parameters that build a torch optimizer."""
+
+    state_bytes_per_param: float
+
+    @abstractmethod
+    def build(self, model: nn.Module) -> Optimizer: ...
+
+
+class Compressor(ABC):
+    """What travels instead of a gradient. `decode` sees the mean of every rank's payload."""
+
+    @abstractmethod
+    def encode(self, grad: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def decode(self, payload: Tensor, like: Tensor) -> Tensor: ...
+
+
+class DataPolicy(ABC):
+    """Which tokens are seen, in what order.
+
+    `batch(step)` depends on nothing but the policy's settings and `step`: a resumed run needs no loader state.
+    Returns x and y, each (B, T) int64 on the CPU, y being x shifted by one token.
+    """
+
+    @abstractmethod
+    def batch(self, step: int) -> tuple[Tensor, Tensor]: ...
+
+    def batches(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        step = start
+        while True:
+            yield self.batch(step)
+            step += 1
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. `name` and `vocab` go into the token file's header."""
+
+    name: str
+    vocab: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of metrics.jsonl. Steps count from 1; `tokens` is the total so far."""
+
+    step: int
+    loss: float             # nats per token, mean over the batch, before the update
+    grad_norm: float        # before clipping
+    lr: float
+    tokens: int
+    step_seconds: float
+    peak_bytes: int
+    val_loss: float | None = None   # only after an evaluation
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was asked, what was used, and why: nothing falls back silently."""
+
+    asked: str
+    used: str
+    why: str
+
+
+Observer = Callable[[StepRecord], None]   # observers read and never steer
+T = TypeVar("T")
+
+
+def pick(table: dict[str, T], name: str, what: str = "entry") -> T:
+    """Look `name` up, and say what there is when it is not there."""
+    if name not in table:
+        raise ConfigError(f"there is no {what} {name!r}; {nearest(name, table)}")
+    return table[name]
