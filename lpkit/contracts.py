@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,12 +16,10 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    Attend = Callable[[Tensor, Tensor, Tensor], Tensor]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
-    Init = Callable[[nn.Module], None]                    # fills every parameter in place
-    Step = Callable[[nn.Module, Tensor, Tensor, AbstractContextManager], Tensor]
-    # (model, x, y, autocast) -> mean loss, detached; leaves the gradients
-
-Schedule = Callable[[int], float]                         # step -> multiplier of the learning rate
+Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
+Init = Callable[["nn.Module"], None]                          # fills every parameter in place
+Schedule = Callable[[int], float]                             # step, from 0 -> multiplier of the learning rate
+Step = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]  # forward, backward: leaves gradients, returns mean loss
 
 
 class Stage(IntEnum):

@@ -1,0 +1,1 @@
+"""Optimizers and schedules. An optimizer is a frozen dataclass of hyper-parameters that builds a torch optimizer."""

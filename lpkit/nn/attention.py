@@ -1,0 +1,33 @@
+"""Attention backends: the same function, computed differently.
+
+A backend is any `contracts.Attend`: (q, k, v) -> out with q (B, H, T, E), k and v (B, G, T, E), causal.
+`plain` is the definition; every other backend is tested against it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v over the tokens so far. Holds the (B, H, T, T) scores."""
+    H, T, E = q.shape[-3:]
+    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))   # grouped heads share k and v
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / math.sqrt(E)).masked_fill(future, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's own choice of kernel (flash, memory-efficient, cuDNN or plain)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query (B, H, 1, E) against every key so far (B, G, T, E): a decoding step, where nothing is in the future."""
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+BACKENDS = {"plain": plain, "sdpa": sdpa}

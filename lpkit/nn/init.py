@@ -1,0 +1,32 @@
+"""Initialisations: functions that fill a built model in place."""
+
+import math
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def _normal(model: nn.Module, *, std: float, residual_std: float) -> None:
+    """Matrices and embeddings from N(0, std), biases 0, norm gains 1; `residual_std` where the residual stream is written."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+        elif p.ndim < 2:
+            nn.init.ones_(p)
+        else:
+            writes = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            nn.init.normal_(p, std=residual_std if writes else std)
+
+
+def gpt2(model: nn.Module) -> None:
+    """N(0, 0.02); layers that write to the residual stream are 1/sqrt(2L) smaller (GPT-2 paper, section 2.3)."""
+    _normal(model, std=0.02, residual_std=0.02 / math.sqrt(2 * len(model.blocks)))
+
+
+def llama(model: nn.Module) -> None:
+    """N(0, 0.02) everywhere, as transformers' Llama (initializer_range)."""
+    _normal(model, std=0.02, residual_std=0.02)
+
+
+INITS = {"gpt2": gpt2, "llama": llama}

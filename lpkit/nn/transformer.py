@@ -1,0 +1,102 @@
+"""One decoder-only transformer, configured and not forked: GPT-2 style and Llama style are rows of settings.
+
+Which technique sits where is decided by what the model is given; it does not know that it is quantised or sharded.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.config import ConfigError, ModelConfig
+from lpkit.contracts import Attend
+from lpkit.nn.attention import last_token, sdpa
+from lpkit.nn.layers import MLPS, NORMS, POSITIONS, rotate
+
+
+class KVCache:
+    """Keys and values of the tokens so far, (L, B, G, T, E) each, so that a new token costs one position."""
+
+    def __init__(self, config: ModelConfig, batch: int, *, dtype: torch.dtype, device: torch.device | str):
+        shape = (config.L, batch, config.G, config.T, config.E)
+        self.k, self.v = torch.empty(2, *shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.length + k.shape[2]
+        self.k[layer, :, :, self.length:end] = k
+        self.v[layer, :, :, self.length:end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its value), so that
+    an even split of the rows over devices is an even split of the heads."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
+        self.qkv = nn.Linear(config.D, (config.H + 2 * config.G) * config.E, bias=config.bias)
+        self.out = nn.Linear(config.D, config.D, bias=config.bias)
+
+    def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int) -> Tensor:   # (B, T, D) -> (B, T, D)
+        B, T, D = x.shape
+        groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
+        q, k, v = groups.split([self.queries, 1, 1], dim=3)
+        q, k, v = (t.reshape(B, T, -1, self.E).transpose(1, 2) for t in (q, k, v))
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        attend = self.attend
+        if cache is not None:
+            k, v = cache.extend(layer, k, v)
+            attend = self.attend if cache.length == 0 else last_token
+        return self.out(attend(q, k, v).transpose(1, 2).reshape(B, T, D))
+
+
+class Block(nn.Module):
+    """Pre-norm (Xiong et al. 2020, https://arxiv.org/abs/2002.04745)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        norm, mlp = NORMS[config.norm], MLPS[config.mlp]
+        self.norm1, self.attention = norm(config), Attention(config, attend)
+        self.norm2, self.mlp = norm(config), mlp(config)
+
+    def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+        x = x + self.attention(self.norm1(x), rotation, cache, layer)
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype. Raises ConfigError when T exceeds the context."""
+
+    def __init__(self, config: ModelConfig, attend: Attend = sdpa):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.V, config.D)
+        self.positions = POSITIONS[config.position](config)
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.L))
+        self.norm = NORMS[config.norm](config)
+        self.head = nn.Linear(config.D, config.V, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:   # (B, T) -> (B, T, D), normalised
+        start, T = (0 if cache is None else cache.length), tokens.shape[1]
+        if start + T > self.config.T:
+            raise ConfigError(f"{start + T} tokens do not fit model.context={self.config.T}")
+        if start and T != 1:
+            raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
+        x = self.positions.add(self.embed(tokens), start)
+        rotation = self.positions.rotation(T, start, x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotation, cache, layer)
+        if cache is not None:
+            cache.length += T
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        return self.head(self.hidden(tokens, cache))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean nats per token. logits (B, T, V), targets (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

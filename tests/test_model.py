@@ -1,0 +1,151 @@
+"""The model against an independent one: transformers' GPT-2 and Llama with the same random weights."""
+
+import pytest
+import torch
+
+from lpkit.config import ConfigError, ModelConfig
+from lpkit.nn.attention import BACKENDS, plain
+from lpkit.nn.init import INITS
+from lpkit.nn.transformer import KVCache, Transformer
+
+GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)
+LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40, norm="rmsnorm",
+                    norm_eps=1e-5, position="rope", rope_theta=5e5, mlp="swiglu", bias=False, tied=False, init="llama")
+# float32 rounding: 2 layers of sums over at most 4 * 96 terms, logits of order 1.
+ROUNDING = dict(rtol=0, atol=5e-6)
+
+
+def theirs_gpt2(config: ModelConfig):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=config.V, n_positions=config.T, n_embd=config.D, n_layer=config.L, n_head=config.H,
+        n_inner=config.F, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)).eval()
+
+
+def theirs_llama(config: ModelConfig):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=config.V, max_position_embeddings=config.T, hidden_size=config.D, num_hidden_layers=config.L,
+        num_attention_heads=config.H, num_key_value_heads=config.G, intermediate_size=config.F,
+        rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=0, eos_token_id=0)).eval()
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Rows of separate q, k, v in the order of `Attention.qkv`."""
+    parts = [t.unflatten(0, (config.G, -1, config.E)) for t in (q, k, v)]
+    return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def weights_gpt2(model, config) -> dict[str, torch.Tensor]:
+    out = {"embed.weight": model.transformer.wte.weight, "positions.embed.weight": model.transformer.wpe.weight,
+           "norm.weight": model.transformer.ln_f.weight, "norm.bias": model.transformer.ln_f.bias,
+           "head.weight": model.transformer.wte.weight}
+    for i, block in enumerate(model.transformer.h):
+        ours = f"blocks.{i}."
+        for kind in ("weight", "bias"):
+            turn = (lambda t: t.mT) if kind == "weight" else (lambda t: t)   # GPT-2 keeps (in, out)
+            out[ours + f"norm1.{kind}"] = getattr(block.ln_1, kind)
+            out[ours + f"norm2.{kind}"] = getattr(block.ln_2, kind)
+            qkv = turn(getattr(block.attn.c_attn, kind)).chunk(3)
+            out[ours + f"attention.qkv.{kind}"] = grouped(*qkv, config)
+            out[ours + f"attention.out.{kind}"] = turn(getattr(block.attn.c_proj, kind))
+            out[ours + f"mlp.up.{kind}"] = turn(getattr(block.mlp.c_fc, kind))
+            out[ours + f"mlp.down.{kind}"] = turn(getattr(block.mlp.c_proj, kind))
+    return out
+
+
+def weights_llama(model, config) -> dict[str, torch.Tensor]:
+    out = {"embed.weight": model.model.embed_tokens.weight, "norm.weight": model.model.norm.weight,
+           "head.weight": model.lm_head.weight}
+    for i, block in enumerate(model.model.layers):
+        ours, a, m = f"blocks.{i}.", block.self_attn, block.mlp
+        out[ours + "norm1.weight"] = block.input_layernorm.weight
+        out[ours + "norm2.weight"] = block.post_attention_layernorm.weight
+        out[ours + "attention.qkv.weight"] = grouped(a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, config)
+        out[ours + "attention.out.weight"] = a.o_proj.weight
+        out[ours + "mlp.gate_up.weight"] = torch.cat((m.gate_proj.weight, m.up_proj.weight))
+        out[ours + "mlp.down.weight"] = m.down_proj.weight
+    return out
+
+
+PAIRS = {"gpt2": (GPT2, theirs_gpt2, weights_gpt2), "llama": (LLAMA, theirs_llama, weights_llama)}
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request):
+    config, build, weights = PAIRS[request.param]
+    torch.manual_seed(1)
+    theirs, ours = build(config), Transformer(config)
+    with torch.no_grad():
+        for p in theirs.parameters():   # biases and gains too, so that none hides behind a zero or a one
+            p.copy_(torch.randn_like(p) * 0.05 + (p.ndim == 1))
+    missing = ours.load_state_dict({k: v.detach().clone() for k, v in weights(theirs, config).items()}, strict=True)
+    assert not missing.missing_keys and not missing.unexpected_keys
+    return ours, theirs
+
+
+def test_logits_equal_the_reference(pair):
+    ours, theirs = pair
+    tokens = torch.randint(0, 100, (3, 40), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, **ROUNDING)
+
+
+def test_gradients_equal_the_reference(pair):
+    ours, theirs = pair
+    tokens = torch.randint(0, 100, (2, 20), generator=torch.Generator().manual_seed(0))
+    for model in pair:
+        logits = model(tokens) if model is ours else model(tokens).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    config, _, weights = PAIRS["gpt2" if hasattr(theirs, "transformer") else "llama"]
+    for p in theirs.parameters():
+        p.data = p.grad
+    want = weights(theirs, config)
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6)
+
+
+def test_parameter_count_equals_the_reference(pair):
+    ours, theirs = pair
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_initialisation_is_the_reference_distribution(name):
+    """Same standard deviation per kind of weight: 4 standard errors of a normal sample, 1/sqrt(2n) each."""
+    config, build, weights = PAIRS[name]
+    torch.manual_seed(0)
+    want, ours = weights(build(config), config), Transformer(config)
+    INITS[config.init](ours)
+    for key, p in ours.named_parameters():
+        std, n = want[key].std().item(), p.numel()
+        assert p.mean().item() == pytest.approx(want[key].mean().item(), abs=6 * 0.02 / n**0.5), key
+        assert p.std().item() == pytest.approx(std, rel=6 / (2 * n) ** 0.5 if std else 0, abs=0), key
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"plain"}))
+def test_backend_against_plain(name, kv_heads):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 33, 16, generator=rng, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
+    torch.testing.assert_close(BACKENDS[name](q, k, v), plain(q, k, v), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_cache_changes_no_logit(config):
+    torch.manual_seed(0)
+    model = Transformer(config).eval()
+    INITS[config.init](model)
+    tokens = torch.randint(0, 100, (2, 30))
+    with torch.no_grad():
+        whole = model(tokens)
+        cache = KVCache(config, 2, dtype=torch.float32, device="cpu")
+        parts = [model(tokens[:, :7], cache)] + [model(tokens[:, i:i + 1], cache) for i in range(7, 30)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, **ROUNDING)
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ConfigError, match=r"41 tokens do not fit model.context=40"):
+        Transformer(GPT2)(torch.zeros(1, 41, dtype=torch.long))
