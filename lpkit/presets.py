@@ -1,0 +1,47 @@
+"""Named configs. Shapes are the published ones; where a size is rounded, a comment says so.
+
+Sources: GPT-2 (Radford et al. 2019, table 2); Llama 3.1 (https://arxiv.org/abs/2407.21783, table 3);
+Llama 3.2 1B (its model card and config.json).
+"""
+
+from lpkit.config import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig, nearest
+
+
+def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
+    return Config(
+        # 50,257 entries rounded up to a multiple of 64, which tensor cores want
+        model=ModelConfig(layers=layers, width=width, heads=heads, vocab=50_304, context=1024),
+        data=DataConfig(tokenizer="bpe"),
+        optimizer=OptimizerConfig(lr=lr, warmup_steps=700),
+        steps=19_000, batch=512, accumulate=32, eval_every=500, checkpoint_every=1000,
+    )
+
+
+def _llama(layers: int, width: int, heads: int, mlp_width: int, lr: float, *, tied: bool = False) -> Config:
+    return Config(
+        model=ModelConfig(layers=layers, width=width, heads=heads, kv_heads=8, mlp_width=mlp_width, vocab=128_256,
+                          context=8192, norm="rmsnorm", position="rope", rope_theta=500_000.0, mlp="swiglu",
+                          bias=False, tied=tied, init="llama"),
+        data=DataConfig(tokenizer="bpe"),
+        optimizer=OptimizerConfig(lr=lr, warmup_steps=2000),
+        steps=100_000, batch=512, accumulate=512, eval_every=1000, checkpoint_every=1000,
+    )
+
+
+PRESETS = {
+    "cpu-3m": Config(),
+    "gpt2-124m": _gpt2(12, 768, 12, 6e-4),
+    "gpt2-350m": _gpt2(24, 1024, 16, 3e-4),
+    "gpt2-1.5b": _gpt2(48, 1600, 25, 2e-4),
+    "llama-1b": _llama(16, 2048, 32, 8192, 3e-4, tied=True),
+    "llama-8b": _llama(32, 4096, 32, 14_336, 3e-4),
+    "llama-70b": _llama(80, 8192, 64, 28_672, 1.5e-4),
+    "llama-405b": _llama(126, 16_384, 128, 53_248, 8e-5),
+}
+
+
+def preset(name: str) -> Config:
+    """The named Config. Raises ConfigError with the nearest name."""
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
+    return PRESETS[name]
