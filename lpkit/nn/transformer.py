@@ -98,5 +98,5 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per token. logits (B, T, V), targets (B, T)."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """Mean nats per token, in float32. logits (B, T, V) in any dtype, targets (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,128 @@
+"""From a Config to a Job: the only place where names become implementations and techniques meet.
+
+A technique is one more row in one of these tables.
+"""
+
+import datetime
+import platform
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lpkit
+from lpkit import measure
+from lpkit.config import Config, ConfigError
+from lpkit.contracts import Choice, Stage, Transform, pick
+from lpkit.datasets import POLICIES, prepare
+from lpkit.nn.attention import BACKENDS
+from lpkit.nn.init import INITS
+from lpkit.nn.transformer import Transformer
+from lpkit.optim.adamw import AdamW
+from lpkit.optim.schedules import SCHEDULES, with_warmup
+from lpkit.precision.recipes import RECIPES
+from lpkit.predict.flops import training_flops_per_token
+from lpkit.steps import accumulate, loss
+from lpkit.trainer import Job
+
+OPTIMIZERS = {"adamw": AdamW}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(Transform):
+    """torch.compile, in place: parameter names stay."""
+
+    stage = Stage.COMPILE
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        model.compile()
+        return model
+
+
+def choose_device(asked: str) -> Choice:
+    """Raises ConfigError when a GPU was demanded and there is none."""
+    count = torch.cuda.device_count()
+    if asked == "auto":
+        return (Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}") if count else
+                Choice(asked=asked, used="cpu", why="PyTorch sees no GPU"))
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigError(f"system.device cannot be {asked!r}; choose auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ConfigError(f"system.device={asked} was asked for, but PyTorch sees {count} GPUs; "
+                          f"use system.device=auto or cpu, and see `lpkit doctor` for the reason")
+    return Choice(asked=asked, used=asked, why="asked for")
+
+
+def choose_recipe(asked: str, device: torch.device) -> Choice:
+    if asked == "auto":
+        return measure.bf16_choice(str(device))
+    pick(RECIPES, asked, "precision.recipe")
+    return Choice(asked=asked, used=asked, why="asked for")
+
+
+def choose_compile(asked: bool | str, device: torch.device) -> Choice:
+    if asked == "auto":
+        gpu = device.type == "cuda"
+        return Choice(asked="auto", used="on" if gpu else "off",
+                      why="a GPU repays the compilation" if gpu else "on a CPU compiling takes longer than a short run")
+    return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
+
+
+def build_model(config: Config, device: torch.device, transforms: tuple[Transform, ...] = ()) -> nn.Module:
+    """Initialised from `config.seed`, moved to `device`, transformed in the order of the stages."""
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model, attend=pick(BACKENDS, config.model.attention, "model.attention"))
+    pick(INITS, config.model.init, "model.init")(model)
+    model.to(device)
+    for transform in sorted(transforms, key=lambda t: t.stage):
+        model = transform(model)
+    return model
+
+
+def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
+    """Everything that one run needs. Raises ConfigError for anything that cannot be."""
+    o = config.optimizer
+    # Names first: a misspelt one should not wait for a corpus.
+    spec = pick(OPTIMIZERS, o.name, "optimizer.name")(
+        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
+    schedule = with_warmup(pick(SCHEDULES, o.schedule, "optimizer.schedule"), steps=config.steps,
+                           warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
+    policy = pick(POLICIES, config.data.policy, "data.policy")
+    if config.system.threads:
+        torch.set_num_threads(config.system.threads)
+    on = choose_device(config.system.device)
+    device = torch.device(on.used)
+    chosen = {"device": on, "precision": choose_recipe(config.precision.recipe, device),
+              "compile": choose_compile(config.system.compile, device)}
+    recipe = RECIPES[chosen["precision"].used]
+    files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
+    micro_batch = config.batch // config.accumulate
+    windows = dict(batch=config.batch, context=config.model.context, vocab=config.model.vocab)
+    model = build_model(config, device, (Compile(),) if chosen["compile"].used == "on" else ())
+    autocast = recipe.autocast(device)
+    peak = measure.machine(str(device)).peak_flops(chosen["precision"].used)
+    return Job(
+        config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
+        step=accumulate(config.accumulate, autocast),
+        loss=lambda model, x, y: loss(model, x, y, autocast=autocast),
+        data=policy(tokens=files.train, seed=config.seed, **windows),
+        val=POLICIES["sequential"](tokens=files.val, **(windows | dict(batch=micro_batch))),
+        tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device),
+        flops_per_token=training_flops_per_token(config.model), peak_flops=peak)
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """Where a number comes from."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
+        "numpy": version("numpy"), "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else measure.cpu_name(),
+        "threads": torch.get_num_threads(),
+    }

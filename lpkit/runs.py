@@ -1,0 +1,73 @@
+"""What happened: a Run is a folder, and this is how to read one.
+
+    config.yaml        every setting
+    environment.json   versions, device, date, command
+    metrics.jsonl      a StepRecord a line
+    summary.json       the result, replaced whole
+    tokenizer.json     so that sampling needs no corpus
+    checkpoints/       see `lpkit.checkpoint`
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lpkit.config import Config, ConfigError
+
+CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.yaml", "environment.json", "metrics.jsonl", "summary.json"
+TOKENIZER, CHECKPOINTS = "tokenizer.json", "checkpoints"
+
+
+class RunFailedError(RuntimeError):
+    """A run that could not go on. The message says at which step, why, and what was kept."""
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Run":
+        """Raises ConfigError when the folder holds no run."""
+        path = Path(path)
+        if not (path / CONFIG).is_file():
+            here = [p.parent.name for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir() else []
+            raise ConfigError(f"{str(path)!r} holds no run (no {CONFIG})"
+                              + (f"; beside it: {', '.join(sorted(here))}" if here else ""))
+        return cls(path)
+
+    @property
+    def config(self) -> Config:
+        return Config.from_yaml((self.path / CONFIG).read_text())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self._json(SUMMARY)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        return self._json(ENVIRONMENT)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every step that was reported. A last line torn by a kill is left out."""
+        return read_metrics(self.path / METRICS)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><td>{key}</td><td>{value}</td></tr>" for key, value in self.summary.items()
+                       if not isinstance(value, dict))
+        return f"<table>{rows}</table>"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
