@@ -1,0 +1,12 @@
+"""The exercises of the course: one file per notebook, one judge.
+
+Each `nNN.py` holds `EXERCISES = {"NN.name": Exercise(...)}`; this is the only place that knows them all.
+"""
+
+from lpkit.exercises.judge import Exercise, Verdict, check
+
+FILES: tuple[dict[str, Exercise], ...] = ()     # one row per notebook
+
+EXERCISES: dict[str, Exercise] = {name: exercise for file in FILES for name, exercise in file.items()}
+
+__all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
