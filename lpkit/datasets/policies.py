@@ -1,0 +1,103 @@
+"""Data policies: which tokens are seen, in what order. To add one: a subclass with `starts(step)`, and a row below.
+
+A batch follows from the settings and the step alone, so there is no state to save: step 1000 of a resumed run reads
+what step 1000 of an uninterrupted one reads. Random positions come from hashing a counter (splitmix64: Steele, Lea and
+Flood 2014), which costs microseconds where building a generator for each step costs as much as the batch.
+"""
+
+import math
+from abc import abstractmethod
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from lpkit.config import ConfigError
+from lpkit.contracts import DataPolicy
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter
+
+
+class Windows(DataPolicy):
+    """Batches of windows of T + 1 consecutive tokens, given by where they start.
+
+    tokens: (N,) unsigned integers, a memory map as a rule; a batch copies B * (T + 1) of them and holds nothing else.
+    batch: B, sequences. context: T, tokens. Raises ConfigError when N < T + 1.
+    """
+
+    def __init__(self, *, tokens: np.ndarray, batch: int, context: int, seed: int = 0):
+        if len(tokens) <= context:
+            raise ConfigError(f"model.context={context} needs {context + 1} tokens in a row, but a split of this corpus "
+                              f"has only {len(tokens)}; set model.context={len(tokens) - 1} or less, or use more text")
+        self.B, self.T, self.seed = batch, context, seed
+        # A plain array, because slices of a memmap carry its Python attributes along; a view, so nothing is copied.
+        self._windows = sliding_window_view(np.asarray(tokens), context + 1)
+
+    @abstractmethod
+    def starts(self, step: int) -> np.ndarray:
+        """(B,) int64: where the windows of this step start, each in 0 ... N - T - 1."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """x and y, each (B, T) int64, contiguous; they share memory with nothing, so both may be changed in place."""
+        windows = self._windows[self.starts(step)]      # (B, T + 1) in the file's width: the only random access
+        return (torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64)))
+
+
+class RandomWindows(Windows):
+    """Windows drawn uniformly, with replacement, from all N - T of them."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._lanes = np.arange(1, self.B + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        self._key = int(_splitmix64(np.array([self.seed & _MASK], np.uint64))[0])   # seeds 0 and 1 are far apart
+
+    def starts(self, step: int) -> np.ndarray:
+        first = (self._key + step * self.B * _GAMMA) & _MASK
+        drawn = _splitmix64(self._lanes + np.uint64(first))
+        return (drawn % np.uint64(len(self._windows))).astype(np.int64)     # bias below N / 2**64
+
+
+class SequentialWindows(Windows):
+    """Every non-overlapping window once, in the order of the corpus, then again: `passes` of `len(policy)` batches."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.count = 1 + (len(self._windows) - 1) // self.T
+
+    def __len__(self) -> int:
+        """Batches in one pass; the last one is filled up from the front."""
+        return -(-self.count // self.B)
+
+    def starts(self, step: int) -> np.ndarray:
+        return np.arange(step * self.B, (step + 1) * self.B) % self.count * self.T
+
+
+class SpreadWindows(SequentialWindows):
+    """The same windows in strides of the golden ratio: any few batches are a fair sample of the whole split.
+
+    For evaluation: the first windows in order are the first files in the alphabet.
+    """
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
+        while math.gcd(stride, self.count) > 1:     # coprime, so that one pass meets every window
+            stride += 1
+        self._stride = stride
+
+    def starts(self, step: int) -> np.ndarray:
+        return np.arange(step * self.B, (step + 1) * self.B) % self.count * self._stride % self.count * self.T
+
+
+POLICIES = {"random-windows": RandomWindows, "sequential-windows": SequentialWindows, "spread-windows": SpreadWindows}
+
+
+def _splitmix64(z: np.ndarray) -> np.ndarray:
+    """The finalizer, in place and modulo 2**64: a bijection that scatters consecutive multiples of _GAMMA."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    return z

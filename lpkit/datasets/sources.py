@@ -1,0 +1,313 @@
+"""Where text comes from. A source is a stream of pieces of documents, so a corpus never has to fit in memory.
+
+    python-stdlib            the standard library of the running interpreter (no download)
+    a file, a folder, a glob .txt .md .py .jsonl .parquet, each also as .gz or .zst
+    hf:owner/name[:subset]   streamed from the Hugging Face hub
+
+Training or validation is decided by a hash, never by an order, so that adding a document moves no other one. What is
+hashed is the path of a file relative to its folder; for the documents of a .jsonl or .parquet file, and for the blocks
+of a text file that stands alone, it is the text itself, so that equal texts never straddle the split.
+"""
+
+import contextlib
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from lpkit.config import ConfigError
+
+PIECE_CHARS = 1 << 18       # of a text file, read at once
+BLOCK_CHARS = 1 << 14       # of a text file that stands alone, given to one split: 1 MB of text makes about 60
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+_NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+class Piece(NamedTuple):
+    """`text` of a document, in order. `key` decides the split; `ends` says that the document is complete."""
+
+    key: str
+    text: str
+    ends: bool
+
+
+class Source(Protocol):
+    name: str
+
+    def fingerprint(self) -> list[Any]: ...     # JSON-ready; changes when the content does
+
+    def total_bytes(self) -> int | None: ...    # of text, for the progress bar; None: not known
+
+    def pieces(self) -> Iterator[Piece]: ...
+
+
+def is_validation(key: str, val_fraction: float) -> bool:
+    """The split of one document: a hash of its key, as a number in [0, 1). A larger fraction only adds documents."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
+
+
+def find(source: str) -> Source:
+    """The source of that name. Raises ConfigError when there is nothing to read under it."""
+    if source == "python-stdlib":
+        return python_stdlib()
+    if source.startswith("hf:"):
+        return HubSource(name=source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return Files(name=source, files=tuple(_folder(path)))
+    if path.is_file():
+        return Files(name=source, files=((path.name, path),), alone=True)
+    if path.exists():
+        raise ConfigError(f"{source!r} is neither a file nor a folder; copy its text into a file first")
+    if glob.has_magic(source):
+        return Files(name=source, files=tuple(_matches(str(path))))
+    raise ConfigError(f"there is no file, folder or glob {source!r}; give one that exists, hf:owner/name, or "
+                      f"python-stdlib, which needs no download")
+
+
+def python_stdlib() -> "Files":
+    """The interpreter's own library, without its tests and without what others installed."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [(key, path) for key, path in _walk(root, (".py",))
+             if not _NOT_THE_LIBRARY.intersection(Path(key).parts)
+             and not path.name.startswith("_sysconfigdata")]    # written by the build: one machine's paths
+    if not files:
+        raise ConfigError("this Python comes without the source of its standard library (a frozen or zipped build); "
+                          "give a folder of text as data.source")
+    return Files(name="python-stdlib", files=tuple(files))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Local files as (key, path), in the order in which they are read."""
+
+    name: str
+    files: tuple[tuple[str, Path], ...]
+    alone: bool = False         # one file named by itself: its blocks are split, not the file
+
+    def __post_init__(self):
+        if not self.files:
+            raise ConfigError(f"there is nothing to read in {self.name!r}; a source holds {', '.join(SUFFIXES)} files, "
+                              f"each optionally .gz or .zst")
+
+    def fingerprint(self) -> list[Any]:
+        facts = []
+        for key, path in self.files:
+            with _sentences(path):
+                stat = path.stat()
+                facts.append([key, str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+        return facts
+
+    def total_bytes(self) -> int | None:
+        if any(_kind(path)[0] or _kind(path)[1] == ".parquet" for _, path in self.files):
+            return None
+        return sum(path.stat().st_size for _, path in self.files)
+
+    def pieces(self) -> Iterator[Piece]:
+        for key, path in self.files:
+            with _sentences(path), _opened(path) as stream:
+                read = DOCUMENTS.get(_kind(path)[1])
+                if read:
+                    for number, text in enumerate(read(stream, path), 1):
+                        yield Piece(_checked(text, f"document {number} of {path}"), text, True)
+                elif self.alone:
+                    yield from (Piece(text, text, ends) for text, ends in _blocks(stream, path, BLOCK_CHARS))
+                else:
+                    yield from (Piece(key, text, ends) for text, ends in _blocks(stream, path, PIECE_CHARS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """The training split of a dataset on the Hugging Face hub, streamed: nothing is kept but the token files."""
+
+    name: str                   # hf:owner/name or hf:owner/name:subset
+
+    def __post_init__(self):
+        if not re.fullmatch(r"hf:[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", self.name):
+            raise ConfigError(f"{self.name!r} is not the name of a dataset; write hf:owner/name or hf:owner/name:subset")
+
+    def fingerprint(self) -> list[Any]:
+        return [self.name]      # what the hub holds is not asked: prepare again with --out to renew
+
+    def total_bytes(self) -> None:
+        return None
+
+    def pieces(self) -> Iterator[Piece]:
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f"{self.name!r} needs the package `datasets`; pip install 'lpkit[data]', or give a "
+                              f"file or folder as data.source") from None
+        _, name, *subset = self.name.split(":")
+        try:
+            rows = iter(datasets.load_dataset(name, *subset, split="train", streaming=True))
+        except Exception as error:  # whatever the network, the hub or the dataset's own files raise
+            raise self._gone(error) from error
+        number = 0
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._gone(error) from error
+            number += 1
+            text = _field(row, f"document {number} of {self.name}")
+            yield Piece(text, text, True)
+
+    def _gone(self, error: Exception) -> ConfigError:
+        why = " ".join(str(error).split())[:200]
+        return ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go online, or give a file "
+                           f"or folder as data.source")
+
+
+def _walk(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Every file under `root` with such a name, by its relative path. Hidden folders and links to folders are left."""
+    found = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
+        paths = (Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _folder(root: Path) -> list[tuple[str, Path]]:
+    return _walk(root, tuple(suffix + packed for suffix in SUFFIXES for packed in PACKINGS))
+
+
+def _matches(pattern: str) -> list[tuple[str, Path]]:
+    parts = Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    paths = map(Path, glob.glob(pattern, recursive=True))
+    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+
+
+def _zstd(path: Path) -> BinaryIO:
+    import zstandard
+
+    return zstandard.open(path, "rb")
+
+
+PACKINGS = {"": lambda path: path.open("rb"), ".gz": lambda path: gzip.open(path, "rb"), ".zst": _zstd}
+
+
+def _kind(path: Path) -> tuple[str, str]:
+    """The packing and the suffix under it: a.jsonl.gz -> ('.gz', '.jsonl')."""
+    suffix = path.suffix.lower()
+    return (suffix, Path(path.stem).suffix.lower()) if suffix in PACKINGS and suffix else ("", suffix)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return PACKINGS[_kind(path)[0]](path)
+
+
+@contextlib.contextmanager
+def _sentences(path: Path):
+    """Whatever reading `path` raises, as one sentence that names it."""
+    way_out = "repair or remove it, or choose the files to read with a glob"
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x}); {way_out}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {way_out}") from None
+    except Exception as error:  # two libraries that need not be installed have error types of their own
+        if type(error).__module__.partition(".")[0] not in ("zstandard", "zstd", "pyarrow"):
+            raise
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}; {way_out}") from None
+
+
+def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
+    """The text in blocks of about `chars` that end with a line, each with whether it is the last."""
+    lines = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    read = lambda: _checked(lines.read(chars) + lines.readline(chars), path)    # a line without end is cut
+    block = read()
+    while block:
+        following = read()
+        yield block, not following
+        block = following
+
+
+def _checked(text: str, where: object) -> str:
+    if "\0" in text:
+        raise ConfigError(f"{where} is not text (it holds a NUL byte); a source is UTF-8 text: remove it, or choose the "
+                          f"files to read with a glob")
+    return text
+
+
+def _field(row: Any, where: str) -> str:
+    text = row.get("text") if isinstance(row, dict) else row
+    if not isinstance(text, str):
+        has = f"its fields are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is {type(row).__name__}"
+        raise ConfigError(f"{where} has no field 'text' ({has}); rename the field that holds the text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} is not valid text (half of a surrogate pair); repair or remove it") from None
+    return _checked(text, where)
+
+
+def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
+    for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), 1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"line {number} of {path} is not JSON ({error}); a .jsonl file has one object with a "
+                              f"field 'text' on each line") from None
+        yield _field(row, f"line {number} of {path}")
+
+
+def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(f"{path} needs the package `pyarrow`; pip install 'lpkit[data]', or convert it to "
+                          f".jsonl") from None
+    with contextlib.ExitStack() as stack:
+        if _kind(path)[0]:      # parquet is read from its end, a packed stream is not
+            unpacked = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(stream, unpacked)
+            stream = unpacked
+        table = parquet.ParquetFile(stream)
+        if "text" not in table.schema_arrow.names:
+            raise ConfigError(f"{path} has no column 'text' (its columns are {', '.join(table.schema_arrow.names)}); "
+                              f"rename the column that holds the text")
+        number = 0
+        for batch in table.iter_batches(batch_size=256, columns=["text"]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                yield _field({"text": text}, f"row {number} of {path}")
+
+
+DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text
+
+
+def describe(source: Source) -> dict[str, Any]:
+    """What a header says about where its tokens came from; no path of this machine beyond the name that was given."""
+    facts: dict[str, Any] = {"name": source.name}
+    if isinstance(source, Files):
+        facts["files"] = len(source.files)
+    if source.name == "python-stdlib":
+        facts["python"] = "{}.{}.{}".format(*sys.version_info)
+    return facts
+
+
+def texts(pieces: Iterable[Piece], val_fraction: float) -> Iterator[str]:
+    """The training texts among `pieces`."""
+    return (piece.text for piece in pieces if not is_validation(piece.key, val_fraction))

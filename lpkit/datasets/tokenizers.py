@@ -1,0 +1,204 @@
+"""Text to token ids and back. To add one: a class that satisfies contracts.Tokenizer with `build`, and a row below.
+
+Every tokenizer has an `end` token that closes each document. Text given to `encode` can never produce it: a prompt or
+a corpus that spells `<|endoftext|>` gets the ordinary tokens of those characters.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lpkit.config import ConfigError
+from lpkit.contracts import Tokenizer, pick
+
+END_OF_TEXT = "<|endoftext|>"
+BPE_TRAINING_CHARS = 1 << 26    # the merges are learned from the first 64 Mi characters of the training split
+Texts = Callable[[], Iterator[str]]
+
+
+class Bytes:
+    """One token for each byte of UTF-8. Token 0 ends a document: NUL, which no source accepts inside a text."""
+
+    name = "bytes"
+    default_vocab: ClassVar[int] = 256
+    vocab = 256
+    end = 0
+
+    @classmethod
+    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "Bytes":
+        return cls()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # A model may cut a character in two, or have a larger vocabulary: 0xff is never UTF-8, so both show as U+FFFD.
+        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Bytes":
+        return cls()
+
+
+class BPE:
+    """Byte-level BPE with GPT-2's pre-tokenisation, trained with the `tokenizers` library (Sennrich et al. 2016).
+
+    Every byte is in the vocabulary, so that every text has tokens and decodes to itself.
+    """
+
+    name = "bpe"
+    default_vocab: ClassVar[int] = 8192
+
+    def __init__(self, model: str):
+        """`model`: the library's own JSON."""
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._model = Library.from_str(model)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"this is not a BPE tokenizer of the `tokenizers` library ({error}); "
+                              f"prepare the corpus again") from None
+        self._model.encode_special_tokens = True    # in a text, <|endoftext|> is 13 characters
+        self.vocab = self._model.get_vocab_size()
+        self.end = self._model.token_to_id(END_OF_TEXT)
+        if self.end is None:
+            raise ConfigError(f"this BPE tokenizer has no {END_OF_TEXT} token; prepare the corpus again")
+
+    @classmethod
+    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
+        """Learn `vocab` entries from `texts`, or take them from the cache: they are kept under the texts' own hash."""
+        if vocab < 257:
+            raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which starts from 256 bytes and "
+                              f"{END_OF_TEXT}; use at least 257 (8192 is usual), or data.tokenizer=bytes")
+        digest = hashlib.sha256(f"bpe 1 {vocab}\n".encode())
+        for text in _first(texts(), BPE_TRAINING_CHARS):
+            digest.update(text.encode())
+        cached = cache_dir / f"bpe-{vocab}-{digest.hexdigest()[:32]}.json"
+        if cached.is_file():
+            return cls(cached.read_text(encoding="utf-8"))
+        model = _train(_first(texts(), BPE_TRAINING_CHARS), vocab)
+        write_atomically(cached, model)
+        return cls(model)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text).ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode(text).ids, np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # The library drops ids that it does not know; here they show, as the cut character of a byte model does.
+        runs, run = [], []
+        for i in map(int, ids):
+            if 0 <= i < self.vocab:
+                run.append(i)
+            else:
+                runs += [self._model.decode(run, skip_special_tokens=False), "\ufffd"]
+                run = []
+        return "".join([*runs, self._model.decode(run, skip_special_tokens=False)])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "model": json.loads(self._model.to_str())}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "BPE":
+        return cls(json.dumps(values.get("model")))
+
+
+class GPT2:
+    """GPT-2's own vocabulary through `tiktoken`, whose files must be in its cache or within reach of the network."""
+
+    name = "gpt2"
+    default_vocab: ClassVar[int] = 50257
+
+    def __init__(self):
+        try:
+            import tiktoken
+
+            self._model = tiktoken.get_encoding("gpt2")
+        except ImportError:
+            raise ConfigError("data.tokenizer=gpt2 needs the package `tiktoken`; pip install 'lpkit[data]', or use "
+                              "data.tokenizer=bpe, which is trained on the source") from None
+        except Exception as error:  # requests' errors, a bad checksum, a proxy's page
+            raise ConfigError(f"the files of data.tokenizer=gpt2 are not in tiktoken's cache and cannot be fetched "
+                              f"({type(error).__name__}); go online once, or use data.tokenizer=bpe, which is trained "
+                              f"on the source") from None
+        self.vocab = self._model.n_vocab
+        self.end = self._model.eot_token
+
+    @classmethod
+    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "GPT2":
+        return cls()
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode_ordinary(text), np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff" for i in map(int, ids))
+        return b"".join(parts).decode(errors="replace")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "GPT2":
+        return cls()
+
+
+TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
+
+
+def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no corpus."""
+    return pick(TOKENIZERS, str(values.get("name")), "tokenizer").from_dict(values)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """`path` holds the old content or all of `text`, whatever happens in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:chars]
+        chars -= len(text)
+        if chars <= 0:
+            return
+
+
+def _train(texts: Iterator[str], vocab: int) -> str:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = Library(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], show_progress=False,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    model.train_from_iterator(texts, trainer)
+    return model.to_str()
