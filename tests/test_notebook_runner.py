@@ -1,0 +1,300 @@
+"""The typed front door to papermill, tried on throwaway notebooks that import nothing heavy."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from lpkit import notebooks
+from lpkit.commands import notebook as command
+from lpkit.config import ConfigError
+
+PARAMETERS = '''\
+from typing import Literal
+
+tier: Literal["smoke", "cpu", "gpu"] = "cpu"  # how large
+steps: int = 3  # updates
+lr: float = 1e-3  # largest learning rate
+compiled: bool = False  # torch.compile
+name: str = "a"  # any text
+widths: tuple[int, ...] = (64, 128)  # of the model
+threads: int | None = None  # None: all'''
+TAKEN = notebooks.declared(PARAMETERS)
+
+
+def write(path: Path, *cells: str, parameters: str = PARAMETERS, claim: str = "assert steps < 100") -> Path:
+    book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    book.cells = [new_markdown_cell("# A title"), new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+                  *map(new_code_cell, cells),
+                  new_code_cell(f"# Few steps\n# are enough\n{claim}", metadata={"tags": ["claim"]})]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(book, path)
+    return path
+
+
+def go(path: Path, *settings: str, out: Path, tier: str | None = None) -> dict:
+    (job,) = notebooks.plan(path, settings, tier=tier, out=out)
+    return notebooks.run(job)
+
+
+def printed(path: Path) -> str:
+    cells = nbformat.read(path, as_version=4).cells
+    return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
+
+
+# --- declarations and conversion, without a kernel
+
+def test_declarations_are_read_with_their_comments():
+    assert list(TAKEN) == ["tier", "steps", "lr", "compiled", "name", "widths", "threads"]
+    steps = TAKEN["steps"]
+    assert (steps.kind, steps.annotation, steps.default, steps.comment) == (int, "int", 3, "updates")
+    assert TAKEN["threads"].kind == int | None and TAKEN["widths"].kind == tuple[int, ...]
+
+
+@pytest.mark.parametrize("source, said", [
+    ("steps = 3", "holds only"),
+    ("steps: int = 3\nprint(steps)", "holds only"),
+    ("import os", "holds only"),
+    ("steps: int = len('abc')", "must be a literal"),
+    ("steps: __import__('os').system('true') = 3", "is none of"),
+    ("steps: list[int] = 3", "is none of"),
+    ("steps: int = 'x'", "whole number"),
+    ("steps: int =", "does not parse"),
+])
+def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, said):
+    with pytest.raises(ConfigError, match=said):
+        notebooks.declared(source)
+
+
+@pytest.mark.parametrize("name, text, value", [
+    ("steps", "1_000", 1000), ("lr", "1e-3", 0.001), ("compiled", "false", False), ("compiled", "yes", True),
+    ("name", "x'\"\\\n$(id)", "x'\"\\\n$(id)"), ("widths", "8,16", (8, 16)), ("threads", "none", None),
+    ("threads", "2", 2), ("tier", "smoke", "smoke"),
+])
+def test_conversion_by_annotation(name, text, value):
+    got = notebooks.choose(TAKEN, {name: text})[name]
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("asked, said", [
+    ({"setps": "3"}, "did you mean 'steps'"),
+    ({"steps = 3; import os; os.system('id') #": "1"}, "no parameter"),
+    ({"steps": "3; import os"}, "whole number"),
+    ({"steps": "2.5"}, "whole number"),
+    ({"compiled": "maybe"}, "true or false"),
+    ({"tier": "cpus"}, "did you mean 'cpu'"),
+    ({"lr": "nan"}, "finite"),
+    ({"lr": "inf"}, "finite"),
+])
+def test_what_was_not_declared_is_refused(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        notebooks.choose(TAKEN, asked)
+
+
+def test_tier_twice():
+    assert notebooks.choose(TAKEN, {"tier": "smoke"}, "smoke")["tier"] == "smoke"
+    with pytest.raises(ConfigError, match="contradict"):
+        notebooks.choose(TAKEN, {"tier": "smoke"}, "cpu")
+    with pytest.raises(ConfigError, match="declares no parameter `tier`"):
+        notebooks.choose({}, {}, "cpu")
+
+
+def test_a_grid_is_commas_or_a_repeated_key():
+    points = notebooks.grid(TAKEN, ["lr=1e-3, 3e-4", "steps=1", "steps=2", "name=a,b", "widths=8,16"])
+    assert [(p["lr"], p["steps"]) for p in points] == [("1e-3", "1"), ("1e-3", "2"), ("3e-4", "1"), ("3e-4", "2")]
+    assert {p["name"] for p in points} == {"a,b"} and {p["widths"] for p in points} == {"8,16"}
+    assert notebooks.grid(TAKEN, []) == [{}]
+
+
+def test_injected_values_are_literals_that_read_back(tmp_path):
+    values = {"name": '"); import os; os.abort() #', "lr": 0.1, "widths": (8, 16)}
+    book = notebooks.with_parameters(notebooks.read(write(tmp_path / "a.ipynb")), values)
+    (cell,) = notebooks.tagged(book, "injected-parameters")
+    scope = {}
+    exec(cell.source, scope)
+    assert {name: scope[name] for name in values} == values
+    assert book.cells.index(cell) == 2 and "steps" not in cell.source
+
+
+def test_names_of_notebooks(tmp_path, monkeypatch):
+    book = write(tmp_path / "notebooks" / "00_start_here.ipynb")
+    write(tmp_path / "notebooks" / "01_memory_math.ipynb")
+    monkeypatch.chdir(tmp_path)
+    for name in ("00_start_here", "00", "start_here", "notebooks/00_start_here.ipynb", str(book)):
+        assert notebooks.find(name).samefile(book)
+    with pytest.raises(ConfigError, match="did you mean '01_memory_math'"):
+        notebooks.find("01_memory_maths")
+    with pytest.raises(ConfigError, match="`lpkit notebook --list` shows"):
+        notebooks.find("../00_start_here.ipynb")
+
+
+def test_only_the_python_kernel_is_started(tmp_path):
+    book = nbformat.read(write(tmp_path / "a.ipynb"), as_version=4)
+    book.metadata.kernelspec.name = "bash"
+    nbformat.write(book, tmp_path / "a.ipynb")
+    with pytest.raises(ConfigError, match="'bash'"):
+        notebooks.read(tmp_path / "a.ipynb")
+    (tmp_path / "b.ipynb").write_text("{")
+    with pytest.raises(ConfigError, match=r"b\.ipynb is not a notebook"):
+        notebooks.read(tmp_path / "b.ipynb")
+
+
+# --- runs
+
+def test_a_run_and_its_record(tmp_path):
+    book = write(tmp_path / "05_small.ipynb", "print(steps * 2, compiled, widths, tier)",
+                 "import os, sys\nprint(os.getcwd())\nheld = bytearray(150_000_000)")
+    record = go(book, "steps=20", "compiled=yes", "widths=1,2", out=tmp_path / "{out}", tier="smoke")
+    on_disk = json.loads((tmp_path / "{out}" / "05_small.json").read_text())
+    assert on_disk == json.loads(json.dumps(record))
+    assert (record["status"], record["error"], record["claim"]) == ("done", None, "Few steps are enough")
+    assert (record["tier"], record["cell"], record["cells"]) == ("smoke", 4, 4)
+    assert record["asked"] == {"steps": "20", "compiled": "yes", "widths": "1,2"}
+    assert record["parameters"]["steps"] == 20 and record["parameters"]["lr"] == 1e-3
+    assert record["start"] <= record["end"] and record["seconds"] > 0
+    assert 150e6 < record["peak_rss_bytes"] < 1.2e9
+    assert "40 True (1, 2) smoke" in printed(Path(record["output"])) and str(tmp_path) in printed(record["output"])
+    assert "without encryption" not in printed(record["output"])
+    assert sorted(p.name for p in (tmp_path / "{out}").iterdir()) == ["05_small.ipynb", "05_small.json"]
+    assert "widgets" not in nbformat.read(record["output"], as_version=4).metadata
+
+
+def test_the_record_is_there_while_cells_run(tmp_path):
+    """The cell itself reads the record: it says `running`, and which cell."""
+    record = tmp_path / "out" / "a.json"
+    book = write(tmp_path / "a.ipynb", f"import json\nprint(open({str(record)!r}).read())")
+    seen = json.loads(printed(Path(go(book, out=tmp_path / "out")["output"])))
+    assert (seen["status"], seen["cell"], seen["end"]) == ("running", 2, None)
+
+
+def test_a_claim_that_fails(tmp_path):
+    book = write(tmp_path / "a.ipynb", "x = 1", claim="assert steps < 3, f'{steps} are too many'")
+    record = go(book, out=tmp_path / "out")
+    assert record["status"] == "failed"
+    assert record["error"] == {"cell": 3, "line": "# Few steps", "kind": "AssertionError", "message": "3 are too many"}
+    assert Path(record["output"]).exists()
+
+
+def test_a_killed_kernel(tmp_path):
+    book = write(tmp_path / "a.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    record = go(book, out=tmp_path / "out")
+    assert (record["status"], record["error"]["cell"], record["error"]["kind"]) == ("failed", 2, "DeadKernelError")
+    assert "the kernel died while cell 2 ran (killed by SIGKILL, as the system does when memory runs out" in \
+        record["error"]["message"]
+    assert json.loads((tmp_path / "out" / "a.json").read_text())["status"] == "failed"
+
+
+def test_what_lies_in_the_output_folder_is_kept(tmp_path):
+    book, other = write(tmp_path / "a.ipynb"), write(tmp_path / "b" / "a.ipynb")
+    with pytest.raises(ConfigError, match="not the output of a run"):
+        notebooks.plan(book, out=tmp_path)
+    with pytest.raises(ConfigError, match="not the output of a run"):
+        notebooks.plan(book, out=other.parent)
+    with pytest.raises(ConfigError, match="is a file"):
+        notebooks.plan(book, out=book)
+    out = tmp_path / "out"
+    out.mkdir()
+    record = {"format": notebooks.FORMAT, "notebook": "a", "status": "done", "pid": 1}
+    for text, said in [("{", "not a record of a"), (json.dumps(record | {"notebook": "c"}), "not a record of a"),
+                       ("[]", "not a record of a"), (json.dumps(record | {"status": "running"}), "still writing")]:
+        (out / "a.json").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            notebooks.plan(book, out=out)
+    (out / "a.json").write_text(json.dumps(record))
+    assert len(notebooks.plan(book, out=out)) == 1
+
+
+def cli(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "lpkit", "notebook", *words], cwd=cwd, capture_output=True, text=True,
+                          timeout=120)
+
+
+@pytest.mark.dist
+def test_a_grid_side_by_side(tmp_path):
+    """Three points on two processes; one of them kills the worker that runs it, and the others do not notice."""
+    write(tmp_path / "notebooks" / "00_grid.ipynb",
+          "import os, signal\nif steps == 2:\n    os.kill(os.getppid(), signal.SIGKILL)",
+          "print('threads', os.environ['OMP_NUM_THREADS'])")
+    done = cli("00", "--on", "processes=2", "steps=1,2,3", "--out", "out", "--json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    runs = json.loads(done.stdout)["runs"]
+    assert [(run["label"], run["parameters"]["steps"], run["status"]) for run in runs] == [
+        ("00_grid-001", 1, "done"), ("00_grid-002", 2, "killed"), ("00_grid-003", 3, "done")]
+    assert "exit code -9" in runs[1]["error"]["message"]
+    assert json.loads((tmp_path / "out" / "00_grid-002.json").read_text()) == runs[1]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"threads {share}" in printed(tmp_path / "out" / "00_grid-001.ipynb")
+
+
+@pytest.mark.dist
+def test_sigterm_ends_the_kernel_and_says_so(tmp_path):
+    write(tmp_path / "a.ipynb", "import os, time\nprint(os.getpid(), flush=True)\n"
+                                "open('kernel.pid.part', 'w').write(str(os.getpid()))\n"
+                                "os.rename('kernel.pid.part', 'kernel.pid')\ntime.sleep(100)")
+    door = subprocess.Popen([sys.executable, "-m", "lpkit", "notebook", "./a.ipynb", "--out", "out"], cwd=tmp_path,
+                            stderr=subprocess.DEVNULL)
+    import psutil
+
+    while not (tmp_path / "kernel.pid").exists():
+        assert door.poll() is None
+        time.sleep(0.02)
+    kernel = psutil.Process(int((tmp_path / "kernel.pid").read_text()))
+    door.send_signal(signal.SIGTERM)
+    assert door.wait(30) == 143
+    assert json.loads((tmp_path / "out" / "a.json").read_text())["status"] == "killed"
+    kernel.wait(30)
+
+
+def test_the_command_line(tmp_path):
+    write(tmp_path / "notebooks" / "00_start_here.ipynb")
+    write(tmp_path / "notebooks" / "01_fails.ipynb", claim="assert False, 'no'")
+    done = cli("--all", "--json", cwd=tmp_path)
+    assert done.returncode == 1 and len(json.loads(done.stdout)["runs"]) == 2
+    assert (tmp_path / "runs" / "notebooks" / "01_fails.json").exists()
+    wrong = cli("00", "stepz=3", cwd=tmp_path)
+    assert wrong.returncode == 2 and "did you mean 'steps'" in wrong.stderr and not wrong.stdout
+
+
+def run_here(capsys, monkeypatch, cwd: Path, *words: str) -> tuple[int, str, str]:
+    from lpkit.cli import main
+
+    monkeypatch.chdir(cwd)
+    code = main(["notebook", *words])
+    return code, *capsys.readouterr()
+
+
+def test_list(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "notebooks" / "00_start_here.ipynb")
+    code, text, _ = run_here(capsys, monkeypatch, tmp_path, "--list")
+    assert code == 0 and "00_start_here  A title" in text and "claims: Few steps are enough" in text
+    assert "  steps: int = 3" in text and "updates" in text
+    _, text, _ = run_here(capsys, monkeypatch, tmp_path, "--list", "--json")
+    listed = json.loads(text)["notebooks"][0]["parameters"]
+    assert listed[1] == {"name": "steps", "annotation": "int", "default": 3, "comment": "updates"}
+
+
+@pytest.mark.parametrize("words, said", [
+    ((), "which notebook"), (("00", "--all"), "leave out '00'"), (("00", "--on", "hosts=3"), "only processes=N"),
+    (("00", "--on", "processes=0"), "1 or more"), (("00", "steps"), "expected key=value"), (("07",), "no notebook '07'"),
+])
+def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
+    write(tmp_path / "notebooks" / "00_start_here.ipynb")
+    code, out, err = run_here(capsys, monkeypatch, tmp_path, *words)
+    assert code == 2 and said in err and not out and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_table():
+    run = {"label": "00_a", "seconds": 1.25, "peak_rss_bytes": 3e8, "claim": "it holds", "status": "done", "error": None}
+    bad = run | {"status": "failed", "error": {"cell": 7, "kind": "AssertionError", "message": "2 >\n1"}}
+    head, first, second = command.text({"runs": [run, bad]}).splitlines()
+    assert head.split() == ["notebook", "seconds", "peak", "MB", "claim", "result"]
+    assert first.split() == ["00_a", "1.2", "300", "it", "holds", "holds"]
+    assert second.endswith("failed in cell 7: AssertionError: 2 > 1")
