@@ -101,8 +101,6 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
               "compile": choose_compile(config.system.compile, device)}
     recipe = RECIPES[chosen["precision"].used]
     files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
-    micro_batch = config.batch // config.accumulate
-    windows = dict(batch=config.batch, context=config.model.context, vocab=config.model.vocab)
     model = build_model(config, device, (Compile(),) if chosen["compile"].used == "on" else ())
     autocast = recipe.autocast(device)
     peak = measure.machine(str(device)).peak_flops(chosen["precision"].used)
@@ -110,8 +108,10 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
         config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
         step=accumulate(config.accumulate, autocast),
         loss=lambda model, x, y: loss(model, x, y, autocast=autocast),
-        data=policy(tokens=files.train, seed=config.seed, **windows),
-        val=POLICIES["sequential"](tokens=files.val, **(windows | dict(batch=micro_batch))),
+        data=policy(tokens=files.train, batch=config.batch, context=config.model.context, seed=config.seed),
+        # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch does
+        val=POLICIES["spread-windows"](tokens=files.val, batch=config.batch // config.accumulate,
+                                       context=config.model.context),
         tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device),
         flops_per_token=training_flops_per_token(config.model), peak_flops=peak)
 

@@ -10,6 +10,7 @@ import sys
 
 from lpkit import __version__
 from lpkit.config import ConfigError, nearest
+from lpkit.runs import RunFailedError
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv[1:])
     try:
         result = command.run(args)
-    except ConfigError as error:
+    except (ConfigError, RunFailedError) as error:
         return complain(error)
     except KeyboardInterrupt:
         print("lpkit: interrupted", file=sys.stderr)

@@ -33,13 +33,13 @@ def train(config: Config, *, out: str | Path | None = None, resume: bool = False
     from lpkit.trainer import Control, fit
 
     control = Control()
-    with _signals_stop(control.stop.set):
+    with _signals_stop(control.stop):
         return fit(assemble(config), Path(out or default_folder()), resume=resume, observers=observers,
                    control=control)
 
 
 @contextmanager
-def _signals_stop(stop: Callable[[], None]) -> Iterator[None]:
+def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM stop after the step at hand; a second Ctrl-C interrupts at once.
 
     Only the main thread may hear signals; elsewhere the handle's `stop` serves.
@@ -50,7 +50,7 @@ def _signals_stop(stop: Callable[[], None]) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def heard(number, frame):
-        stop()
+        stop(signal.Signals(number).name)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
@@ -123,7 +123,7 @@ class Handle:
 
     def stop(self) -> None:
         """After the step at hand; keeps a checkpoint."""
-        self._control.stop.set()
+        self._control.stop()
 
     def pause(self) -> None:
         self._control.go_on.clear()

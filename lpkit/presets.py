@@ -4,7 +4,10 @@ Sources: GPT-2 (Radford et al. 2019, table 2); Llama 3.1 (https://arxiv.org/abs/
 Llama 3.2 1B (its model card and config.json).
 """
 
-from lpkit.config import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig, nearest
+from collections.abc import Iterable
+from pathlib import Path
+
+from lpkit.config import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig, nearest, parse_settings
 
 
 def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
@@ -45,3 +48,16 @@ def preset(name: str) -> Config:
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
     return PRESETS[name]
+
+
+def resolve(target: str, settings: Iterable[str] = ()) -> Config:
+    """A preset's name or a YAML file, with `key=value` settings on top. Raises ConfigError."""
+    if target in PRESETS or not target.endswith((".yaml", ".yml")):
+        config = preset(target)
+    else:
+        try:
+            config = Config.from_yaml(Path(target).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the config file {target!r} ({error}); give a YAML file or a preset, "
+                              f"one of {', '.join(PRESETS)}") from None
+    return config.replace(parse_settings(settings))

@@ -49,17 +49,20 @@ class Job:
 class Control:
     """The way into a running loop from another thread or a signal: stop at the next step, or wait."""
 
-    stop: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
+    stopped_by: str = ""       # who asked: "stop", "SIGINT", "SIGTERM"
 
     def __post_init__(self):
         self.go_on.set()
 
+    def stop(self, by: str = "stop") -> None:
+        self.stopped_by = self.stopped_by or by
+        self.go_on.set()
+
     def stopped(self) -> bool:
         """Waits while paused."""
-        while not self.go_on.wait(0.1) and not self.stop.is_set():
-            pass
-        return self.stop.is_set()
+        self.go_on.wait()
+        return bool(self.stopped_by)
 
 
 def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Observer] = (),
@@ -92,7 +95,7 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
             status = "failed"
             raise
         finally:
-            summary = _summary(job, run, history, status)
+            summary = _summary(job, run, history, status) | {"stopped_by": control.stopped_by or None}
             checkpoint.write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
     return run
 

@@ -1,0 +1,73 @@
+"""Train a preset or a config file.
+
+  lpkit train cpu-3m
+  lpkit train cpu-3m --set steps=600 --set model.layers=6 --out runs/six
+  lpkit train --out runs/six --resume
+
+Ctrl-C and SIGTERM stop after the step at hand and keep a checkpoint; --resume goes on from the newest good one.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from lpkit.config import ConfigError, parse_settings
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml",
+                        help="what to train; may be left out with --resume")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="change one setting, as often as needed")
+    parser.add_argument("--out", metavar="DIR", help="the run folder (default: a new one under runs/)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+
+
+def run(args: Namespace) -> dict:
+    from tqdm import tqdm
+
+    from lpkit.handle import default_folder, train
+    from lpkit.presets import resolve
+    from lpkit.runs import Run
+
+    if args.resume and not args.out:
+        raise ConfigError("--resume needs --out DIR, the folder of the run to go on with")
+    if args.target is None and not args.resume:
+        raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go on with "
+                          "--resume --out DIR")
+    config = (resolve(args.target, args.settings) if args.target is not None
+              else Run.open(args.out).config.replace(parse_settings(args.settings)))
+    out = args.out or default_folder(Path(args.target).stem)
+    with tqdm(total=config.steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def show(record):
+            bar.set_postfix_str(f"loss {record.loss:.3f}, {config.tokens_per_step / record.step_seconds:,.0f} tokens/s",
+                                refresh=False)
+            bar.update(record.step - bar.n)
+
+        summary = train(config, out=out, resume=args.resume, observers=[show]).summary
+    for problem in summary["damaged_checkpoints"]:
+        print(f"lpkit: passed over a damaged checkpoint: {problem}", file=sys.stderr)
+    return summary | ({"exit_code": EXIT_CODES[by]} if (by := summary["stopped_by"]) in EXIT_CODES else {})
+
+
+def text(summary: dict) -> str:
+    def number(key: str, form: str, unit: str, scale: float = 1) -> str:
+        return "none" if summary[key] is None else f"{summary[key] * scale:{form}} {unit}"
+
+    stopped = f" by {summary['stopped_by']}" if summary["stopped_by"] else ""
+    rows = [
+        ("run", summary["run_dir"]),
+        ("status", f"{summary['status']}{stopped} after {summary['steps']:,} steps, {summary['tokens']:,} tokens"),
+        ("loss", number("final_loss", ".4f", "nats per token")),
+        ("validation loss", number("val_loss", ".4f", "nats per token")),
+        ("speed", f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
+                  f"MFU {number('mfu', '.0f', '%', 100)}"),
+        ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9)),
+        *((key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
+          for key, choice in summary["chosen"].items()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
