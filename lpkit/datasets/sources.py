@@ -121,8 +121,7 @@ class Files:
             with _sentences(path), _opened(path) as stream:
                 read = DOCUMENTS.get(_kind(path)[1])
                 if read:
-                    for number, text in enumerate(read(stream, path), 1):
-                        yield Piece(_checked(text, f"document {number} of {path}"), text, True)
+                    yield from (Piece(text, text, True) for text in read(stream, path))
                 elif self.alone:
                     yield from (Piece(text, text, ends) for text, ends in _blocks(stream, path, BLOCK_CHARS))
                 else:
@@ -136,7 +135,7 @@ class HubSource:
     name: str                   # hf:owner/name or hf:owner/name:subset
 
     def __post_init__(self):
-        if not re.fullmatch(r"hf:[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", self.name):
+        if not re.fullmatch(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*)?", self.name):
             raise ConfigError(f"{self.name!r} is not the name of a dataset; write hf:owner/name or hf:owner/name:subset")
 
     def fingerprint(self) -> list[Any]:
@@ -233,13 +232,13 @@ def _sentences(path: Path):
 
 def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
     """The text in blocks of about `chars` that end with a line, each with whether it is the last."""
-    lines = io.TextIOWrapper(stream, encoding="utf-8", newline="")
-    read = lambda: _checked(lines.read(chars) + lines.readline(chars), path)    # a line without end is cut
-    block = read()
-    while block:
-        following = read()
-        yield block, not following
-        block = following
+    with io.TextIOWrapper(stream, encoding="utf-8", newline="") as lines:
+        read = lambda: _checked(lines.read(chars) + lines.readline(chars), path)    # a line without end is cut
+        block = read()
+        while block:
+            following = read()
+            yield block, not following
+            block = following
 
 
 def _checked(text: str, where: object) -> str:
@@ -262,15 +261,16 @@ def _field(row: Any, where: str) -> str:
 
 
 def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
-    for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), 1):
-        if line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"line {number} of {path} is not JSON ({error}); a .jsonl file has one object with a "
-                              f"field 'text' on each line") from None
-        yield _field(row, f"line {number} of {path}")
+    with io.TextIOWrapper(stream, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"line {number} of {path} is not JSON ({error}); a .jsonl file has one object with a "
+                                  f"field 'text' on each line") from None
+            yield _field(row, f"line {number} of {path}")
 
 
 def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:

@@ -169,7 +169,7 @@ def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
     """What decides the content, in a folder's name."""
     learned = vocab if data.tokenizer == "bpe" else None
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), data.tokenizer, learned, data.val_fraction]
-    stem = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[-40:] or "text"
+    stem = re.sub(r"[^a-z0-9]+", "-", source.name.lower().rpartition("/")[2])[:40].strip("-") or "text"
     return f"{stem}-{data.tokenizer}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
@@ -233,7 +233,7 @@ def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, di
 def _with_progress(source: sources.Source) -> Iterator[sources.Piece]:
     from tqdm import tqdm
 
-    with tqdm(desc=f"tokens of {source.name}"[-60:], total=source.total_bytes(), unit="B", unit_scale=True) as bar:
+    with tqdm(desc=f"tokens of {source.name.rpartition('/')[2]}", total=source.total_bytes(), unit="B", unit_scale=True) as bar:
         for piece in source.pieces():
             yield piece
             bar.update(len(piece.text) if piece.text.isascii() else len(piece.text.encode()))

@@ -1,0 +1,86 @@
+"""Every performance figure that the project claims, measured beside its peer in one process.
+
+    lpkit bench loader
+    lpkit bench import loader --rounds 25 --out data/measured
+    lpkit bench --all
+
+A ratio is the median over interleaved rounds of the paired ratio, with its quartiles. Being slow is a result, not a
+failure: the exit code stays 0, and the row says by how much the target was missed. With --json, `ratio`, `quartiles`
+and `peer` are those of the case that does worst against its target, and `cases` has them all; several benchmarks make
+one object with a list `benches`.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from lpkit.config import ConfigError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    from lpkit.bench import BENCHES
+
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("--all", action="store_true", help="run every benchmark")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="interleaved rounds (%(default)s)")
+    parser.add_argument("--out", metavar="DIR", help="also keep each result there, as NAME-DEVICE.json")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from lpkit.bench import BENCHES
+    from lpkit.bench.harness import summary
+    from lpkit.contracts import pick
+
+    names = list(BENCHES) if args.all else args.names
+    if not names:
+        raise ConfigError(f"name a benchmark ({', '.join(BENCHES)}), or use --all")
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give meaningful quartiles")
+    modules = [importlib.import_module(pick(BENCHES, name, "benchmark")) for name in names]
+    done = []
+    for name, module in zip(names, modules, strict=True):
+        print(f"bench {name} ...", file=sys.stderr)
+        done.append(summary(module.run(args.rounds)))
+        if args.out:
+            _keep(Path(args.out), done[-1])
+    return done[0] if len(done) == 1 else {"benches": done}
+
+
+def text(result: dict[str, Any]) -> str:
+    return "\n\n".join(map(_table, result.get("benches", [result])))
+
+
+def _table(bench: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
+    lines = [f"{bench['name']} on {bench['device']}, {bench['cores']} cores; {versions}"]
+    rows = [(case["case"], case["peer"], f"{case['ratio']:.3g}x",
+             f"[{case['quartiles'][0]:.3g}, {case['quartiles'][1]:.3g}]",
+             f"{_amount(case['ours_median'], case['unit'])} against {_amount(case['peer_median'], case['unit'])}",
+             case["verdict"]) for case in bench["cases"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+              for row in rows]
+    return "\n".join(lines)
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 2**20:.3g} MiB"
+    if unit == "s":
+        scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if value >= s), (1e-6, "us"))
+        value /= scale
+    return f"{value:.3g} {unit}"
+
+
+def _keep(folder: Path, bench: dict[str, Any]) -> None:
+    from lpkit.datasets.tokenizers import write_atomically
+
+    device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
+    try:
+        write_atomically(folder / f"{bench['name']}-{device}.json", json.dumps(bench, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None

@@ -1,0 +1,141 @@
+"""The harness on contenders whose answer is known. No test asserts how fast anything is."""
+
+import itertools
+import json
+import statistics
+
+import pytest
+
+from lpkit.bench import BENCHES, harness, imports, loader
+from lpkit.bench.harness import paired, race, rotating, summary
+from lpkit.cli import main
+
+
+class Clock:
+    """perf_counter, driven by the contenders: time passes only when a call says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def costs(self, *seconds):
+        turn = rotating(seconds)
+
+        def call():
+            self.now += turn()
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(harness.time, "perf_counter", clock)
+    return clock
+
+
+def test_race_reports_the_paired_ratio(clock):
+    results = race("known", ours=clock.costs(0.001), peers={"twice": clock.costs(0.002), "half": clock.costs(0.0005)},
+                   check=lambda: None, target={"twice": 1.5, "half": 1.0})
+    twice, half = results
+    assert twice.ratio == pytest.approx(2) and twice.quartiles == pytest.approx((2, 2)) and twice.rounds == 9
+    assert twice.ours_median == pytest.approx(0.001) and twice.peer_median == pytest.approx(0.002)
+    assert twice.met and twice.verdict() == "met (at least 1.5)"
+    assert not half.met and half.verdict() == "short by 50.0% (at least 1)"
+
+
+def test_ratio_is_the_median_of_ratios_with_quartiles():
+    ours, peer = [1, 2, 4, 1, 2], [3, 2, 16, 5, 4]
+    result = paired("known", ours=ours, peer=peer, peer_name="p", facts={})
+    ratios = [b / a for a, b in zip(ours, peer)]        # 3 1 4 5 2
+    assert result.ratio == statistics.median(ratios) == 3 and result.quartiles == (2, 4)
+    lower = paired("known", ours=peer, peer=ours, peer_name="p", facts={}, better="lower", target=2.5)
+    assert lower.ratio == 3 and not lower.met and lower.verdict() == "short by 16.7% (at most 2.5)"
+
+
+def test_wrong_answers_are_not_timed(clock):
+    def check():
+        raise AssertionError("they differ")
+
+    with pytest.raises(AssertionError, match="they differ"):
+        race("wrong", ours=lambda: pytest.fail("timed"), peers={}, check=check)
+
+
+def test_samples_are_long_enough_and_take_turns(clock):
+    calls = []
+    cost = clock.costs(0.0004)
+
+    def contender(name):
+        def call():
+            calls.append(name)
+            cost()
+        return call
+
+    race("turns", ours=contender("ours"), peers={"peer": contender("peer")}, check=lambda: None, rounds=20)
+    runs = [(name, sum(1 for _ in group)) for name, group in itertools.groupby(calls)]
+    timed = runs[2:] if runs[0][0] == "ours" else runs      # calibration comes first
+    assert all(length * 0.0004 >= harness.SAMPLE_SECONDS for _, length in timed)
+    assert 10 < len(timed) <= 40        # shuffled rounds: neither one long block nor a fixed alternation
+
+
+def test_rotating():
+    turn = rotating("abc")
+    assert "".join(turn() for _ in range(7)) == "abcabca"
+
+
+def test_summary_leads_with_the_worst_case():
+    facts = harness.provenance(["numpy", "no-such-package"])
+    good = paired("b", ours=[1], peer=[9], peer_name="p", facts=facts, target=3)
+    tight = paired("b", ours=[1], peer=[1.5], peer_name="q", facts=facts, target=1.4)
+    missed = paired("b", ours=[3], peer=[10], peer_name="r", facts=facts, target=0.2, better="lower")
+    top = summary([good, tight])
+    assert (top["name"], top["peer"], top["met"]) == ("b", "q", True) and top["ratio"] == pytest.approx(1.5)
+    assert {"name", "ratio", "quartiles", "peer", "versions", "device", "commit", "date", "command"} <= set(top)
+    assert top["versions"]["no-such-package"] == "not installed" and "versions" not in top["cases"][0]
+    assert [case["peer"] for case in top["cases"]] == ["p", "q"]
+    worst = summary([good, missed])
+    assert worst["peer"] == "r" and not worst["met"]
+    json.dumps(worst, allow_nan=False)
+
+
+def test_import_bench():
+    (result,) = imports.run(rounds=1)
+    assert result.peer == "import torch" and result.better == "lower" and 0 < result.ratio < 1
+
+
+def test_loader_bench(monkeypatch):
+    monkeypatch.setattr(loader, "SHAPES", ((4, 32),))
+    results = loader.run(rounds=1, tokens=200_000)
+    timed = [result for result in results if result.unit == "s"]
+    assert [result.peer for result in timed] == [loader.LOOP, *(f"DataLoader, num_workers={n}" for n in loader.WORKERS)]
+    assert [result.target for result in timed] == [3.5, 1.8, 1.8]
+    memory = [result for result in results if result.unit == "bytes"]
+    assert all(result.met for result in memory)         # bytes, not seconds: this must hold anywhere
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    assert main(["bench", "import", "--rounds", "1", "--json", "--out", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text()) == printed and kept.name.startswith("import-") and kept.suffix == ".json"
+    assert printed["name"] == "import" and len(printed["cases"]) == 1
+    assert main(["bench", "import", "import", "--rounds", "1"]) == 0
+    assert capsys.readouterr().out.count("at most 0.15") == 2
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["bench"], "name a benchmark"),
+    (["bench", "imports"], "no benchmark 'imports'; did you mean 'import'"),
+    (["bench", "import", "--rounds", "0"], "--rounds must be 1 or more"),
+])
+def test_bad_input(argv, sentence, capsys):
+    assert main(argv) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_every_row_is_a_benchmark():
+    import importlib
+
+    assert all(callable(importlib.import_module(where).run) for where in BENCHES.values())

@@ -1,0 +1,558 @@
+"""The data room against what must be true of it: texts come back, splits stay, batches are those of a naive loop."""
+
+import gzip
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lpkit.cli import main
+from lpkit.config import ConfigError, DataConfig
+from lpkit.datasets import (
+    POLICIES,
+    TOKENIZERS,
+    RandomWindows,
+    SequentialWindows,
+    SpreadWindows,
+    byte_unigram_entropy,
+    find_source,
+    open_tokens,
+    prepare,
+    prepare_into,
+    tokenizer_from_dict,
+)
+from lpkit.datasets import sources as sources_module
+from lpkit.datasets import tokens as tokens_module
+from lpkit.datasets.sources import BLOCK_CHARS, is_validation
+
+WORDS = "the cat sat on a mat and naïve café 漢字 🙂 def return None".split()
+
+
+def prose(words: int, seed: int = 0) -> str:
+    draw = np.random.default_rng(seed).integers(len(WORDS), size=words)
+    return "".join(WORDS[i] + ("\n" if n % 9 == 8 else " ") for n, i in enumerate(draw))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """60 files of prose in two levels."""
+    root = tmp_path / "texts"
+    (root / "deep").mkdir(parents=True)
+    for i in range(60):
+        (root / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(prose(200, i), encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def made(folder, tmp_path):
+    return prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+
+
+def documents(files, split: str) -> list[str]:
+    """The texts of a split, by splitting its ids at the end token."""
+    ids = np.asarray(getattr(files, split))
+    ends = np.flatnonzero(ids == files.tokenizer.end)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    assert ends[-1] == len(ids) - 1
+    return [files.tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+# sources and the split
+
+def test_stdlib_is_the_library_and_not_its_tests():
+    files = dict(find_source("python-stdlib").files)
+    assert {"ast.py", "json/decoder.py", "asyncio/base_events.py"} <= set(files)
+    assert not [key for key in files if {"test", "tests", "site-packages"} & set(key.split("/"))]
+    assert list(files) == sorted(files)
+    share = sum(is_validation(key, 0.1) for key in files) / len(files)
+    assert share == pytest.approx(0.1, abs=4 * math.sqrt(0.09 / len(files)))    # four standard deviations
+
+
+def test_split_follows_from_the_path_alone(folder, made, tmp_path):
+    before = {split: set(documents(made, split)) for split in ("train", "val")}
+    texts = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.rglob("*.txt")}
+    for split, validation in (("train", False), ("val", True)):
+        assert before[split] == {text for key, text in texts.items() if is_validation(key, 0.1) == validation}
+    for i in range(40):
+        (folder / f"a new one {i}.txt").write_text(prose(50, 1000 + i), encoding="utf-8")
+    after = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    assert after.folder != made.folder
+    assert all(before[split] <= set(documents(after, split)) for split in before)
+    more = {key for key in texts if is_validation(key, 0.3)}
+    assert more > {key for key in texts if is_validation(key, 0.1)}
+
+
+def test_is_validation_is_pinned():
+    """These are sha256, so that a corpus prepared anywhere and ever has the same split."""
+    assert [key for key in ("ast.py", "abc.py", "json/decoder.py", "os.py", "io.py", "re/_parser.py")
+            if is_validation(key, 0.5)] == ["json/decoder.py", "io.py", "re/_parser.py"]
+
+
+def test_one_text_file_is_split_by_blocks(tmp_path):
+    path = tmp_path / "one.txt"
+    text = prose(150_000)
+    path.write_text(text, encoding="utf-8")
+    pieces = list(find_source(str(path)).pieces())
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(piece.text.endswith("\n") and BLOCK_CHARS <= len(piece.text) < BLOCK_CHARS + 200 for piece in pieces[:-1])
+    files = prepare(DataConfig(source=str(path)), 256, tmp_path / "cache")
+    stretches, last = {"train": [], "val": []}, None
+    for piece in pieces:        # an independent account of which blocks follow each other in a split
+        split = "val" if is_validation(piece.text, 0.1) else "train"
+        if split == last:
+            stretches[split][-1] += piece.text
+        else:
+            stretches[split].append(piece.text)
+        last = split
+    assert {split: documents(files, split) for split in stretches} == stretches
+    assert all(files.header["splits"][split]["documents"] == len(stretches[split]) for split in stretches)
+
+
+def test_a_line_without_end_is_read_in_pieces(tmp_path):
+    path = tmp_path / "long.txt"
+    text = "é" * (5 * BLOCK_CHARS)
+    path.write_text(text, encoding="utf-8")
+    pieces = list(find_source(str(path)).pieces())
+    assert "".join(piece.text for piece in pieces) == text and max(len(piece.text) for piece in pieces) <= 2 * BLOCK_CHARS
+
+
+def _packed(path: Path, data: bytes) -> None:
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        import zstandard
+
+        data = zstandard.compress(data)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".py", ".jsonl", ".parquet"])
+def test_every_format_gives_its_texts(tmp_path, suffix, packing):
+    texts = [prose(30, i) + "\r\nend" for i in range(50)]
+    root = tmp_path / "source"
+    root.mkdir()
+    if suffix == ".jsonl":
+        _packed(root / f"a{suffix}{packing}", "\n".join(json.dumps({"id": 1, "text": text}) for text in texts).encode())
+    elif suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(pyarrow.table({"id": list(range(50)), "text": texts}), sink)
+        _packed(root / f"a{suffix}{packing}", sink.getvalue().to_pybytes())
+    else:
+        for i, text in enumerate(texts):
+            _packed(root / f"{i}{suffix}{packing}", text.encode())
+    for source in (str(root), str(root / "*")):
+        files = prepare(DataConfig(source=source, val_fraction=0.2), 256, tmp_path / "cache")
+        assert Counter(documents(files, "train") + documents(files, "val")) == Counter(texts)
+
+
+def test_equal_documents_never_straddle_the_split(tmp_path):
+    path = tmp_path / "twice.jsonl"
+    rows = [{"text": prose(20, i % 40)} for i in range(120)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    files = prepare(DataConfig(source=str(path), val_fraction=0.3), 256, tmp_path / "cache")
+    assert not set(documents(files, "train")) & set(documents(files, "val"))
+
+
+def test_hub_datasets_stream(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": prose(20, i)} for i in range(40)]
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
+    files = prepare(DataConfig(source="hf:someone/texts:small", val_fraction=0.3), 256, tmp_path)
+    assert asked[0] == (("someone/texts", "small"), {"split": "train", "streaming": True})
+    assert Counter(documents(files, "train") + documents(files, "val")) == Counter(row["text"] for row in rows)
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ConfigError, match=r"cannot stream 'hf:someone/else'.*no route.*go online, or give a file"):
+        prepare(DataConfig(source="hf:someone/else"), 256, tmp_path)
+
+
+# tokenizers
+
+@given(st.text())
+@settings(deadline=None, max_examples=200)
+def test_bytes_round_trip(text):
+    tokenizer = TOKENIZERS["bytes"]()
+    assert tokenizer.encode(text) == list(text.encode()) == tokenizer.encode_array(text).tolist()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_show_what_is_no_character():
+    assert TOKENIZERS["bytes"]().decode([0x61, 0xE6, 300, -1, 0x62]) == "a\ufffd\ufffd\ufffdb"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return TOKENIZERS["bpe"].build(300, lambda: iter([prose(3000)]), tmp_path_factory.mktemp("bpe"))
+
+
+@given(text=st.text() | st.sampled_from(["<|endoftext|>", "a <|endoftext|> b", "\r\n\t  \n", "café"]))
+@settings(deadline=None, max_examples=200)
+def test_bpe_round_trip(bpe, text):
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text and bpe.end not in ids       # no text can end a document
+    assert ids == bpe.encode_array(text).tolist() and all(0 <= i < bpe.vocab for i in ids)
+
+
+def test_bpe_is_trained_cached_and_kept(bpe, tmp_path):
+    text = prose(3000)
+    assert bpe.vocab == 300 and len(bpe.encode(text)) < 0.5 * len(text.encode())
+    kept = tokenizer_from_dict(json.loads(json.dumps(bpe.to_dict())))
+    assert kept.encode(text) == bpe.encode(text) and kept.end == bpe.end and kept.vocab == 300
+    assert bpe.decode([*bpe.encode("cat"), 300, *bpe.encode("sat")]) == "cat\ufffdsat"
+    again = TOKENIZERS["bpe"].build(300, lambda: iter([text]), tmp_path)
+    (cached,) = tmp_path.iterdir()
+    assert again.to_dict() == bpe.to_dict()                     # training is deterministic
+    stamp = cached.stat().st_mtime_ns
+    TOKENIZERS["bpe"].build(300, lambda: iter([text[:50], text[50:]]), tmp_path)    # the text decides, not its pieces
+    assert cached.stat().st_mtime_ns == stamp and len(list(tmp_path.iterdir())) == 1
+    TOKENIZERS["bpe"].build(300, lambda: iter([text + "!"]), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_bpe_corpus_round_trip(folder, tmp_path):
+    files = prepare(DataConfig(source=str(folder), tokenizer="bpe"), 300, tmp_path / "cache")
+    texts = Counter(path.read_text(encoding="utf-8") for path in folder.rglob("*.txt"))
+    assert Counter(documents(files, "train") + documents(files, "val")) == texts
+
+
+def test_gpt2_or_the_way_out():
+    try:
+        tokenizer = TOKENIZERS["gpt2"]()
+    except ConfigError as error:
+        assert "data.tokenizer=gpt2" in str(error) and "data.tokenizer=bpe" in str(error)
+    else:
+        assert (tokenizer.vocab, tokenizer.end) == (50257, 50256)
+        assert tokenizer.encode("Hello world") == [15496, 995] and tokenizer.decode([15496, 995]) == "Hello world"
+        assert tokenizer.end not in tokenizer.encode("<|endoftext|>")
+
+
+# token files
+
+def test_header_counts_and_layout(made):
+    header = json.loads((made.folder / "header.json").read_text())
+    for split in ("train", "val"):
+        raw = np.frombuffer((made.folder / f"{split}.bin").read_bytes(), "<u2")
+        facts = header["splits"][split]
+        assert facts["tokens"] == len(raw) and facts["documents"] == (raw == 0).sum() and facts["largest"] == raw.max()
+    assert (header["dtype"], header["vocab"], header["tokenizer"]) == ("uint16", 256, {"name": "bytes"})
+
+
+def test_wide_vocabularies_take_four_bytes(tmp_path, monkeypatch):
+    class Codepoints(TOKENIZERS["bytes"]):
+        """One token for each code point: 🙂 is 128578."""
+
+        name, vocab = "codepoints", 0x110000
+        encode_array = staticmethod(lambda text: np.array([ord(c) for c in text], np.uint32))
+        decode = staticmethod(lambda ids: "".join(chr(i) for i in ids))
+
+    monkeypatch.setitem(TOKENIZERS, "codepoints", Codepoints)
+    path = tmp_path / "a.txt"
+    path.write_text(prose(40_000), encoding="utf-8")
+    files = prepare(DataConfig(source=str(path), tokenizer="codepoints", val_fraction=0.5), 0x110000, tmp_path / "cache")
+    assert files.train.dtype == np.dtype("<u4") and ord("🙂") in files.train
+    with pytest.raises(ConfigError, match=r"model.vocab=50000; set model.vocab=1114112 or more"):
+        prepare(DataConfig(source=str(path), tokenizer="codepoints", val_fraction=0.5), 50_000, tmp_path / "cache")
+
+
+def test_preparing_twice_reads_once(folder, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources_module.Files, "pieces", lambda self: pytest.fail("read again"))
+    again = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    assert again.folder == made.folder and np.array_equal(again.train, made.train)
+    direct = prepare(DataConfig(source=str(made.folder)), 256, tmp_path / "elsewhere")
+    assert direct.folder == made.folder and not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("harm", ["truncate", "grow", "flip", "missing", "half a header", "foreign header", "newer"])
+def test_altered_files_are_named(made, harm):
+    target = made.folder / ("header.json" if "header" in harm or harm == "newer" else "train.bin")
+    data = bytearray(target.read_bytes())
+    if harm == "truncate":
+        data = data[:-2]
+    elif harm == "grow":
+        data += b"ab"
+    elif harm == "flip":
+        data[len(data) // 2] ^= 1
+    elif harm == "half a header":
+        data = data[:len(data) // 2]
+    elif harm == "foreign header":
+        data = b"[1]"
+    elif harm == "newer":
+        data = json.dumps(json.loads(data) | {"version": 99}).encode()
+    target.write_bytes(data)
+    if harm == "missing":
+        target.unlink()
+    with pytest.raises(ConfigError, match=rf"{target.name}.*prepare|{target.name}.*upgrade"):
+        open_tokens(made.folder)
+
+
+def test_unigram_entropy_by_hand(tmp_path):
+    root = tmp_path / "ab"
+    root.mkdir()
+    keys = [f"{i}.txt" for i in range(40)]
+    for key in keys:
+        (root / key).write_text("aab" if is_validation(key, 0.1) else "abb")
+    files = prepare(DataConfig(source=str(root)), 256, tmp_path / "cache")
+    n = sum(not is_validation(key, 0.1) for key in keys)
+    p = {"a": (n + 1) / (4 * n + 256), "b": (2 * n + 1) / (4 * n + 256), "end": (n + 1) / (4 * n + 256)}
+    by_hand = -(2 * math.log(p["a"]) + math.log(p["b"]) + math.log(p["end"])) / 4
+    assert byte_unigram_entropy(files) == pytest.approx(by_hand, rel=1e-12)
+
+
+KILLED = """
+import os, signal, sys
+from lpkit.config import DataConfig
+from lpkit.datasets import prepare, sources, tokens
+source, cache, place, count = sys.argv[1:]
+owner, name = {"pieces": (tokens._Writer, "write"), "fsync": (os, "fsync"), "replace": (os, "replace"),
+               "rename": (os, "rename")}[place]
+whole, calls = getattr(owner, name), [0]
+def counted(*args):
+    calls[0] += 1
+    if calls[0] == int(count):
+        if place == "pieces":
+            args[0].file.flush()        # half of it on the disk
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*args)
+setattr(owner, name, counted)
+prepare(DataConfig(source=source), 256, cache)
+"""
+
+
+@pytest.mark.parametrize("place, count", [("pieces", 1), ("pieces", 60), ("fsync", 1), ("fsync", 2), ("fsync", 3),
+                                          ("replace", 1), ("rename", 1)])
+def test_killed_while_writing_leaves_nothing_that_looks_complete(folder, tmp_path, place, count):
+    cache = tmp_path / "cache"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(cache), place, str(count)],
+                          capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = [path for path in cache.iterdir() if path.name != "locks"]
+    assert [path.name[0] + path.suffix for path in left] == ["..tmp"]
+    files = prepare(DataConfig(source=str(folder)), 256, cache)
+    assert {path.name for path in cache.iterdir()} == {"locks", files.folder.name}
+    assert len(documents(files, "train")) + len(documents(files, "val")) == 60
+
+
+def test_two_processes_prepare_the_same_thing(folder, tmp_path):
+    code = ("import sys; from lpkit.config import DataConfig; from lpkit.datasets import prepare;"
+            "print(prepare(DataConfig(source=sys.argv[1]), 256, sys.argv[2]).header['date'])")
+    started = [subprocess.Popen([sys.executable, "-c", code, str(folder), str(tmp_path / "cache")], text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)]
+    dates = [process.communicate()[0] for process in started]
+    assert all(process.returncode == 0 for process in started) and len(set(dates)) == 1
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.name != "locks"]) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_full_disk_is_one_sentence_and_no_litter(folder, tmp_path, monkeypatch):
+    def enter(writer):
+        writer.file = open("/dev/full", "wb")   # accepts nothing: ENOSPC
+        return writer
+
+    monkeypatch.setattr(tokens_module._Writer, "__enter__", enter)
+    with pytest.raises(ConfigError, match=r"disk of .* is full.*nothing was kept.*--out"):
+        prepare_into(tmp_path / "out", DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "cache"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_memory_stays_bounded(tmp_path):
+    path = tmp_path / "large.txt"
+    block = prose(100_000)
+    repeats = -(-(60 << 20) // len(block.encode()))
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(repeats):
+            file.write(f"{i}\n{block}")
+    code = """
+import sys
+from lpkit.config import DataConfig
+from lpkit.datasets import prepare
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+before = peak()
+files = prepare(DataConfig(source=sys.argv[1]), 256, sys.argv[2])
+print(peak() - before, len(files.train) + len(files.val))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path), str(tmp_path / "cache")], capture_output=True, text=True,
+                          check=True)
+    extra, tokens = map(int, done.stdout.split())
+    assert tokens > 60 << 20 and extra < 24 << 20
+
+
+# bad input: one sentence, the offender and the way out
+
+@pytest.mark.parametrize("name, data, sentence", [
+    ("empty.txt", b"", "there is no text in .*empty.txt.*give a source with text"),
+    ("small.txt", b"one line\n", "too small to split.*data.val_fraction"),
+    ("binary.txt", b"abc\0def" * 99, "binary.txt is not text .*NUL byte.*remove it"),
+    ("latin.txt", b"caf\xe9 " * 99, "latin.txt is not UTF-8 text .byte 0xe9.*repair or remove"),
+    ("cut.txt.gz", gzip.compress(prose(5000).encode())[:-2000], "cannot read .*cut.txt.gz"),
+    ("not.gz", b"plain", "cannot read .*not.gz.*gzip"),
+    ("not.txt.zst", b"plain text", "cannot read .*not.txt.zst"),
+    ("not.parquet", b"plain text", "cannot read .*not.parquet"),
+    ("bad.jsonl", b'{"text": "a"}\n{"text": ', "line 2 of .*bad.jsonl is not JSON"),
+    ("other.jsonl", b'{"body": "a"}\n', "line 1 of .*other.jsonl has no field 'text' .its fields are body"),
+    ("number.jsonl", b'{"text": 3}\n', "has no field 'text'"),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', "not valid text .half of a surrogate pair"),
+    ("nul.jsonl", b'{"text": "a\\u0000"}\n', "line 1 of .*nul.jsonl is not text"),
+])
+def test_bad_sources(tmp_path, name, data, sentence):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(DataConfig(source=str(path)), 256, tmp_path / "cache")
+    left = [path for path in (tmp_path / "cache").iterdir() if path.name != "locks"]
+    assert not left
+
+
+@pytest.mark.parametrize("settings, vocab, sentence", [
+    ({"source": "no/such/thing"}, 256, "no file, folder or glob 'no/such/thing'.*python-stdlib"),
+    ({"source": "/dev/zero"}, 256, "neither a file nor a folder"),
+    ({"source": "hf:../etc"}, 256, "not the name of a dataset"),
+    ({"source": "TEXTS", "tokenizer": "words"}, 256, "no tokenizer 'words'; choose one of bpe, bytes, gpt2"),
+    ({"source": "TEXTS", "tokenizer": "byte"}, 256, "no tokenizer 'byte'; did you mean 'bytes'"),
+    ({"source": "TEXTS"}, 200, "bytes has 256 tokens .*model.vocab=200; set model.vocab=256 or more"),
+    ({"source": "TEXTS", "tokenizer": "bpe"}, 256, "model.vocab=256 is too small for data.tokenizer=bpe"),
+    ({"source": "EMPTY"}, 256, "nothing to read in .*[.]jsonl"),
+    ({"source": "EMPTY/*.txt"}, 256, "nothing to read in"),
+    ({"source": "MADE", "tokenizer": "bpe"}, 256, "prepared with tokenizer bytes, but data.tokenizer is bpe; set"),
+    ({"source": "MADE", "val_fraction": 0.2}, 256, "prepared with val_fraction 0.1.*set data.val_fraction=0.1"),
+])
+def test_bad_settings(folder, made, tmp_path, settings, vocab, sentence):
+    (tmp_path / "empty").mkdir()
+    places = {"TEXTS": folder, "EMPTY": tmp_path / "empty", "MADE": made.folder}
+    for name, place in places.items():
+        settings = settings | {"source": settings["source"].replace(name, str(place))}
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(DataConfig(**settings), vocab, tmp_path / "cache2")
+
+
+def test_out_must_be_new(folder, made, tmp_path):
+    with pytest.raises(ConfigError, match="already holds something; choose a new or empty folder"):
+        prepare_into(folder, DataConfig(source=str(folder)), 256, tmp_path)
+    with pytest.raises(ConfigError, match="prepared already"):
+        prepare_into(tmp_path / "out", DataConfig(source=str(made.folder)), 256, tmp_path)
+
+
+def test_command(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    out = tmp_path / "out"
+    assert main(["data", "prepare", str(folder), "--out", str(out), "--val-fraction", "0.2", "--json"]) == 0
+    captured = capsys.readouterr()
+    made = json.loads(captured.out)
+    assert made["val_fraction"] == 0.2 and "tokens of" in captured.err
+    assert main(["data", "show", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{made['splits']['train']['tokens']:,} tokens" in shown and "bytes, 256 entries, uint16" in shown
+    assert main(["data", "prepare", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"].startswith(str(tmp_path / "xdg" / "lpkit"))
+    assert main(["data", "prepare", str(folder), "--out", str(out)]) == 2
+    assert main(["data", "show", str(folder)]) == 2
+    assert "not a prepared corpus" in capsys.readouterr().err
+
+
+def test_preparing_needs_no_torch():
+    code = ("import sys, lpkit.datasets as d; assert d.prepare and 'torch' not in sys.modules;"
+            "assert d.POLICIES and 'torch' in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# policies
+
+def naive(tokens, starts, T):
+    return (torch.tensor([[int(t) for t in tokens[s:s + T]] for s in starts]),
+            torch.tensor([[int(t) for t in tokens[s + 1:s + T + 1]] for s in starts]))
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_batches_are_those_of_a_naive_loop(tmp_path, name, dtype):
+    ids = np.random.default_rng(0).integers(2**16 if dtype == "<u2" else 2**32, size=5000).astype(dtype)
+    ids.tofile(tmp_path / "a.bin")
+    tokens = np.memmap(tmp_path / "a.bin", dtype=dtype, mode="r")
+    policy = POLICIES[name](tokens=tokens, batch=5, context=33, seed=3)
+    for step in (0, 1, 7, 10**6):
+        x, y = policy.batch(step)
+        wanted = naive(ids, policy.starts(step), 33)
+        assert torch.equal(x, wanted[0]) and torch.equal(y, wanted[1])
+        assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
+        kept = y.clone()
+        x.fill_(-1)         # a policy that lends its memory would show here
+        assert torch.equal(y, kept) and torch.equal(policy.batch(step)[0], wanted[0])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_resuming_needs_no_state(name):
+    tokens = np.arange(4000, dtype=np.uint16)
+    make = lambda: POLICIES[name](tokens=tokens, batch=3, context=16, seed=5)
+    whole, later = make().batches(), make().batches(start=40)
+    for _ in range(40):
+        next(whole)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(next(whole), next(later), strict=True))
+
+
+def test_random_windows_are_uniform_and_independent():
+    windows, batch, steps = 50, 64, 2000
+    policy = RandomWindows(tokens=np.arange(windows + 8, dtype=np.uint16), batch=batch, context=8, seed=0)
+    drawn = np.stack([policy.starts(step) for step in range(steps)])
+    expected = drawn.size / windows
+    chi2 = ((np.bincount(drawn.ravel(), minlength=windows) - expected) ** 2 / expected).sum()
+    assert len(np.bincount(drawn.ravel())) == windows       # the first and the last window occur, and none beyond
+    assert chi2 < 49 + 4 * math.sqrt(2 * 49)                # mean and four standard deviations of chi-square(49)
+    for a, b in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):       # neighbours in a batch, and in time
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / math.sqrt(a.size)
+    other = RandomWindows(tokens=np.arange(windows + 8, dtype=np.uint16), batch=batch, context=8, seed=1)
+    again = np.stack([other.starts(step) for step in range(steps)])
+    assert (again == drawn).mean() == pytest.approx(1 / windows, abs=4 * math.sqrt(1 / windows / drawn.size))
+
+
+def test_random_windows_against_splitmix64():
+    """The published generator, in Python's integers."""
+    def reference(state):
+        while True:
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+            yield z ^ z >> 31
+
+    assert next(reference(1234567)) == 6457827717110365317      # the published test vector
+    policy = RandomWindows(tokens=np.zeros(1000, np.uint16), batch=7, context=10, seed=0)
+    numbers = reference(0)      # seed 0 maps to key 0
+    for step in range(5):
+        assert policy.starts(step).tolist() == [next(numbers) % 990 for _ in range(7)]
+
+
+@pytest.mark.parametrize("length", [9, 17, 100, 1001])
+@pytest.mark.parametrize("kind", [SequentialWindows, SpreadWindows])
+def test_one_pass_meets_every_window_once(kind, length):
+    policy = kind(tokens=np.arange(length, dtype=np.uint16), batch=4, context=8)
+    starts = np.concatenate([policy.starts(step) for step in range(len(policy))])
+    count = (length - 1) // 8
+    assert sorted(starts[:count]) == list(range(0, 8 * count, 8)) and len(starts) - count < 4
+    if kind is SpreadWindows and count > 50:
+        assert max(np.diff(sorted(starts[:16]))) < length / 6       # sixteen windows reach everywhere
+
+
+def test_context_longer_than_the_corpus():
+    with pytest.raises(ConfigError, match=r"model.context=64 needs 65 tokens in a row.*only 64; set model.context=63"):
+        RandomWindows(tokens=np.zeros(64, np.uint16), batch=1, context=64)
+    x, y = RandomWindows(tokens=np.arange(65, dtype=np.uint16), batch=2, context=64).batch(0)
+    assert x.tolist() == [list(range(64))] * 2 and y.tolist() == [list(range(1, 65))] * 2
