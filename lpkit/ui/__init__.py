@@ -1,0 +1,26 @@
+"""Widgets and figures: show a pure function, hold a guess, follow a run. The notebook hands this room its numbers."""
+
+_WHERE = {
+    "Explorer": "explorer",
+    "Figure": "figure",
+    "Guess": "guess",
+    "LiveRun": "live",
+    "comparison_figure": "comparison",
+    "html_table": "style",
+    "quantity": "style",
+    "training_figure": "live",
+    "without_widgets": "figure",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str):
+    from importlib import import_module
+
+    if name not in _WHERE:
+        raise AttributeError(f"module 'lpkit.ui' has no attribute {name!r}")
+    return getattr(import_module(f"lpkit.ui.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,61 @@
+// Draws the model's plotly spec. plotly.js itself comes from the shared library model, once per page and version.
+
+function plotly(library) {
+  const pages = (window.lpkitPlotly ??= new Map());
+  const version = library.get("version");
+  if (!pages.has(version)) pages.set(version, unpack(library.get("packed")));
+  return pages.get(version);
+}
+
+async function unpack(packed) {
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const source = await new Response(stream).text();
+  const module = { exports: {} }; // shadows the loaders that a page may have
+  new Function("module", "exports", "define", source).call(window, module, module.exports, undefined);
+  return module.exports;
+}
+
+async function render({ model, el }) {
+  const place = document.createElement("div");
+  place.className = "lpkit-figure";
+  place.style.width = "100%";
+  place.style.minHeight = `${model.get("spec").layout?.height ?? 360}px`; // the page does not jump when it is drawn
+  el.style.width = "100%";
+  el.append(place);
+
+  const manager = model.widget_manager;
+  const library = await manager.get_model(model.get("library").replace("IPY_MODEL_", ""));
+  const Plotly = await plotly(library);
+
+  let drawing = false, stale = false, gone = false;
+  async function draw() { // one drawing at a time; of the specs that arrive meanwhile only the last is drawn
+    stale = true;
+    if (drawing) return;
+    drawing = true;
+    try {
+      while (stale && !gone) {
+        stale = false;
+        const { data, layout } = structuredClone(model.get("spec")); // plotly writes into what it is given
+        await Plotly.react(place, data, { ...layout, autosize: true }, model.get("config"));
+        place.style.minHeight = "";
+        place.dataset.drawn = Number(place.dataset.drawn ?? 0) + 1;
+      }
+    } finally {
+      drawing = false;
+    }
+  }
+  const resized = new ResizeObserver(() => {
+    if (place.dataset.drawn && place.offsetWidth) Plotly.Plots.resize(place);
+  });
+  model.on("change:spec", draw);
+  await draw();
+  resized.observe(place);
+  return () => {
+    gone = true;
+    model.off("change:spec", draw);
+    resized.disconnect();
+    Plotly.purge(place);
+  };
+}
+
+export default { render };
