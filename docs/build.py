@@ -1,0 +1,140 @@
+"""Build the site: run every notebook at tier cpu, draw what they kept, and write HTML that needs no other host.
+
+    python docs/build.py            run the course into docs/executed, build docs/_build/html
+    python docs/build.py --no-run   build from the copies that docs/executed already holds
+
+An executed copy keeps each figure as plotly's own JSON. Here it becomes a <div> and a few lines of script that call
+the plotly.js which the plotly package ships, copied into the site: interactive, and offline.
+"""
+
+import argparse
+import html
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_output
+
+from lpkit import notebooks
+from lpkit.cli import COMMANDS
+from lpkit.config import ConfigError
+
+DOCS = Path(__file__).resolve().parent
+PLOTLY = "application/vnd.plotly.v1+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+FIGURE = """\
+<div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div>
+<script type="application/json" id="{name}-spec">{spec}</script>
+<script>
+window.addEventListener("load", () => {{
+  const spec = JSON.parse(document.getElementById("{name}-spec").textContent);
+  Plotly.newPlot("{name}", spec.data, spec.layout, {{displaylogo: false, responsive: true}});
+}});
+</script>"""
+ASLEEP = '<p class="lpkit-control"><em>Controls work in JupyterLab: start it with <code>make lab</code>.</em></p>'
+
+
+def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | None:
+    """An output as a static page can show it; None for one that only a living kernel could fill."""
+    data = output.get("data", {})
+    if PLOTLY in data:
+        spec = {key: data[PLOTLY].get(key, {}) for key in ("data", "layout")}
+        shown = FIGURE.format(name=html.escape(name), height=int(spec["layout"].get("height") or 400),
+                              spec=json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c"))
+        return new_output("display_data", {"text/html": shown})
+    if WIDGET in data:
+        if re.search(r"\bFigure(Widget)?\(", data.get("text/plain", "")):
+            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lpkit.ui's Figure "
+                              f"or explorer, which do")
+        rest = {mime: value for mime, value in data.items() if mime not in (WIDGET, "text/plain")}
+        return new_output("display_data", rest or {"text/html": ASLEEP})
+    return output
+
+
+def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
+    """The executed notebook for the site: figures drawn, consecutive notes about controls said once."""
+    book.metadata.pop("widgets", None)
+    for number, cell in enumerate(book.cells):
+        if cell.cell_type != "code":
+            continue
+        outputs = [drawn(output, f"figure-{stem}-{number}-{i}") for i, output in enumerate(cell.outputs)]
+        cell.outputs = [output for i, output in enumerate(outputs)
+                        if not (i and "lpkit-control" in str(output) and "lpkit-control" in str(outputs[i - 1]))]
+    return book
+
+
+def execute(paths: list[Path], executed: Path) -> None:
+    """Run the notebooks at tier cpu. Errors: ConfigError, when one of them did not hold."""
+    jobs = [job for path in paths for job in notebooks.plan(path, tier="cpu", out=executed)]
+    records = notebooks.run_all(jobs, say=lambda line: print(line, file=sys.stderr))
+    bad = [f"{record['label']}, cell {record['cell']}: {(record['error'] or {}).get('message', record['status'])}"
+           for record in records if record["status"] != "done"]
+    if bad:
+        raise ConfigError(f"the site shows only notebooks that hold; these do not: {'; '.join(bad)}")
+
+
+def assemble(pages: Path, executed: list[Path], source: Path) -> None:
+    """Sphinx's source folder: the pages, the drawn notebooks, plotly.js."""
+    shutil.rmtree(source, ignore_errors=True)
+    (source / "_static").mkdir(parents=True)
+    (source / "notebooks").mkdir()
+    for file in pages.iterdir():
+        if file.suffix in (".md", ".svg", ".png") or file.name == "conf.py":
+            shutil.copy(file, source)
+    with (source / "commands.md").open("a", encoding="utf-8") as file:
+        file.write(options())
+    for path in executed:
+        nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
+    script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+    (source / "_static" / "plotly.min.js").write_bytes(script)
+
+
+def options() -> str:
+    """The help of every command, from the parsers themselves."""
+    parts = []
+    for name, what in COMMANDS.items():
+        command = importlib.import_module(f"lpkit.commands.{name}")
+        parser = argparse.ArgumentParser(prog=f"lpkit {name}", description=command.__doc__,
+                                         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=110))
+        command.arguments(parser)
+        parts.append(f"### {name}\n\n{what.capitalize()}.\n\n```text\n{parser.format_help()}```\n")
+    return "\n" + "\n".join(parts)
+
+
+def sphinx(source: Path, out: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(source), str(out)]
+    if subprocess.run(command).returncode:
+        raise ConfigError("sphinx found something to warn about (above); a page that builds with warnings is not shown")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-run", action="store_true", help="use the executed copies that are there")
+    args = parser.parse_args(argv)
+    paths = notebooks.course()
+    executed, build = DOCS / "executed", DOCS / "_build"
+    try:
+        if not args.no_run:
+            execute(paths, executed)
+        missing = [path.stem for path in paths if not (executed / path.name).exists()]
+        if missing:
+            raise ConfigError(f"docs/executed lacks {', '.join(missing)}; leave out --no-run")
+        assemble(DOCS, [executed / path.name for path in paths], build / "source")
+        sphinx(build / "source", build / "html")
+    except ConfigError as error:
+        print(f"docs: {error}", file=sys.stderr)
+        return 1
+    print("docs/_build/html/index.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The README's picture, from a run: loss over steps against what knowing only the bytes' frequencies would reach.
+
+    python docs/make_picture.py runs/NAME   keep that run's numbers in docs/first_run.json, draw docs/first_run.svg
+    python docs/make_picture.py             draw it again from docs/first_run.json
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+NUMBERS, PICTURE = DOCS / "first_run.json", DOCS / "first_run.svg"
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """The numbers that the picture shows, and where they come from. Losses in nats per token."""
+    from lpkit.datasets import byte_unigram_entropy, prepare
+    from lpkit.runs import Run
+
+    run = Run.open(folder)
+    metrics = run.metrics
+    files = prepare(run.config.data, vocab=run.config.model.vocab)
+    summary = {key: run.summary[key] for key in ("steps", "tokens", "final_loss", "val_loss", "tokens_per_second")}
+    return {
+        "config": run.config.to_dict(),
+        "environment": {key: run.environment[key] for key in ("date", "lpkit", "python", "torch", "device", "threads")},
+        "source": files.header["source"], "unigram_entropy": byte_unigram_entropy(files), "summary": summary,
+        "loss": [[line["step"], round(line["loss"], 4)] for line in metrics],
+        "val_loss": [[line["step"], round(line["val_loss"], 4)] for line in metrics if "val_loss" in line],
+    }
+
+
+def draw(numbers: dict[str, Any], path: Path) -> None:
+    """SVG, the same bytes for the same numbers."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context({"svg.hashsalt": "lpkit", "font.size": 9, "axes.spines.top": False,
+                                "axes.spines.right": False}):
+        figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+        axes.plot(*zip(*numbers["loss"]), color="#9ab8d9", linewidth=1, label="training loss, each step")
+        axes.plot(*zip(*numbers["val_loss"]), "o-", color="#0b3d78", linewidth=1.5, markersize=4,
+                  label=f"validation loss, at last {numbers['val_loss'][-1][1]:.2f}")
+        axes.axhline(numbers["unigram_entropy"], color="#b45309", linestyle="--", linewidth=1.2,
+                     label=f"byte-unigram entropy of the corpus, {numbers['unigram_entropy']:.2f}")
+        axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, None), xlim=(0, None))
+        axes.legend(frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN")
+    args = parser.parse_args(argv)
+    if args.run:
+        NUMBERS.write_text(json.dumps(collect(args.run)) + "\n")
+    draw(json.loads(NUMBERS.read_text()), PICTURE)
+    print(PICTURE.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

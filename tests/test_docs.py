@@ -1,0 +1,132 @@
+"""The site: built without a warning, figures in it, nothing loaded from another host. With one small notebook."""
+
+import importlib.util
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from lpkit.config import ConfigError
+
+DOCS = Path(__file__).parents[1] / "docs"
+CELLS = {
+    "parameters": 'from typing import Literal\n\ntier: Literal["smoke", "cpu", "gpu"] = "cpu"  # how large\nsteps: int = 3  # updates',
+    "imports": "import ipywidgets\nimport plotly.graph_objects as go\n\nfrom lpkit.ui.figure import Figure",
+    "kit": "Figure({'data': [{'y': [1, 3, 2], 'name': '</script><b>'}], 'layout': {'title': {'text': 'the kit draws'}}})",
+    "plotly": "Figure(go.Figure(go.Scatter(y=list(range(steps)))))",
+    "control": "ipywidgets.IntSlider(description='width')",
+    "claim": "# Three steps are three\nassert steps == 3",
+}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load("build")
+
+
+def write(path: Path, cells: dict[str, str] = CELLS) -> Path:
+    book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens."),
+                  *(new_code_cell(source, metadata={"tags": [tag]}) for tag, source in cells.items())]
+    nbformat.write(book, path)
+    return path
+
+
+FETCHED = {"script": ["src"], "img": ["src", "srcset"], "link": ["href"], "iframe": ["src"], "source": ["src"],
+           "video": ["src"], "audio": ["src"], "object": ["data"], "embed": ["src"], "image": ["href"], "use": ["href"]}
+
+
+class Loads(HTMLParser):
+    """What a browser would fetch by itself."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "link" and attrs.get("rel") in ("canonical", "author", "license"):
+            return
+        self.found += [attrs[key] for key in FETCHED.get(tag, []) if attrs.get(key)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("docs")
+    build.execute([write(root / "05_small.ipynb")], root / "executed")
+    build.assemble(DOCS, [root / "executed" / "05_small.ipynb"], root / "source")
+    build.sphinx(root / "source", root / "html")      # with warnings as errors
+    return root / "html"
+
+
+@pytest.mark.slow
+def test_every_figure_is_drawn(site):
+    text = (site / "notebooks" / "05_small.html").read_text()
+    names = re.findall(r'<div class="lpkit-figure" id="(.+?)"', text)
+    specs = dict(re.findall(r'<script type="application/json" id="(.+?)-spec">(.+?)</script>', text, re.DOTALL))
+    assert len(names) == 2 and list(specs) == names
+    assert json.loads(specs[names[0]])["data"][0] == {"y": [1, 3, 2], "name": "</script><b>"}
+    assert text.count("Controls work in JupyterLab") == 1
+    assert re.search(r'<script src="\.\./_static/plotly\.min\.js[^"]*">', text)
+    assert "plotly.min.js" not in (site / "notation.html").read_text(), "5 MB only where a figure needs them"
+    assert (site / "_static" / "plotly.min.js").stat().st_size > 1e6
+
+
+@pytest.mark.parametrize("shown", ["FigureWidget({'data': []})", "VBox(children=(IntSlider(), Figure(spec={})))"])
+def test_a_figure_that_would_vanish_is_refused(shown):
+    output = nbformat.v4.new_output("display_data", {"text/plain": shown, build.WIDGET: {"model_id": "a"}})
+    with pytest.raises(ConfigError, match="stores no picture"):
+        build.drawn(output, "figure-1")
+
+
+@pytest.mark.slow
+def test_nothing_comes_from_another_host(site):
+    pages = sorted(site.rglob("*.html"))
+    assert {"index.html", "architecture.html", "notation.html", "log.html"} <= {page.name for page in pages}
+    for page in pages:
+        outside = [url for url in Loads(page.read_text()).found if re.match(r"(https?:)?//", url)]
+        assert not outside, f"{page.name} loads {outside}"
+    for sheet in site.rglob("*.css"):
+        outside = re.findall(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)", sheet.read_text())
+        assert not outside, f"{sheet.name} loads {outside}"
+
+
+@pytest.mark.slow
+def test_commands_show_their_options(site):
+    text = (site / "commands.html").read_text()
+    assert "usage: lpkit notebook" in text and "--on processes=N" in text
+
+
+def test_no_page_for_a_notebook_that_does_not_hold(tmp_path):
+    cells = {"parameters": CELLS["parameters"], "claim": "# Four\nassert steps == 4, 'not four'"}
+    with pytest.raises(ConfigError, match="05_bad, cell 2: not four"):
+        build.execute([write(tmp_path / "05_bad.ipynb", cells)], tmp_path / "executed")
+
+
+def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = load("make_picture")
+    numbers = {"loss": [[1, 5.5], [2, 4.0]], "val_loss": [[1, 5.4], [2, 3.9]], "unigram_entropy": 3.2}
+    for name in ("a.svg", "b.svg"):
+        picture.draw(numbers, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.svg").stat().st_size < 60_000
+
+
+def test_a_picture_that_is_shown_is_drawn_from_its_numbers(tmp_path):
+    if not (DOCS / "first_run.json").exists():
+        pytest.skip("no run was kept yet")
+    pytest.importorskip("matplotlib")
+    picture = load("make_picture")
+    picture.draw(json.loads(picture.NUMBERS.read_text()), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_bytes() == picture.PICTURE.read_bytes()
