@@ -19,7 +19,7 @@ from lpkit import measure
 from lpkit.config import Config, ConfigError
 from lpkit.contracts import Choice, Stage, Transform, pick
 from lpkit.datasets import POLICIES, prepare
-from lpkit.nn.attention import BACKENDS
+from lpkit.nn import attention
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW
@@ -73,10 +73,11 @@ def choose_compile(asked: bool | str, device: torch.device) -> Choice:
     return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
-def build_model(config: Config, device: torch.device, transforms: tuple[Transform, ...] = ()) -> nn.Module:
+def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
+                transforms: tuple[Transform, ...] = ()) -> nn.Module:
     """Initialised from `config.seed`, moved to `device`, transformed in the order of the stages."""
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, attend=pick(BACKENDS, config.model.attention, "model.attention"))
+    model = Transformer(config.model, attend=pick(attention.BACKENDS, attend, "model.attention"))
     pick(INITS, config.model.init, "model.init")(model)
     model.to(device)
     for transform in sorted(transforms, key=lambda t: t.stage):
@@ -99,9 +100,13 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
     device = torch.device(on.used)
     chosen = {"device": on, "precision": choose_recipe(config.precision.recipe, device),
               "compile": choose_compile(config.system.compile, device)}
+    chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
+                                           recipe=chosen["precision"].used)
     recipe = RECIPES[chosen["precision"].used]
+    pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
     files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
-    model = build_model(config, device, (Compile(),) if chosen["compile"].used == "on" else ())
+    model = build_model(config, device, attend=chosen["attention"].used,
+                        transforms=(Compile(),) if chosen["compile"].used == "on" else ())
     autocast = recipe.autocast(device)
     peak = measure.machine(str(device)).peak_flops(chosen["precision"].used)
     return Job(

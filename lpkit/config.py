@@ -59,7 +59,7 @@ class ModelConfig:
     bias: bool = True
     tied: bool = True                   # the head is the token embedding
     init: str = "gpt2"
-    attention: str = "sdpa"
+    attention: str = "auto"
 
     def __post_init__(self):
         _positive("model.", layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,

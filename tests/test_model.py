@@ -129,8 +129,13 @@ def test_initialisation_is_the_reference_distribution(name):
 @pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"plain"}))
 def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 33, 16, generator=rng, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
-    torch.testing.assert_close(BACKENDS[name](q, k, v), plain(q, k, v), rtol=1e-12, atol=1e-12)
+    inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)
+              for heads in (4, kv_heads, kv_heads)]
+    ours, want = BACKENDS[name](*inputs), plain(*inputs)
+    torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
+    d_out = torch.randn(want.shape, generator=rng, dtype=torch.float64)
+    for got, expected in zip(torch.autograd.grad(ours, inputs, d_out), torch.autograd.grad(want, inputs, d_out)):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])

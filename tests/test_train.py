@@ -204,7 +204,8 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
         return Spy()
 
     config = Config().replace({"model.layers": 1, "model.width": 8, "model.heads": 1})
-    build_model(config, torch.device("cpu"), (spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
+    build_model(config, torch.device("cpu"),
+                transforms=(spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
     assert seen == [Stage.PRECISION, Stage.COMPILE, Stage.DATA]
 
 

@@ -80,7 +80,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:   # (B,
         return x
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)   # under autocast, x may be narrower
 
 
 NORMS = {"layernorm": layernorm, "rmsnorm": rmsnorm}

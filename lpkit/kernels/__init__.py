@@ -1,0 +1,1 @@
+"""One kernel per file: `reference` in plain PyTorch, the fast one, tested against each other."""
