@@ -25,7 +25,7 @@ from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.precision.recipes import RECIPES
-from lpkit.predict.flops import training_flops_per_token
+from lpkit.predict.flops import flops_per_token
 from lpkit.steps import accumulate, loss
 from lpkit.trainer import Job
 
@@ -118,7 +118,7 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
         val=POLICIES["spread-windows"](tokens=files.val, batch=config.batch // config.accumulate,
                                        context=config.model.context),
         tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device),
-        flops_per_token=training_flops_per_token(config.model), peak_flops=peak)
+        flops_per_token=flops_per_token(config.model), peak_flops=peak)
 
 
 def environment(device: torch.device) -> dict[str, object]:

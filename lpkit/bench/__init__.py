@@ -17,6 +17,8 @@ Nothing but the command line imports this room.
 """
 
 BENCHES = {
+    "attention-cpu": "lpkit.bench.attention_cpu",
     "import": "lpkit.bench.imports",
     "loader": "lpkit.bench.loader",
+    "train-cpu": "lpkit.bench.train_cpu",
 }

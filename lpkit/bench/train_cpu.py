@@ -1,0 +1,58 @@
+"""Training on a CPU with the default settings, beside the same steps in float32.
+
+Two runs of one Config, which differ in `precision.recipe` alone (and in what follows from it: the attention that is
+fastest for the dtype), take turns step by step on the same batches. The 200 pairs of steps are the rounds, and the loss
+at the end of both is the check: a step that is fast and wrong does not count.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from lpkit.assembly import assemble
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance
+from lpkit.config import Config, ConfigError
+from lpkit.trainer import Job
+
+CONFIG = Config().replace({"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "batch": 16,
+                           "steps": 200, "system.device": "cpu"})
+TARGET = 1.9            # times the tokens/s of float32, on a CPU with bf16 instructions
+LOSS_TOLERANCE = 0.01   # relative, of the mean over the last 20 steps
+
+
+def run(rounds: int = ROUNDS) -> list[Result]:
+    steps = max(rounds, CONFIG.steps)
+    jobs = [assemble(CONFIG.replace({"precision.recipe": recipe})) for recipe in ("auto", "fp32")]
+    chosen = jobs[0].chosen
+    if chosen["precision"].used == "fp32":
+        raise ConfigError(f"there is nothing to compare: {chosen['precision'].why}")
+    updates = [_update(job) for job in jobs]
+    seconds, losses = ([], []), ([], [])
+    for step in range(steps):
+        for side in (0, 1) if step % 2 else (1, 0):
+            start = time.perf_counter()
+            losses[side].append(updates[side](step))
+            seconds[side].append(time.perf_counter() - start)
+    ours, fp32 = (statistics.fmean(values[-20:]) for values in losses)
+    if abs(ours / fp32 - 1) > LOSS_TOLERANCE:
+        raise AssertionError(f"after {steps} steps the loss is {ours:.4f}, in float32 {fp32:.4f}: over {LOSS_TOLERANCE:.0%}")
+    used = ", ".join(f"{name} {choice.used}" for name, choice in chosen.items())
+    return [paired("train-cpu", ours=seconds[0], peer=seconds[1], peer_name="the same steps in float32", target=TARGET,
+                   facts=provenance(["torch"]) | {"chosen": used, "loss": ours, "loss_float32": fp32, "steps": steps},
+                   case="6 layers x 384, 256-byte vocabulary, batch 16 x 256 tokens")]
+
+
+def _update(job: Job) -> Callable[[int], float]:
+    def update(step: int) -> float:
+        x, y = job.data.batch(step)
+        for group in job.optimizer.param_groups:
+            group["lr"] = job.config.optimizer.lr * job.schedule(step)
+        loss = job.step(job.model, x, y)
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.config.optimizer.clip)
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return update
