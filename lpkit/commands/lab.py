@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell's `&` makes its children deaf to it
     try:
         with lab.serve(root, ip=args.ip, port=args.port, browser=lab.has_display() and not args.no_browser,
                        certfile=args.certfile, keyfile=args.keyfile, password_file=args.password_file) as server:

@@ -1,0 +1,61 @@
+# make lab     set up once, then open JupyterLab on the course
+# make test    set up once, then everything that proves the project
+# make docs    build the site into docs/_build/html
+# make upgrade renew constraints.txt
+# make clean   remove the environment and what was built
+#
+# Needs Python 3.11 or newer, with venv, and nothing else: make PYTHON=/path/to/python3.12 lab
+
+PYTHON ?= python3
+TORCH  := 2.13.0
+VENV   := .venv
+PY     := $(VENV)/bin/python
+# Named after what it stands for: other dependencies or another folder are another set-up.
+READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CURDIR)"; } | cksum | tr ' ' -)
+SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
+
+.PHONY: help lab test docs upgrade clean setup install
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+lab: setup
+	@$(PY) -m lpkit lab
+
+test: setup
+	$(PY) -m ruff check .
+	$(PY) tests/smoke_copies.py
+	$(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=120 tests build/smoke
+
+docs: setup
+	$(PY) docs/build.py
+
+setup:
+	@test -f "$(READY)" && $(SOUND) 2>/dev/null || $(MAKE) --no-print-directory install
+
+# A set-up that was once complete is updated in place; anything else (none, interrupted, broken) starts from nothing.
+install:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "lpkit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | tail -1); name another: make PYTHON=/path/to/python3.12 lab" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "$(PYTHON) has no venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	@if ls $(VENV)/ready-* >/dev/null 2>&1 && $(SOUND) 2>/dev/null; then rm -f $(VENV)/ready-*; else \
+	    echo "setting up $(VENV): a few minutes, once"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); fi
+	@$(PIP) --quiet --upgrade pip
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch "$(READY)"
+
+# The accelerator libraries are torch's own affair: it names their exact versions, and only where it needs them.
+upgrade:
+	rm -rf build/upgrade && $(PYTHON) -m venv build/upgrade
+	build/upgrade/bin/python -m pip install --quiet --upgrade pip
+	build/upgrade/bin/python -m pip install -e '.[dev]' torch==$(TORCH)
+	{ echo "# Every package of the project, at the version it is tested with. Renew: make upgrade."; \
+	  build/upgrade/bin/python -m pip freeze --exclude lpkit --exclude-editable \
+	    | sed 's/+[a-z0-9.]*$$//' | grep -vE '^(cuda-|nvidia-(cu|nc|nv)|triton==)'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+clean:
+	rm -rf $(VENV) build docs/_build docs/executed
