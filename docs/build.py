@@ -24,6 +24,7 @@ from nbformat.v4 import new_output
 
 from lpkit import notebooks
 from lpkit.cli import COMMANDS
+from lpkit.commands.notebook import text as table
 from lpkit.config import ConfigError
 
 DOCS = Path(__file__).resolve().parent
@@ -74,6 +75,7 @@ def execute(paths: list[Path], executed: Path) -> None:
     """Run the notebooks at tier cpu. Errors: ConfigError, when one of them did not hold."""
     jobs = [job for path in paths for job in notebooks.plan(path, tier="cpu", out=executed)]
     records = notebooks.run_all(jobs, say=lambda line: print(line, file=sys.stderr))
+    print(table({"runs": records}), file=sys.stderr)
     bad = [f"{record['label']}, cell {record['cell']}: {(record['error'] or {}).get('message', record['status'])}"
            for record in records if record["status"] != "done"]
     if bad:
@@ -88,12 +90,24 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     for file in pages.iterdir():
         if file.suffix in (".md", ".svg", ".png") or file.name == "conf.py":
             shutil.copy(file, source)
+    with (source / "notebooks.md").open("a", encoding="utf-8") as file:
+        file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:
         file.write(options())
     for path in executed:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
+
+
+def claims(executed: list[Path]) -> str:
+    """What each notebook claims and what it took, from the records beside the executed copies."""
+    rows = ["", "| notebook | claim, asserted in it | seconds | peak MB |", "|---|---|---|---|"]
+    for path in executed:
+        record = json.loads(path.with_suffix(".json").read_text())
+        rows.append(f"| [{path.stem}](notebooks/{path.name}) | {record['claim'].replace('|', '/')} | "
+                    f"{record['seconds']:.0f} | {record['peak_rss_bytes'] / 1e6:,.0f} |")
+    return "\n".join([*rows, "", "Seconds and peak resident memory are of the run that made this site.", ""])
 
 
 def options() -> str:

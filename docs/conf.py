@@ -10,6 +10,7 @@ nb_merge_streams = True
 myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type"]     # a widget's own mime beside text that is shown
 html_theme = "sphinx_book_theme"
+html_context = {"default_mode": "auto"}
 html_static_path = ["_static"]
 html_show_sourcelink = False
 html_copy_source = False

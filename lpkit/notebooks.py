@@ -357,13 +357,22 @@ def run(job: Job, *, threads: int | None = None, say: Callable[[str], None] = la
 def run_all(jobs: list[Job], *, processes: int = 1, say: Callable[[str], None] = lambda line: None) -> list[dict]:
     """Run jobs side by side, each in a process of its own, and return their records in order.
 
-    The record on disk is the only channel, so a worker that is killed costs its own job and no other.
+    Raises ConfigError when the output cannot be written.
     """
     if processes < 1:
         raise ConfigError(f"processes must be 1 or more, got {processes}")
-    threads = max(1, _cores() // processes) if processes > 1 else None
-    if processes == 1:
-        return [run(job, say=say) for job in jobs]
+    try:
+        if processes == 1:
+            return [run(job, say=say) for job in jobs]
+        return _side_by_side(jobs, processes, say)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {jobs[0].out}: {error.strerror or error}; free some space, or choose another "
+                          f"--out") from None
+
+
+def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -> list[dict]:
+    """The record on disk is the only channel, so a worker that is killed costs its own job and no other."""
+    threads = max(1, _cores() // processes)
     spawn = multiprocessing.get_context("spawn")
     workers, over = [], threading.Event()
 
@@ -422,11 +431,15 @@ def _now() -> str:
 def replace(path: Path, text: str) -> None:
     """Write `text` under another name in the same folder, then put it in place: no reader sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class _Record:

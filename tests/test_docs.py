@@ -102,6 +102,12 @@ def test_nothing_comes_from_another_host(site):
 
 
 @pytest.mark.slow
+def test_claims_are_listed(site):
+    text = (site / "notebooks.html").read_text()
+    assert "Three steps are three" in text and 'href="notebooks/05_small.html"' in text
+
+
+@pytest.mark.slow
 def test_commands_show_their_options(site):
     text = (site / "commands.html").read_text()
     assert "usage: lpkit notebook" in text and "--on processes=N" in text

@@ -211,6 +211,26 @@ def test_what_lies_in_the_output_folder_is_kept(tmp_path):
     assert len(notebooks.plan(book, out=out)) == 1
 
 
+def test_an_output_folder_that_cannot_be(tmp_path):
+    book = write(tmp_path / "a.ipynb")
+    for processes in (1, 2):
+        with pytest.raises(ConfigError, match=r"cannot write to .*another --out"):
+            notebooks.run_all(notebooks.plan(book, out=book / "below"), processes=processes)
+
+
+def test_a_full_disk_leaves_the_old_record_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        notebooks.replace(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
 def cli(*words: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "lpkit", "notebook", *words], cwd=cwd, capture_output=True, text=True,
                           timeout=120)
