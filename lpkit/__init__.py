@@ -9,7 +9,7 @@ _WHERE = {
     "Config": "lpkit.config",
     "preset": "lpkit.presets",
     "Run": "lpkit.runs",
-    "train": "lpkit.trainer",
+    "train": "lpkit.handle",
     "start": "lpkit.handle",
     "sample": "lpkit.sampling",
 }

@@ -19,7 +19,7 @@ from lpkit.runs import Run
 
 
 def default_folder(name: str = "run") -> Path:
-    return Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
 def train(config: Config, *, out: str | Path | None = None, resume: bool = False,
