@@ -8,10 +8,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpkit.contracts import Choice
 
@@ -82,3 +85,68 @@ def reset_peak(device: torch.device | str) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     elif CLEAR_REFS.exists():
         CLEAR_REFS.write_text("5")   # "reset the peak resident set size", proc(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Bytes that autograd kept for the backward pass, each storage once, under the operation that kept it first."""
+
+    operations: dict[str, int]    # by module, block numbers left out: norm1, attention.qkv, ..., loss
+    weight_copy_bytes: int        # copies of the weights in another dtype, made by autocast
+
+    @property
+    def total_bytes(self) -> int:
+        """Without the weight copies."""
+        return sum(self.operations.values())
+
+
+def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *, ignore: Iterable[Tensor] = ()) -> Saved:
+    """Run `step`, which returns a loss, and count what autograd keeps of it. Nothing is changed or slowed afterwards.
+
+    What is kept outside any module is the loss's. The model's parameters, and the tensors in `ignore`, exist anyway.
+    """
+    exists = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *ignore)}
+    copies, inside, operations, copy_bytes, held = _WeightCopies(model), ["loss"], {}, 0, []
+
+    def pack(t: Tensor) -> Tensor:
+        nonlocal copy_bytes
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in exists:
+            exists.add(storage.data_ptr())
+            held.append(storage)   # so that no address is used twice
+            if storage.data_ptr() in copies.made:
+                copy_bytes += storage.nbytes()
+            else:
+                operations[inside[-1]] = operations.get(inside[-1], 0) + storage.nbytes()
+        return t
+
+    hooks = []
+    for name, module in model.named_modules():
+        name = ".".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
+        hooks += [module.register_forward_pre_hook(lambda *_, name=name: inside.append(name)),
+                  module.register_forward_hook(lambda *_: (inside.pop(), None)[1])]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), copies:
+            loss = step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not loss.requires_grad:
+        raise ValueError("step() returned something that backward cannot start from")
+    return Saved(operations=operations, weight_copy_bytes=copy_bytes)
+
+
+class _WeightCopies(TorchDispatchMode):
+    """Remembers the storages of parameters cast to another dtype."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.made, self.held = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.parameters:
+            self.made.add(out.untyped_storage().data_ptr())
+            self.held.append(out)
+        return out

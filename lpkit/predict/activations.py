@@ -1,0 +1,142 @@
+"""Bytes that autograd keeps between the forward and the backward pass, by operation.
+
+Counted in storages, each once, under the operation that keeps it first: a tensor that a norm and the product after it
+both need is one tensor. Names are those of the modules in `lpkit.nn.transformer`; `lpkit.measure.saved_bytes` uses the
+same ones, and tests/test_predict.py holds the two equal, to the byte, on the CPU. The method is that of
+Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198); the terms are this model's own.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lpkit.config import ConfigError, ModelConfig, nearest
+from lpkit.predict.params import product_weights
+
+Kind = Literal["cpu", "gpu"]
+RECOMPUTE = {
+    "none": "keep everything",
+    "block": "keep each block's input, run the block again in backward (Chen et al. 2016, arXiv:1604.06174)",
+}
+FP32, TOKEN_ID = 4, 8   # bytes; token ids are int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What one micro-batch holds when its forward pass ends."""
+
+    operations: dict[str, int]    # bytes over all blocks
+    block_bytes: int              # one block, everything kept: what recomputing it holds for a moment
+    weight_copy_bytes: int        # the weights once more in the compute dtype, made and kept by autocast
+
+    @property
+    def loss_bytes(self) -> int:
+        """Log-probabilities and targets."""
+        return self.operations["loss"]
+
+    @property
+    def total_bytes(self) -> int:
+        """Without the weight copies."""
+        return sum(self.operations.values())
+
+
+def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, attention: str = "sdpa",
+         recompute: str = "none", kind: Kind = "cpu") -> Kept:
+    """For `batch` sequences of model.context tokens.
+
+    `compute` is the bytes of a number in the products, `stream` in the residual stream: 4 and 4 in float32, 2 and 4
+    under 16-bit autocast, 2 and 2 for a model that is 16-bit throughout. `kind` matters where PyTorch's kernels keep
+    different things on a GPU: its RMSNorm is fused, and autocast takes a plain softmax in float32.
+    """
+    if recompute not in RECOMPUTE:
+        raise ConfigError(f"there is no recompute mode {recompute!r}; {nearest(recompute, RECOMPUTE)}")
+    N, D, L, V = batch * model.T, model.D, model.L, model.V
+    block = {
+        "norm1": _norm(model, N, stream, kind),
+        "attention.qkv": N * D * compute,    # what the norm gave, or its 16-bit copy
+        **_attention(model, batch, compute, attention, kind),
+        "norm2": _norm(model, N, stream, kind),
+        **_mlp(model, N, compute),
+    }
+    blocks = {name: L * n for name, n in block.items() if n} if recompute == "none" else {"block inputs": L * N * D * stream}
+    if model.position == "rope":             # cos and sin, made once for all blocks
+        first = "attention" if recompute == "none" else "block inputs"
+        blocks[first] += 2 * model.T * model.E * stream
+    return Kept(
+        operations={
+            "embed": N * TOKEN_ID,
+            **blocks,
+            "norm": _norm(model, N, stream, kind),
+            "head": N * D * compute,
+            "loss": N * V * FP32 + N * TOKEN_ID + FP32,   # log-probabilities, targets, how many targets count
+        },
+        block_bytes=sum(block.values()),
+        weight_copy_bytes=(product_weights(model) if recompute == "none" else V * D) * compute if compute < stream else 0,
+    )
+
+
+def _norm(model: ModelConfig, N: int, stream: int, kind: Kind) -> int:
+    """LayerNorm keeps its input, the mean and 1/std. RMSNorm, which works in float32, keeps its input, 1/rms and, where
+    it is not one fused kernel, the normalised input."""
+    if model.norm == "layernorm":
+        return N * model.D * stream + 2 * N * stream
+    return N * model.D * stream + N * FP32 if kind == "gpu" else 2 * N * model.D * FP32 + N * FP32
+
+
+def _mlp(model: ModelConfig, N: int, compute: int) -> dict[str, int]:
+    D, F = model.D, model.F
+    if model.mlp == "gelu":       # the input, before the gelu, after it
+        return {"mlp.up": N * D * compute, "mlp": N * F * compute, "mlp.down": N * F * compute}
+    # gate and up side by side, silu(gate), and its product with up
+    return {"mlp.gate_up": N * D * compute, "mlp": 3 * N * F * compute, "mlp.down": N * F * compute}
+
+
+def _attention(model: ModelConfig, B: int, compute: int, backend: str, kind: Kind) -> dict[str, int]:
+    if backend not in ATTENTION:
+        raise ConfigError(f"there is no formula for model.attention={backend!r}; {nearest(backend, ATTENTION)}")
+    return ATTENTION[backend](model, B, compute, kind)
+
+
+# q, k and v come out of one product. v is a view of it, and so are q and k unless positions turn them; but the queries of
+# several groups do not lie side by side and are copied. One view keeps the whole product alive.
+
+def _sdpa(model: ModelConfig, B: int, compute: int, kind: Kind) -> dict[str, int]:
+    """A flash kernel: q, k, v, the output, and one float32 log-sum per query instead of T scores."""
+    E, G, H = model.E, model.G, model.H
+    turned = model.position == "rope"
+    numbers = _qkv(model) + (H * E if turned or 1 < G < H else 0) + (G * E if turned else 0) + H * E
+    return {"attention": B * model.T * (numbers * compute + H * FP32)}
+
+
+def _plain(model: ModelConfig, B: int, compute: int, kind: Kind) -> dict[str, int]:
+    """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the probabilities; and the heads'
+    output, copied for the product after it."""
+    T, D, H = model.T, model.D, model.H
+    q = _qkv(model) if _is_view(model, B) and model.position == "learned" and not 1 < model.G < H else D
+    probability = compute + FP32 if kind == "gpu" and compute < FP32 else compute
+    return {"attention": B * T * (q + 2 * D) * compute + T * T + B * H * T * T * probability,
+            "attention.out": B * T * D * compute}
+
+
+def _blocked(model: ModelConfig, B: int, compute: int, kind: Kind) -> dict[str, int]:
+    """As plain, without the future: blocks of 128 queries meet only the keys up to their own last."""
+    T, D, G, H, block = model.T, model.D, model.G, model.H, 128
+    numbers = 3 * D
+    if _is_view(model, B) and G == H:       # v is a view; q and k too, unless turned
+        numbers = _qkv(model) + (2 * D if model.position == "rope" else 0)
+    elif _is_view(model, B) and G == 1 and model.position == "learned":   # q is a view, k and v are repeated
+        numbers = _qkv(model) + 2 * D
+    ends = [min(start + block, T) for start in range(0, T, block)]
+    pairs = sum((end - start) * end for start, end in zip(range(0, T, block), ends))
+    return {"attention": (B * T * numbers + B * H * pairs) * compute, "attention.out": B * T * D * compute}
+
+
+def _qkv(model: ModelConfig) -> int:
+    return (model.H + 2 * model.G) * model.E
+
+
+def _is_view(model: ModelConfig, B: int) -> bool:
+    """(B, H, T, E) lies in memory as (B, T, H, E): batch and heads merge without a copy only if one of them is 1."""
+    return B == 1 or model.H == 1
+
+
+ATTENTION = {"sdpa": _sdpa, "plain": _plain, "blocked": _blocked}

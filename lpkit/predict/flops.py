@@ -1,0 +1,93 @@
+"""Floating-point operations of a step: matrix products only, a multiply and an add are 2.
+
+Everything else (norms, softmax, activations, the optimizer) is under 1% of the operations of any model worth training
+and is bound by memory, not by arithmetic. Equal to `torch.utils.flop_counter.FlopCounterMode` on the model itself.
+Source: PaLM, appendix B (https://arxiv.org/abs/2204.02311), which also defines MFU.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lpkit.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """`count` products of (M, K) with (K, N) in one forward pass over the whole model."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    count: int
+    weight: bool   # the (K, N) side is a parameter, not an activation
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.N * self.K * self.count
+
+    def traffic_bytes(self, itemsize: int) -> int:
+        """Each operand read once and the result written once: the least that any kernel can move."""
+        return (self.M * self.K + self.K * self.N + self.M * self.N) * itemsize * self.count
+
+    def backward(self) -> tuple["Product", "Product"]:
+        """The gradients of the left and of the right operand: the same three sizes, another one summed over."""
+        M, N, K = self.M, self.N, self.K
+        return (Product(name=f"{self.name}, input gradient", M=M, N=K, K=N, count=self.count, weight=self.weight),
+                Product(name=f"{self.name}, {'weight' if self.weight else 'right'} gradient", M=K, N=N, K=M,
+                        count=self.count, weight=False))
+
+
+def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
+    """Every matrix product of one forward pass over `batch` sequences of model.context tokens."""
+    D, E, F, G, H, L, T, V = model.D, model.E, model.F, model.G, model.H, model.L, model.T, model.V
+    M = batch * T
+    up = {"gelu": ("mlp.up", F), "swiglu": ("mlp.gate_up", 2 * F)}[model.mlp]
+    return (
+        Product(name="attention.qkv", M=M, N=(H + 2 * G) * E, K=D, count=L, weight=True),
+        Product(name="scores", M=T, N=T, K=E, count=L * batch * H, weight=False),
+        Product(name="values", M=T, N=E, K=T, count=L * batch * H, weight=False),
+        Product(name="attention.out", M=M, N=D, K=D, count=L, weight=True),
+        Product(name=up[0], M=M, N=up[1], K=D, count=L, weight=True),
+        Product(name="mlp.down", M=M, N=D, K=F, count=L, weight=True),
+        Product(name="head", M=M, N=V, K=D, count=1, weight=True),
+    )
+
+
+Attention = Literal["full", "causal"]
+
+
+def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
+    """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the T(T+1)/2 pairs that
+    a mask leaves, which is what a flash kernel has to do."""
+    T = model.T
+    total = 0
+    for p in products(model, batch=batch):
+        causal = attention == "causal" and not p.weight
+        total += p.flops * (T + 1) // (2 * T) if causal else p.flops
+    return total
+
+
+def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
+    """Forward and backward: each product has two gradients of its own size, so 3 times the forward.
+
+    These are the model's FLOPs, by which MFU is defined: what recomputation does again is not counted.
+    The first product has an input gradient too, because the embedding below it is learned.
+    """
+    return 3 * forward_flops(model, batch=batch, attention=attention)
+
+
+def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:
+    """6 per weight in a product, plus 12 L D T for attention in full. An average: causal tokens differ."""
+    return training_flops(model, attention=attention) / model.T
+
+
+def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False, recompute: str = "none") -> int:
+    """What the hardware does a second time, which MFU does not count and the clock does.
+
+    A flash kernel computes the scores anew in its backward pass (Dao et al. 2022, https://arxiv.org/abs/2205.14135);
+    recomputing blocks repeats their whole forward pass.
+    """
+    *blocks, _head = products(model, batch=batch)
+    again = sum(p.flops for p in blocks) if recompute == "block" else 0
+    return again + sum(p.flops for p in blocks if flash and p.name == "scores")
