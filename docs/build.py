@@ -88,7 +88,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
     for file in pages.iterdir():
-        if file.suffix in (".md", ".svg", ".png") or file.name == "conf.py":
+        if file.suffix in (".md", ".svg", ".png", ".json") or file.name == "conf.py":
             shutil.copy(file, source)
     with (source / "notebooks.md").open("a", encoding="utf-8") as file:
         file.write(claims(executed))

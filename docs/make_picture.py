@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lpkit.config import ConfigError
+
 DOCS = Path(__file__).resolve().parent
 NUMBERS, PICTURE = DOCS / "first_run.json", DOCS / "first_run.svg"
 
@@ -58,7 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN")
     args = parser.parse_args(argv)
     if args.run:
-        NUMBERS.write_text(json.dumps(collect(args.run)) + "\n")
+        try:
+            numbers = collect(args.run)
+        except ConfigError as error:
+            print(f"docs: {error}", file=sys.stderr)
+            return 2
+        NUMBERS.write_text(json.dumps(numbers) + "\n")
     draw(json.loads(NUMBERS.read_text()), PICTURE)
     print(PICTURE.name)
     return 0
