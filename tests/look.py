@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.browser import Notebook, chromium, chromium_path, served
+from lpkit.bench.browser import Notebook, chromium, chromium_path, served
 
 
 def look(notebook: Path, picture: Path, *, seconds: float = 300, width: int = 1200) -> list[str]:

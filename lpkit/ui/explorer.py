@@ -1,11 +1,13 @@
 """Controls over a pure function. The function is the product, the controls are the view."""
 
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import ipywidgets as widgets
 
 from lpkit.config import ConfigError
+from lpkit.contracts import pick
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import FONT, WARNING
 
@@ -28,6 +30,8 @@ class Explorer(Stored, widgets.VBox):
     def __init__(self, show: Callable[..., Any], /, *, labels: Mapping[str, str] | None = None,
                  start: Mapping[str, Any] | None = None, **controls: Control):
         labels, start = labels or {}, start or {}
+        for name in (*labels, *start):
+            pick(controls, name, "control")
         self.show = show
         self.controls = {name: _control(control, labels.get(name, name.replace("_", " ")), start.get(name))
                          for name, control in controls.items()}
@@ -35,8 +39,8 @@ class Explorer(Stored, widgets.VBox):
         self.table = widgets.HTML(layout=widgets.Layout(display="none", flex="0 1 auto", margin="8px 0 0 0"))
         self.message = widgets.HTML(layout=widgets.Layout(display="none"))
         panel = widgets.GridBox(list(self.controls.values()), layout=widgets.Layout(
-            grid_template_columns="repeat(auto-fill, minmax(330px, 1fr))", grid_gap="2px 28px", width="100%",
-            padding="8px 12px"))
+            grid_template_columns="repeat(auto-fill, minmax(300px, 1fr))", grid_gap="2px 24px", width="100%",
+            align_items="center", padding="8px 12px"))
         drawing = widgets.Box([self.figure], layout=widgets.Layout(flex="1 1 520px", min_width="0", overflow="hidden"))
         row = widgets.HBox([drawing, self.table], layout=widgets.Layout(
             flex_flow="row wrap", align_items="flex-start", width="100%", overflow="hidden"))
@@ -50,6 +54,8 @@ class Explorer(Stored, widgets.VBox):
         return {name: control.value for name, control in self.controls.items()}
 
     def set(self, **choices: Any) -> None:
+        for name in choices:
+            pick(self.controls, name, "control")
         for control in self.controls.values():
             control.unobserve(self._changed, names="value")
         try:
@@ -68,7 +74,7 @@ class Explorer(Stored, widgets.VBox):
             shown = self.show(**self.choices)
         except ConfigError as error:
             self.message.value = (f"<div role='alert' style='font:13px {FONT};color:{WARNING};border-left:3px solid "
-                                  f"{WARNING};padding:2px 10px;margin:4px 12px'>{_sentence(error)}</div>")
+                                  f"{WARNING};padding:2px 10px;margin:4px 12px'>{escape(str(error))}</div>")
             self.message.layout.display = None
             return
         spec, html = shown if isinstance(shown, tuple) else (shown, "")
@@ -79,12 +85,6 @@ class Explorer(Stored, widgets.VBox):
         self.table.layout.display = None if html else "none"
 
 
-def _sentence(error: Exception) -> str:
-    from html import escape
-
-    return escape(str(error))
-
-
 def _control(control: Control, label: str, start: Any) -> widgets.Widget:
     if isinstance(control, widgets.Widget):
         control.description = control.description or label
@@ -92,8 +92,7 @@ def _control(control: Control, label: str, start: Any) -> widgets.Widget:
             control.value = start
         made = control
     elif isinstance(control, bool):
-        made = widgets.Checkbox(value=control if start is None else start, description=label, indent=False)
-        return made
+        made = widgets.Checkbox(value=control if start is None else start, description=label)
     elif isinstance(control, range):
         made = widgets.IntSlider(min=control[0], max=control[-1], step=control.step, description=label,
                                  value=control[0] if start is None else start)

@@ -134,12 +134,12 @@ class Figure(Stored, anywidget.AnyWidget):
 
 def plain(spec: Any) -> dict:
     """`spec` as JSON-ready {"data", "layout"} in the house style. Errors: ConfigError when it is no plotly spec."""
-    if hasattr(spec, "to_plotly_json"):
-        spec = spec.to_plotly_json()
+    if hasattr(spec, "to_plotly_json"):   # by parts: the whole figure would pack its arrays where nobody can thin them
+        spec = {"data": [trace.to_plotly_json() for trace in spec.data], "layout": spec.layout.to_plotly_json()}
     if not isinstance(spec, Mapping) or not set(spec) <= {"data", "layout", "config", "frames"}:
         raise ConfigError(f"a figure is {{'data': [...], 'layout': {{...}}}} or a plotly Figure, got {spec!r:.80}")
     data = [_plain(thin(trace)) for trace in spec.get("data") or []]
-    layout = {**_plain(spec.get("layout") or {}), "template": TEMPLATE}
+    layout = {**_plain({**(spec.get("layout") or {}), "template": None}), "template": TEMPLATE}
     layout.setdefault("height", TEMPLATE["layout"]["height"])
     if isinstance(layout.get("title"), str):
         layout["title"] = {"text": layout["title"]}

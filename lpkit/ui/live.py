@@ -45,7 +45,7 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "", planned_s
         {**line, "name": "training loss", "y": [record.loss for record in records],
          "line": {"color": COLOURS[0], "width": 1.5}, "hovertemplate": "step %{x}: %{y:.4f}<extra></extra>"},
         {"type": "scatter", "mode": "lines+markers", "name": "validation loss", "x": [r.step for r in evaluated],
-         "y": [r.val_loss for r in evaluated], "line": {"color": COLOURS[1], "width": 2.5}, "marker": {"size": 8},
+         "y": [r.val_loss for r in evaluated], "line": {"color": COLOURS[1], "width": 2.5}, "marker": {"size": 8}, "cliponaxis": False,
          "hovertemplate": "step %{x}: %{y:.4f} on held-out text<extra></extra>"},
         {**line, "name": "gradient norm", "y": [record.grad_norm for record in records], "xaxis": "x2", "yaxis": "y2",
          "line": {"color": COLOURS[2], "width": 1.2}, "showlegend": False},

@@ -12,12 +12,12 @@ INK, FAINT, GRID, WARNING = "#24292f", "#6b7280", "#e5e7eb", "#a3293d"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif"
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True, "ticks": "outside",
-         "ticklen": 4, "tickcolor": "#9ca3af", "automargin": True, "title": {"font": {"size": 13}, "standoff": 8}}
+         "ticklen": 4, "tickcolor": "#9ca3af", "ticklabelstandoff": 3, "automargin": True, "title": {"font": {"size": 13}, "standoff": 8}}
 
 TEMPLATE = {
     "layout": {
         "font": {"family": FONT, "size": 13, "color": INK},
-        "title": {"font": {"size": 16}, "x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 12},
+        "title": {"font": {"size": 16}, "x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 12, "t": 12},
                   "y": 1, "yref": "container", "yanchor": "top", "automargin": True},
         "colorway": list(COLOURS),
         "colorscale": {"sequential": "Cividis", "sequentialminus": "Cividis"},
@@ -31,10 +31,11 @@ TEMPLATE = {
         "hoverlabel": {"font": {"family": FONT, "size": 13}},
         "barmode": "group",
         "bargap": 0.3,
+        "uniformtext": {"mode": "hide", "minsize": 11},   # a segment too narrow for its number goes without
         "height": 360,
     },
     "data": {
-        "bar": [{"marker": {"line": {"color": "#ffffff", "width": 1}}}],
+        "bar": [{"marker": {"line": {"color": "#ffffff", "width": 1}}, "insidetextanchor": "middle", "textangle": 0}],
         "scatter": [{"line": {"width": 2}, "marker": {"size": 7}}],
     },
 }

@@ -23,7 +23,7 @@ HERE = re.compile(r"(https?|wss?)://127\.0\.0\.1[:/]|data:|blob:|about:")
 SETTINGS = {   # quiet, and every cell in the page whether it is in the viewport or not
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False,
                                                     "doNotDisturbMode": True},
-    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none", "scrollPastEnd": False},
 }
 
 
@@ -114,10 +114,11 @@ class Notebook:
                                  shell.collapseLeft(); shell.collapseRight() }""")
         page.wait_for_timeout(300)
         size = page.viewport_size
-        for _ in range(2):   # a figure may grow with the page
-            height = page.evaluate("""() => { const list = document.querySelector('.jp-Notebook:not(.lm-mod-hidden) '
-                + '.jp-WindowedPanel-outer') ?? document.querySelector('.jp-Notebook');
-                return list.scrollHeight + list.getBoundingClientRect().top + 40 }""")
+        for _ in range(2):   # the width decides the height, and a scroll bar that goes gives width
+            height = page.evaluate("""() => {
+                const cells = [...document.querySelectorAll('.jp-Notebook .jp-Cell')];
+                cells[0].scrollIntoView({block: 'start'});
+                return cells.at(-1).getBoundingClientRect().bottom + 60 }""")
             page.set_viewport_size({"width": size["width"], "height": min(int(height), 16_000)})
             page.wait_for_timeout(700)
         page.screenshot(path=str(path))

@@ -1,0 +1,472 @@
+"""Widgets without a browser: set the control, read the view. Time is a list, never a sleep."""
+
+import colorsys
+import itertools
+import json
+import math
+import subprocess
+import sys
+import threading
+
+import ipywidgets as widgets
+import nbformat
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from lpkit.config import ConfigError
+from lpkit.contracts import StepRecord
+from lpkit.ui import (
+    Explorer,
+    Figure,
+    Guess,
+    LiveRun,
+    comparison_figure,
+    html_table,
+    quantity,
+    training_figure,
+    without_widgets,
+)
+from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
+from lpkit.ui.style import COLOURS, TEMPLATE
+from lpkit.ui.throttle import Throttle
+
+
+def spec(y=(1, 2, 3), title="a line"):
+    return {"data": [{"type": "scatter", "name": "it", "x": list(range(len(y))), "y": list(y)}],
+            "layout": {"title": {"text": title}, "xaxis": {"title": {"text": "step"}},
+                       "yaxis": {"title": {"text": "loss (nats)"}}}}
+
+
+def shown(figure):
+    return figure.spec["data"][0]["y"]
+
+
+class Time:
+    """A clock and a timer that move when told to."""
+
+    def __init__(self):
+        self.now, self.timers = 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def timer(self, seconds, fire):
+        self.timers.append((self.now + seconds, fire))
+
+    def move(self, seconds):
+        end = self.now + seconds
+        while due := sorted((entry for entry in self.timers if entry[0] <= end), key=lambda entry: entry[0]):
+            self.timers.remove(due[0])
+            self.now = max(self.now, due[0][0])
+            due[0][1]()
+        self.now = end
+
+
+# the throttle
+
+def test_the_latest_wins_and_the_last_always_arrives():
+    time, got = Time(), []
+    throttle = Throttle(lambda value: got.append((time.now, value)), max_hz=8, clock=time.clock, timer=time.timer)
+    for i in range(101):               # a hundred steps a second, for a second
+        throttle(i)
+        time.move(0.01)
+    time.move(1)
+    assert got[0] == (0, 0) and got[-1][1] == 100
+    assert len(got) == 10              # at 0, 1/8, ... 1, and what was left
+    assert min(b[0] - a[0] for a, b in itertools.pairwise(got)) >= 1 / 8 - 1e-9
+    assert [value for _, value in got] == sorted(value for _, value in got)
+    time.move(1)
+    throttle("later")                  # after a quiet time nothing waits
+    assert got[-1] == (time.now, "later")
+
+
+def test_a_costly_delivery_makes_the_next_wait():
+    time, got = Time(), []
+
+    def deliver(value):
+        got.append((time.now, value))
+        time.now += 0.1
+
+    throttle = Throttle(deliver, max_hz=8, share=0.2, clock=time.clock, timer=time.timer)
+    throttle("a")
+    throttle("b")
+    time.move(2)
+    assert got == [(0, "a"), (pytest.approx(0.5), "b")]   # 0.1 s of work in 0.5 s
+
+
+def test_a_delivery_that_fails_does_not_block_the_next():
+    time, got = Time(), []
+
+    def deliver(value):
+        if value == "bad":
+            raise RuntimeError("bad")
+        got.append(value)
+
+    throttle = Throttle(deliver, clock=time.clock, timer=time.timer)
+    with pytest.raises(RuntimeError):
+        throttle("bad")
+    throttle("good")
+    time.move(1)
+    assert got == ["good"]
+
+
+def test_many_threads_at_once_never_overlap_and_lose_no_last_value():
+    busy, overlaps, got = threading.Lock(), [], []
+
+    def deliver(value):
+        if not busy.acquire(blocking=False):
+            overlaps.append(value)
+            return
+        got.append(value)
+        busy.release()
+
+    throttle = Throttle(deliver, max_hz=1e6)
+    start = threading.Barrier(8)
+
+    def work(i):
+        start.wait()
+        for j in range(200):
+            throttle((i, j))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    throttle("last")
+    throttle.flush()
+    assert not overlaps and got[-1] == "last"
+
+
+# the figure
+
+def test_a_spec_a_plotly_figure_and_numpy_are_the_same_figure():
+    x, y = np.arange(4), np.array([1.0, np.nan, 3.0, np.inf])
+    from_dict = plain({"data": [{"type": "scatter", "x": x, "y": y}], "layout": {"title": "t"}})
+    from_plotly = plain(go.Figure(go.Scatter(x=x, y=y), layout={"title": "t"}))
+    assert from_dict == from_plotly
+    assert from_dict["data"][0]["x"] == [0, 1, 2, 3] and from_dict["data"][0]["y"] == [1.0, None, 3.0, None]
+    assert from_dict["layout"]["template"] == TEMPLATE
+    json.dumps(from_dict, allow_nan=False)
+
+
+def test_plotly_itself_accepts_the_template_and_every_spec_of_the_kit():
+    figures = [spec(), training_figure(records(30), title="run", planned_steps=50),
+               comparison_figure([("a", 1.0, 2.0, 3.0, "bytes"), ("b", None, 2.0, 3.0, "seconds")])]
+    for figure in figures:
+        go.Figure(plain(figure), skip_invalid=False)
+
+
+@pytest.mark.parametrize("bad", [7, "text", {"datas": []}, [1]])
+def test_what_is_no_spec_is_refused(bad):
+    with pytest.raises(ConfigError, match="a figure is"):
+        Figure(bad)
+
+
+def test_update_is_one_message_that_carries_the_spec_and_nothing_else(monkeypatch):
+    figure, sent = Figure(spec(), max_hz=1e6), []
+    monkeypatch.setattr(figure.comm, "publish_msg", lambda kind, data=None, **rest: sent.append((kind, data, rest)))
+    figure.update(spec((4, 5, 6)))
+    figure.flush()
+    [(kind, data, rest)] = sent
+    assert (kind, data["method"], set(data["state"]), rest["buffers"]) == ("comm_msg", "update", {"spec"}, [])
+    assert data["state"]["spec"] == plain(spec((4, 5, 6)))
+
+
+def test_updates_from_a_training_thread_end_with_the_last():
+    figure = Figure(spec())
+    thread = threading.Thread(target=lambda: [figure.update(spec((i, i))) for i in range(500)])
+    thread.start()
+    thread.join()
+    figure.flush()
+    assert shown(figure) == [499, 499]
+
+
+def test_plotly_js_goes_out_once_and_figures_are_small():
+    first, second = Figure(spec()), Figure(spec())
+    assert first.library is second.library is library()
+    assert len(library().packed) > 1_000_000 and isinstance(library(), Library)
+    state = first.get_state()
+    assert state["library"] == f"IPY_MODEL_{library().model_id}"
+    assert len(json.dumps({key: value for key, value in state.items() if key != "layout"}, default=str)) < 10_000
+    bundle = first._repr_mimebundle_()
+    assert set(bundle) == {"text/plain", WIDGET_MIME, PLOTLY_MIME}
+    assert len(json.dumps(bundle)) < 50_000
+    assert bundle["text/plain"] == "Figure: a line (it); loss (nats) over step"
+
+
+def test_the_library_survives_closing_all_widgets():
+    before = library()
+    widgets.Widget.close_all()
+    assert library() is not before and Figure(spec()).library is library()
+
+
+def test_long_lines_keep_their_ends_and_their_extremes():
+    y = np.sin(np.arange(100_001) / 7000)
+    y[41_234], y[77_777] = 50, -50
+    thinned = thin({"type": "scatter", "x": np.arange(100_001), "y": y, "text": [str(i) for i in range(100_001)],
+                    "marker": {"size": np.arange(100_001), "color": "red"}, "name": "long"})
+    kept = np.asarray(thinned["x"])
+    assert len(kept) <= MAX_POINTS and (np.diff(kept) > 0).all()
+    assert {0, 41_234, 77_777, 100_000} <= set(kept.tolist())
+    assert (thinned["y"] == y[kept]).all() and thinned["text"] == [str(i) for i in kept]
+    assert (thinned["marker"]["size"] == kept).all() and thinned["marker"]["color"] == "red"
+    gap = thin({"y": [None] * 6000 + [1.0] * 6000})
+    assert len(gap["y"]) <= MAX_POINTS and gap["y"][0] is None and gap["y"][-1] == 1.0
+    short = {"type": "scatter", "y": [1, 2]}
+    assert thin(short) is short
+
+
+def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(tmp_path):
+    from nbclient import NotebookClient
+
+    cells = ["from lpkit.ui import Explorer, Figure\n"
+             "figure = Figure({'data': [{'y': [1]}]})\nfigure",
+             "def show(n): return {'data': [{'y': [n]}]}\n"
+             "explorer = Explorer(show, n=[1, 2, 3])\nexplorer",
+             "import threading\n"
+             "work = threading.Thread(target=lambda: [figure.update({'data': [{'y': [i]}]}) for i in range(50)])\n"
+             "work.start(); work.join(); figure.refresh_output()\n"
+             "explorer.controls['n'].value = 3; explorer.refresh_output()"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}},
+                   store_widget_state=False).execute()
+    for cell, y in ((0, [49]), (1, [3])):
+        [output] = notebook.cells[cell].outputs
+        assert output.data[PLOTLY_MIME]["data"][0]["y"] == y and WIDGET_MIME in output.data
+    assert len(json.dumps(notebook)) < 50_000
+    still = without_widgets(json.loads(json.dumps(notebook)))
+    assert WIDGET_MIME not in json.dumps(still) and PLOTLY_MIME in still["cells"][1]["outputs"][0]["data"]
+    assert still["cells"][2] == notebook.cells[2]
+
+
+def test_the_room_imports_neither_torch_nor_training():
+    code = ("import sys, importlib, lpkit.ui; [getattr(lpkit.ui, name) for name in lpkit.ui.__all__]; "
+            "bad = {'torch', 'lpkit.trainer', 'lpkit.handle'} & set(sys.modules); sys.exit(str(bad) if bad else 0)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+
+
+def lightness(colour):
+    """CIE L* of an sRGB hex colour, 0 black to 100 white."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+              for c in (int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5))]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance
+
+
+def test_colours_differ_in_lightness_too():
+    levels = sorted(map(lightness, COLOURS))
+    assert min(b - a for a, b in itertools.pairwise(levels)) > 5
+    assert len({round(colorsys.rgb_to_hls(*(int(c[i:i + 2], 16) / 255 for i in (1, 3, 5)))[0], 2)
+                for c in COLOURS[:5]}) == 5
+
+
+# controls
+
+def show(zero_stage, devices):
+    if devices == 3:
+        raise ConfigError(f"devices={devices} <does> not divide the batch")
+    return spec((zero_stage, devices)), html_table(("what", "value"), [("sum", zero_stage + devices)])
+
+
+def test_moving_a_control_redraws_the_pure_function():
+    explorer = Explorer(show, zero_stage=[0, 1, 2, 3], devices=range(1, 9), labels={"zero_stage": "ZeRO stage"})
+    assert explorer.figure.spec == plain(show(0, 1)[0])
+    explorer.controls["zero_stage"].value = 3
+    explorer.controls["devices"].value = 8
+    assert explorer.figure.spec == plain(show(3, 8)[0]) and explorer.table.value == show(3, 8)[1]
+    assert [control.description for control in explorer.controls.values()] == ["ZeRO stage", "devices"]
+
+
+def test_an_impossible_choice_is_a_sentence_and_the_last_good_figure_stays():
+    explorer = Explorer(show, zero_stage=[0, 1], devices=range(1, 9))
+    explorer.controls["devices"].value = 2
+    explorer.controls["devices"].value = 3
+    assert "devices=3 &lt;does&gt; not divide the batch" in explorer.message.value
+    assert explorer.message.layout.display is None and shown(explorer.figure) == [0, 2]
+    explorer.controls["devices"].value = 4
+    assert explorer.message.layout.display == "none" and shown(explorer.figure) == [0, 4]
+
+
+def test_a_name_that_is_no_control_is_refused_with_the_nearest():
+    explorer = Explorer(show, zero_stage=[0, 1], devices=[1, 2])
+    with pytest.raises(ConfigError, match="did you mean 'devices'"):
+        explorer.set(zero_stage=1, device=2)
+    assert explorer.choices == {"zero_stage": 0, "devices": 1}
+
+
+def test_set_moves_several_controls_and_draws_once():
+    calls = []
+
+    def counted(**choices):
+        calls.append(choices)
+        return show(**choices)
+
+    explorer = Explorer(counted, zero_stage=[0, 1], devices=[1, 2])
+    explorer.set(zero_stage=1, devices=2)
+    assert calls == [{"zero_stage": 0, "devices": 1}, {"zero_stage": 1, "devices": 2}]
+    explorer.controls["devices"].value = 1
+    assert len(calls) == 3
+
+
+def test_each_kind_of_choice_gets_its_control():
+    explorer = Explorer(lambda **choices: spec(), number=[1, 2], word=["a", "b"], labelled={"one": 1}, whole=range(2, 9, 3),
+                        tick=False, own=widgets.FloatSlider(min=0, max=1), start={"word": "b", "whole": 5})
+    kinds = {name: type(control).__name__ for name, control in explorer.controls.items()}
+    assert kinds == {"number": "SelectionSlider", "word": "Dropdown", "labelled": "Dropdown", "whole": "IntSlider",
+                     "tick": "Checkbox", "own": "FloatSlider"}
+    assert explorer.choices == {"number": 1, "word": "b", "labelled": 1, "whole": 5, "tick": False, "own": 0.0}
+    assert (explorer.controls["whole"].min, explorer.controls["whole"].max) == (2, 8)
+    assert all(control.description for control in explorer.controls.values())
+    with pytest.raises(ConfigError, match="no values"):
+        Explorer(show, zero_stage=[])
+    with pytest.raises(ConfigError, match="zero_stage"):
+        Explorer(show, zero_stage=[0], devices=[1], start={"zero_stages": 0})
+
+
+def test_two_explorers_share_no_state():
+    first, second = (Explorer(show, zero_stage=[0, 3], devices=[1, 8]) for _ in range(2))
+    first.controls["devices"].value = 8
+    assert second.controls["devices"].value == 1 and shown(second.figure) == [0, 1]
+
+
+# a guess
+
+def test_a_guess_has_a_value_before_anyone_touches_it():
+    guess = Guess("Peak memory?", unit="GB", low=1.0, high=100.0)
+    assert guess.value == 10.0
+
+
+def test_slider_and_field_hold_one_value():
+    guess = Guess("Peak memory?", unit="GB", low=1.0, high=100.0)
+    guess.field.value = 12.34567
+    assert guess.value == 12.34567 and math.isclose(guess.slider.value, 12.34567, rel_tol=0.02)
+    guess.slider.value = 50.1187233627
+    assert guess.value == guess.field.value == 50.1
+    guess.value = 1000
+    assert guess.value == guess.field.value == 100.0
+
+
+@pytest.mark.parametrize("low, high, value", [(0.0, 1.0, None), (2.0, 1.0, None), (-1.0, 1.0, None), (1.0, 2.0, 3.0)])
+def test_a_guess_outside_its_scale_is_refused(low, high, value):
+    with pytest.raises(ConfigError, match=r"0 < low < high|outside low"):
+        Guess("Peak memory?", unit="GB", low=low, high=high, value=value)
+
+
+# a live run
+
+def records(count):
+    return [StepRecord(step=i, loss=4 / i, grad_norm=1.0, lr=1e-3, tokens=1000 * i, step_seconds=0.5, peak_bytes=1,
+                       val_loss=5 / i if i % 10 == 0 else None) for i in range(1, count + 1)]
+
+
+class Handle:
+    def __init__(self, planned_steps=50):
+        self.records, self.title, self.planned_steps, self.done, self.error = [], "run <1>", planned_steps, False, None
+        self.observers, self.callbacks, self.heard = [], [], []
+
+    def subscribe(self, observer):
+        self.observers.append(observer)
+
+    def on_done(self, callback):
+        self.callbacks.append(callback)
+
+    def stop(self):
+        self.heard.append("stop")
+
+    def pause(self):
+        self.heard.append("pause")
+
+    def resume(self):
+        self.heard.append("resume")
+
+    def play(self, count):
+        for record in records(count):
+            self.records.append(record)
+            for observe in self.observers:
+                observe(record)
+
+    def finish(self):
+        self.done = True
+        for callback in self.callbacks:
+            callback()
+
+
+def throttle_on(time):
+    return lambda deliver, max_hz: Throttle(deliver, max_hz=max_hz, clock=time.clock, timer=time.timer)
+
+
+def test_a_live_run_shows_every_step_in_the_end_and_few_redraws_on_the_way():
+    time, handle = Time(), Handle()
+    live = LiveRun(handle, throttle=throttle_on(time))
+    assert "running" in live.status.value and "50 steps planned" in live.status.value
+    redraws = []
+    live.figure.observe(lambda change: redraws.append(len(change["new"]["data"][0]["y"])), names="spec")
+    handle.play(30)
+    assert redraws == [1]
+    time.move(1)
+    assert redraws == [1, 30]
+    loss, val, norm, speed = live.figure.spec["data"]
+    assert loss["y"] == [4 / i for i in range(1, 31)] and val["x"] == [10, 20, 30] and val["y"] == [0.5, 0.25, 5 / 30]
+    assert set(norm["y"]) == {1.0} and set(speed["y"]) == {2000.0}
+    assert live.figure.spec["layout"]["title"]["text"] == "run &lt;1&gt;"
+    assert ("step 30 of 50 · loss 0.133 · validation 0.167 · 2.00k tokens/s · about 10 s left") in live.status.value
+
+
+def test_stop_and_pause_reach_the_run_and_say_so():
+    handle = Handle()
+    live = LiveRun(handle, throttle=throttle_on(Time()))
+    live.pause_button.click()
+    assert handle.heard == ["pause"] and "paused" in live.status.value and live.pause_button.description == "Resume"
+    live.pause_button.click()
+    assert handle.heard == ["pause", "resume"] and "running" in live.status.value
+    live.pause_button.click()
+    live.stop_button.click()
+    assert handle.heard[-2:] == ["stop", "resume"]      # a paused run must wake up to end
+    assert "stopping" in live.status.value and live.stop_button.disabled
+    handle.play(3)
+    handle.finish()
+    assert "stopped" in live.status.value and live.figure.spec["data"][0]["x"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("steps, error, word", [(50, None, "done"), (20, None, "stopped"),
+                                                (20, RuntimeError("loss is not a number at step 20"), "not a number")])
+def test_the_end_of_a_run_is_named(steps, error, word):
+    handle = Handle()
+    live = LiveRun(handle, throttle=throttle_on(Time()))
+    handle.play(steps)
+    handle.error = error
+    handle.finish()
+    assert word in live.status.value and live.stop_button.disabled and live.pause_button.disabled
+    assert len(live.figure.spec["data"][0]["y"]) == steps
+
+
+# a comparison
+
+def test_rows_of_one_unit_share_an_axis_in_it():
+    figure = comparison_figure([("weights", 3e7, 2.5e7, 2.51e7, "bytes"), ("peak", None, 2.8e8, 2.7e8, "bytes")])
+    guess, formula, measured = figure["data"]
+    assert guess["x"] == [3e7, None] and formula["x"] == [2.5e7, 2.8e8] and measured["text"] == ["25.1 MB", "270 MB"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "bytes"
+
+
+def test_rows_of_several_units_are_multiples_of_what_was_measured():
+    figure = comparison_figure([("memory", 4e9, 2e9, 1e9, "bytes"), ("time", 0.1, 0.3, None, "seconds")])
+    assert [trace["x"] for trace in figure["data"]] == [[4, pytest.approx(1 / 3)], [2, 1], [1, None]]
+    assert figure["data"][0]["text"] == ["4.00 GB", "100 ms"]
+    with pytest.raises(ConfigError, match="neither"):
+        comparison_figure([("a", 1.0, None, None, "bytes"), ("b", 1.0, 1.0, 1.0, "seconds")])
+    with pytest.raises(ConfigError, match="at least one row"):
+        comparison_figure([])
+
+
+@pytest.mark.parametrize("value, unit, text", [
+    (0, "bytes", "0 B"), (999, "bytes", "999 B"), (999_999, "bytes", "1.00 MB"), (79_104_000, "bytes", "79.1 MB"),
+    (2.5e-4, "seconds", "250 µs"), (90, "seconds", "90 s"), (989e12, "FLOP/s", "989 TFLOP/s"),
+    (124_475_904, "parameters", "124M parameters"), (8.03e9, "parameters", "8.03B parameters"), (0.25, "nats", "0.250 nats"),
+    (4, "", "4"), (None, "bytes", "-"), (math.nan, "bytes", "-"), (-1536, "bytes", "-1.54 kB")])
+def test_quantities_read_well(value, unit, text):
+    assert quantity(value, unit) == text
+
+
+def test_tables_escape_what_they_are_given():
+    assert "&lt;b&gt;" in html_table(("<b>",), [("x & y",)]) and "x &amp; y" in html_table(("a",), [("x & y",)])
