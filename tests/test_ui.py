@@ -16,6 +16,7 @@ import pytest
 
 from lpkit.config import ConfigError
 from lpkit.contracts import StepRecord
+from lpkit.predict.compare import Comparison, Row
 from lpkit.ui import (
     Explorer,
     Figure,
@@ -23,7 +24,6 @@ from lpkit.ui import (
     LiveRun,
     comparison_figure,
     html_table,
-    quantity,
     training_figure,
     without_widgets,
 )
@@ -36,6 +36,10 @@ def spec(y=(1, 2, 3), title="a line"):
     return {"data": [{"type": "scatter", "name": "it", "x": list(range(len(y))), "y": list(y)}],
             "layout": {"title": {"text": title}, "xaxis": {"title": {"text": "step"}},
                        "yaxis": {"title": {"text": "loss (nats)"}}}}
+
+
+def row(name, guess, formula, measured, unit):
+    return Row(name=name, guess=guess, formula=formula, measured=measured, unit=unit, where="here")
 
 
 def shown(figure):
@@ -151,7 +155,7 @@ def test_a_spec_a_plotly_figure_and_numpy_are_the_same_figure():
 
 def test_plotly_itself_accepts_the_template_and_every_spec_of_the_kit():
     figures = [spec(), training_figure(records(30), title="run", planned_steps=50),
-               comparison_figure([("a", 1.0, 2.0, 3.0, "bytes"), ("b", None, 2.0, 3.0, "seconds")])]
+               comparison_figure([row("a", 1.0, 2.0, 3.0, "bytes"), row("b", None, 2.0, 3.0, "seconds")])]
     for figure in figures:
         go.Figure(plain(figure), skip_invalid=False)
 
@@ -443,29 +447,21 @@ def test_the_end_of_a_run_is_named(steps, error, word):
 # a comparison
 
 def test_rows_of_one_unit_share_an_axis_in_it():
-    figure = comparison_figure([("weights", 3e7, 2.5e7, 2.51e7, "bytes"), ("peak", None, 2.8e8, 2.7e8, "bytes")])
+    figure = comparison_figure(Comparison((row("weights", 3e7, 2.5e7, 2.51e7, "bytes"),
+                                           row("peak", None, 2.8e8, 2.7e8, "bytes"))))
     guess, formula, measured = figure["data"]
     assert guess["x"] == [3e7, None] and formula["x"] == [2.5e7, 2.8e8] and measured["text"] == ["25.1 MB", "270 MB"]
-    assert figure["layout"]["xaxis"]["title"]["text"] == "bytes"
+    assert figure["layout"]["xaxis"]["title"]["text"] == "bytes" and not figure["layout"]["shapes"]
 
 
 def test_rows_of_several_units_are_multiples_of_what_was_measured():
-    figure = comparison_figure([("memory", 4e9, 2e9, 1e9, "bytes"), ("time", 0.1, 0.3, None, "seconds")])
+    figure = comparison_figure([row("memory", 4e9, 2e9, 1e9, "bytes"), row("time", 0.1, 0.3, None, "seconds")])
     assert [trace["x"] for trace in figure["data"]] == [[4, pytest.approx(1 / 3)], [2, 1], [1, None]]
-    assert figure["data"][0]["text"] == ["4.00 GB", "100 ms"]
-    with pytest.raises(ConfigError, match="neither"):
-        comparison_figure([("a", 1.0, None, None, "bytes"), ("b", 1.0, 1.0, 1.0, "seconds")])
+    assert figure["data"][0]["text"] == ["4.00 GB", "100 ms"] and figure["layout"]["shapes"]
+    with pytest.raises(ConfigError, match="no multiple"):
+        comparison_figure([row("a", 1.0, 0.0, None, "bytes"), row("b", 1.0, 1.0, 1.0, "seconds")])
     with pytest.raises(ConfigError, match="at least one row"):
         comparison_figure([])
-
-
-@pytest.mark.parametrize("value, unit, text", [
-    (0, "bytes", "0 B"), (999, "bytes", "999 B"), (999_999, "bytes", "1.00 MB"), (79_104_000, "bytes", "79.1 MB"),
-    (2.5e-4, "seconds", "250 µs"), (90, "seconds", "90 s"), (989e12, "FLOP/s", "989 TFLOP/s"),
-    (124_475_904, "parameters", "124M parameters"), (8.03e9, "parameters", "8.03B parameters"), (0.25, "nats", "0.250 nats"),
-    (4, "", "4"), (None, "bytes", "-"), (math.nan, "bytes", "-"), (-1536, "bytes", "-1.54 kB")])
-def test_quantities_read_well(value, unit, text):
-    assert quantity(value, unit) == text
 
 
 def test_tables_escape_what_they_are_given():

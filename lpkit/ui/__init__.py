@@ -7,7 +7,6 @@ _WHERE = {
     "LiveRun": "live",
     "comparison_figure": "comparison",
     "html_table": "style",
-    "quantity": "style",
     "training_figure": "live",
     "without_widgets": "figure",
 }

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import ipywidgets as widgets
 
 from lpkit.contracts import StepRecord
+from lpkit.predict.units import duration, quantity
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS, FAINT, FONT, INK, quantity
+from lpkit.ui.style import COLOURS, FAINT, FONT, INK
 from lpkit.ui.throttle import Throttle
 
 
@@ -77,13 +78,7 @@ def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
     parts = [f"step {last.step} of {planned_steps}", f"loss {last.loss:.3f}"]
     parts += [f"validation {val:.3f}"] if val is not None else []
     parts += [quantity(speed, "tokens/s")]
-    return " · ".join(parts + ([f"about {_duration(left)} left"] if left > 0 else []))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return " · ".join(parts + ([f"about {duration(round(left))} left"] if left > 0 else []))
 
 
 class LiveRun(Stored, widgets.VBox):

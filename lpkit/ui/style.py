@@ -1,10 +1,9 @@
-"""How every figure and widget of the kit looks: one plotly template and the words for quantities, in one place.
+"""How every figure and widget of the kit looks, in one place.
 
 The colours differ in lightness as well as in hue, so that they survive a grey printer and the common colour
 deficiencies (after Paul Tol's high-contrast scheme); the sequential scale is cividis.
 """
 
-import math
 from html import escape
 
 COLOURS = ("#004488", "#ddaa33", "#bb5566", "#a5d8f0", "#2a9d8f", "#222222", "#9a9a9a")
@@ -39,30 +38,6 @@ TEMPLATE = {
         "scatter": [{"line": {"width": 2}, "marker": {"size": 7}}],
     },
 }
-
-_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
-_SMALL = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
-_COUNT = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
-_SHORT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s"}
-
-
-def quantity(value: float | None, unit: str = "") -> str:
-    """Three significant digits with the decimal prefix that reads best.
-
-    >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds"), quantity(1.5e12, "FLOPs"), quantity(0.25, "nats")
-    ('79.1 MB', '12.3 ms', '1.50 TFLOPs', '0.250 nats')
-    >>> quantity(124_475_904, "parameters"), quantity(12_345, "tokens/s"), quantity(4, "GPUs")
-    ('124M parameters', '12.3k tokens/s', '4 GPUs')
-    """
-    if value is None or not math.isfinite(value):
-        return "-"
-    unit = _SHORT.get(unit, unit)
-    physical = unit.split("/")[0] in ("B", "s", "FLOP", "FLOPs", "W", "Wh", "J")
-    table = (*_SI, *_SMALL) if unit == "s" else _SI if physical else _COUNT
-    scale, prefix = next(((scale, prefix) for scale, prefix in table if abs(value) >= scale * 0.9995), (1, ""))
-    whole = scale == 1 and value == round(value)
-    number = f"{value:.0f}" if whole else f"{value / scale:#.3g}".rstrip(".")
-    return f"{number} {prefix}{unit}".strip() if physical else f"{number}{prefix} {unit}".strip()
 
 
 def html_table(header: tuple[str, ...], rows: list[tuple], *, caption: str = "") -> str:
