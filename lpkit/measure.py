@@ -4,20 +4,31 @@ Bytes, seconds, FLOPs and bytes/s; nothing here is rounded. Ceilings are the bes
 can do), step times are medians (what it did).
 """
 
+import functools
 import math
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lpkit.contracts import Choice
+from lpkit.config import Config
+from lpkit.contracts import Choice, pick
+from lpkit.nn import attention
+from lpkit.nn.init import INITS
+from lpkit.nn.transformer import Transformer, cross_entropy
+from lpkit.predict.flops import Product
+from lpkit.predict.machines import Machine
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -78,13 +89,99 @@ def peak_bytes(device: torch.device | str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def reset_peak(device: torch.device | str) -> None:
-    """Start `peak_bytes` again from what is held now. Elsewhere than on a GPU or Linux the peak cannot fall."""
+def reset_peak(device: torch.device | str) -> bool:
+    """Start `peak_bytes` again from what is held now. False where the system does not allow it: then it only rises."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif CLEAR_REFS.exists():
+        return True
+    try:
         CLEAR_REFS.write_text("5")   # "reset the peak resident set size", proc(5)
+    except OSError:
+        return False
+    return True
+
+
+def cpu_name() -> str:
+    """As the system calls it, and how many of its cores this process may use."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines()
+             if line.startswith("model name")] if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@functools.cache
+def machine(device: str | None = None) -> Machine:
+    """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix product in each dtype,
+    the best memory sweep. Under 3 s, and measured once per process. On a GPU a datasheet promises more."""
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu = on.type == "cuda"
+    flops, shapes = {}, {}
+    for name, dtype in DTYPES.items():
+        flops[name], shapes[name] = _peak_flops(dtype, on, sizes=(4096, 8192) if gpu else (1024, 2048))
+    bandwidth, swept = _peak_bandwidth(on, numbers=2**28 if gpu else 2**24)
+    if gpu:
+        properties = torch.cuda.get_device_properties(on)
+        title, memory, extra = properties.name, properties.total_memory, {}
+    else:
+        title, memory, extra = cpu_name(), _memory_limit(), {"threads": torch.get_num_threads()}
+    return Machine(
+        name="this", title=title, kind="gpu" if gpu else "cpu", memory_bytes=memory, bytes_per_second=bandwidth,
+        flops=flops, link_bytes_per_second=None, watts=None, price_per_hour=None,
+        source=f"measured here, torch {torch.__version__}", price_source="unknown: pass price_per_hour",
+        details={"product_shapes": shapes, "swept_bytes": swept, **extra})
+
+
+def _peak_flops(dtype: torch.dtype, device: torch.device, *, sizes: Sequence[int]) -> tuple[float, tuple[int, int, int]]:
+    """FLOP/s of the best square product, and its shape."""
+    best = (0.0, (0, 0, 0))
+    for n in sizes:
+        x = torch.ones(n, n, dtype=dtype, device=device)
+        (seconds,) = race([synchronised(lambda x=x: x @ x, device)], rounds=9, within_seconds=0.35)
+        best = max(best, (2 * n**3 / min(seconds), (n, n, n)))
+    return best
+
+
+def _peak_bandwidth(device: torch.device, *, numbers: int) -> tuple[float, int]:
+    """Bytes/s of STREAM's triad, a = b + s c, and the bytes it moves: two arrays read, one written."""
+    a, b, c = torch.ones(3, numbers, device=device)
+    (seconds,) = race([synchronised(lambda: torch.add(b, c, alpha=3.0, out=a), device)], rounds=9, within_seconds=0.35)
+    moved = 3 * a.nbytes
+    return moved / min(seconds), moved
+
+
+def _memory_limit() -> int:
+    """RAM, or the container's share of it."""
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text().strip() if Path(path).exists() else ""
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits)
+
+
+def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`runner`, ended only when the device is done."""
+    if device.type != "cuda":
+        return runner
+
+    def run() -> None:
+        runner()
+        torch.cuda.synchronize(device)
+
+    return run
+
+
+def product_seconds(products: Iterable[Product], *, dtype: str, device: torch.device | str,
+                    rounds: int = 7) -> dict[str, float]:
+    """Seconds of all calls of each product, alone and with operands of these shapes: calls times the median of one."""
+    device, runners = torch.device(device), {}
+    for p in products:
+        lead = () if p.group == 1 else (p.group,)
+        left = torch.ones(*lead, p.M, p.K, dtype=DTYPES[dtype], device=device)
+        right = torch.ones(*lead, p.K, p.N, dtype=DTYPES[dtype], device=device)
+        runners[p] = synchronised(lambda left=left, right=right: left @ right, device)
+    seconds = race(list(runners.values()), rounds=rounds)
+    return {p.name: p.calls * statistics.median(times) for p, times in zip(runners, seconds)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +247,126 @@ class _WeightCopies(TorchDispatchMode):
             self.made.add(out.untyped_storage().data_ptr())
             self.held.append(out)
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasurement:
+    """One update of a real model, on this machine. Seconds are medians over the rounds."""
+
+    bytes: dict[str, int]           # by the names of the rows in lpkit.predict.ledger
+    operations: dict[str, int]      # what autograd kept, by operation
+    peak_bytes: int                 # the most that tensors held at once, weights and all
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    tokens: int
+    device: str
+    precision: Choice
+    attention: Choice
+    where: str                      # for a Comparison
+
+    @property
+    def step_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
+
+
+def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepMeasurement:
+    """Build the model of `config`, update it `rounds` times on random tokens, and count and time what happens.
+
+    The optimizer is PyTorch's fused AdamW. Raises ConfigError when the config asks for what this has no measurement of.
+    """
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked = config.precision.recipe
+    precision = bf16_choice(on) if asked == "auto" else Choice(asked=asked, used=asked, why="asked for")
+    dtype = pick(DTYPES, precision.used, "precision.recipe that a step is measured in")
+    attend = attention.choose(config.model.attention, device_type=on.type, recipe=precision.used,
+                              context=config.model.context)
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model, pick(attention.BACKENDS, attend.used, "model.attention"))
+    pick(INITS, config.model.init, "model.init")(model)
+    model.to(on)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, fused=True)
+    x, y = torch.randint(config.model.vocab, (2, config.batch, config.model.context), device=on)
+    pieces = list(zip(x.clone().chunk(config.accumulate), y.clone().chunk(config.accumulate)))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(on.type, dtype, enabled=dtype != torch.float32):
+            logits = model(x)
+        return cross_entropy(logits, y) / config.accumulate
+
+    def update(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
+        forward = backward = 0.0
+        for piece in pieces:
+            start = clock()
+            value = loss(*piece)
+            middle = clock()
+            value.backward()
+            forward, backward = forward + middle - start, backward + clock() - middle
+        start = clock()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return forward, backward, clock() - start
+
+    def now() -> float:
+        if on.type == "cuda":
+            torch.cuda.synchronize(on)
+        return time.perf_counter()
+
+    update()   # the optimizer makes its state in the first one
+    saved = saved_bytes(model, lambda: loss(*(t.clone() for t in pieces[0])))
+    loss(*pieces[0]).backward()
+    held = {
+        "weights": sum(p.nbytes for p in model.parameters()),
+        "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values()),
+        "gradients": sum(p.grad.nbytes for p in model.parameters()),
+        "weight copies": saved.weight_copy_bytes,
+        "activations": saved.total_bytes - saved.operations["loss"],
+        "logits and loss": saved.operations["loss"],
+    }
+    optimizer.zero_grad(set_to_none=True)
+    peak = _peak_of_tensors(update, on, before=held["weights"] + held["optimizer state"])
+    seconds = [update(now) for _ in range(rounds)]
+    forward, backward, optimize = (statistics.median(column) for column in zip(*seconds))
+    return StepMeasurement(
+        bytes={name: n for name, n in held.items() if n}, operations=saved.operations, peak_bytes=peak,
+        forward_seconds=forward, backward_seconds=backward, optimizer_seconds=optimize, tokens=config.tokens_per_step,
+        device=str(on), precision=precision, attention=attend,
+        where=f"{torch.cuda.get_device_name(on) if on.type == 'cuda' else 'this CPU'}, {precision.used}, "
+              f"{attend.used} attention")
+
+
+def _peak_of_tensors(update: Callable[[], object], device: torch.device, *, before: int) -> int:
+    """The most bytes that tensors held while `update` ran. `before` is held from outside it."""
+    if device.type == "cuda":
+        reset_peak(device)
+        update()
+        return peak_bytes(device)
+    with _LiveBytes() as live:
+        update()
+    return before + live.peak
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make, from their making to their end. What a kernel takes and gives back
+    inside one operation is not seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor) and (at := t.untyped_storage().data_ptr()) not in self.known | given:
+                storage = t.untyped_storage()
+                self.known.add(at)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, at, storage.nbytes()).atexit = False
+        return out
+
+    def _gone(self, at: int, nbytes: int) -> None:
+        self.known.discard(at)
+        self.now -= nbytes

@@ -5,7 +5,7 @@ and is bound by memory, not by arithmetic. Equal to `torch.utils.flop_counter.Fl
 Source: PaLM, appendix B (https://arxiv.org/abs/2204.02311), which also defines MFU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lpkit.config import ModelConfig
@@ -13,29 +13,34 @@ from lpkit.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """`count` products of (M, K) with (K, N) in one forward pass over the whole model."""
+    """Products of (M, K) with (K, N): `calls` in one pass over the model, each of them `group` at once."""
 
     name: str
     M: int
     N: int
     K: int
-    count: int
-    weight: bool   # the (K, N) side is a parameter, not an activation
+    calls: int
+    group: int = 1   # heads times batch in attention
+    weight: bool     # the (K, N) side is a parameter, not an activation
 
     @property
     def flops(self) -> int:
-        return 2 * self.M * self.N * self.K * self.count
+        return 2 * self.M * self.N * self.K * self.group * self.calls
 
     def traffic_bytes(self, itemsize: int) -> int:
         """Each operand read once and the result written once: the least that any kernel can move."""
-        return (self.M * self.K + self.K * self.N + self.M * self.N) * itemsize * self.count
+        return (self.M * self.K + self.K * self.N + self.M * self.N) * itemsize * self.group * self.calls
+
+    def intensity(self, itemsize: int) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.traffic_bytes(itemsize)
 
     def backward(self) -> tuple["Product", "Product"]:
         """The gradients of the left and of the right operand: the same three sizes, another one summed over."""
         M, N, K = self.M, self.N, self.K
-        return (Product(name=f"{self.name}, input gradient", M=M, N=K, K=N, count=self.count, weight=self.weight),
-                Product(name=f"{self.name}, {'weight' if self.weight else 'right'} gradient", M=K, N=N, K=M,
-                        count=self.count, weight=False))
+        of_left, of_right = ("input", "weight") if self.weight else ("left", "right")
+        return (replace(self, name=f"{self.name}: {of_left} gradient", M=M, N=K, K=N),
+                replace(self, name=f"{self.name}: {of_right} gradient", M=K, N=N, K=M, weight=False))
 
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
@@ -44,13 +49,13 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     M = batch * T
     up = {"gelu": ("mlp.up", F), "swiglu": ("mlp.gate_up", 2 * F)}[model.mlp]
     return (
-        Product(name="attention.qkv", M=M, N=(H + 2 * G) * E, K=D, count=L, weight=True),
-        Product(name="scores", M=T, N=T, K=E, count=L * batch * H, weight=False),
-        Product(name="values", M=T, N=E, K=T, count=L * batch * H, weight=False),
-        Product(name="attention.out", M=M, N=D, K=D, count=L, weight=True),
-        Product(name=up[0], M=M, N=up[1], K=D, count=L, weight=True),
-        Product(name="mlp.down", M=M, N=D, K=F, count=L, weight=True),
-        Product(name="head", M=M, N=V, K=D, count=1, weight=True),
+        Product(name="attention.qkv", M=M, N=(H + 2 * G) * E, K=D, calls=L, weight=True),
+        Product(name="scores", M=T, N=T, K=E, calls=L, group=batch * H, weight=False),
+        Product(name="values", M=T, N=E, K=T, calls=L, group=batch * H, weight=False),
+        Product(name="attention.out", M=M, N=D, K=D, calls=L, weight=True),
+        Product(name=up[0], M=M, N=up[1], K=D, calls=L, weight=True),
+        Product(name="mlp.down", M=M, N=D, K=F, calls=L, weight=True),
+        Product(name="head", M=M, N=V, K=D, calls=1, weight=True),
     )
 
 

@@ -1,0 +1,64 @@
+"""Parameters, memory, FLOPs, time and cost of a training run, before it runs."""
+
+import argparse
+from typing import Any
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET|config.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
+    parser.add_argument("--machine", default="h200", help="a row of the catalogue, or `this`: measure this one")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s to assume (default 0.4)")
+    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that fits")
+    parser.add_argument("--precision", help="fp32, bf16 (autocast), bf16-master, bf16-pure; by default the config's")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-8bit, momentum, sgd: the state it keeps")
+    parser.add_argument("--recompute", help="none, or block: keep only each block's input; by default "
+                        "block where nothing else fits")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from lpkit.predict import predict
+    from lpkit.presets import resolve
+
+    config = resolve(args.target, args.set)
+    machine = args.machine
+    if machine == "this":
+        from lpkit import measure
+
+        machine = measure.machine()
+    found = predict(config, machine, args.devices, mfu=args.mfu, precision=args.precision, optimizer=args.optimizer,
+                    zero=args.zero, recompute=args.recompute, price_per_hour=args.price_per_hour)
+    return {"target": args.target, **found.to_dict()}
+
+
+def text(result: dict[str, Any]) -> str:
+    from lpkit.predict.units import duration, quantity
+
+    a, machine = result["assumptions"], result["machine"]
+    held = f"of {quantity(machine['memory_bytes'], 'bytes')}" + ("" if result["fits"] else ": does not fit")
+    rows = [(row["name"], quantity(row["bytes"], "bytes"), row["formula"]) for row in result["rows"]]
+    width = max(len(name) for name, *_ in rows) + 2
+    lines = [
+        f"{result['target']} on {result['devices']} x {machine['title']}",
+        "",
+        f"  {'parameters':<{width}}{quantity(result['parameters']):>10}",
+        f"  {'FLOPs per token':<{width}}{quantity(result['flops_per_token'], 'FLOPs'):>10}  forward and backward",
+        "",
+        f"  per device: precision {a['precision']}, ZeRO stage {a['zero']}, recompute {a['recompute']} ({a['layout_why']})",
+        *(f"  {name:<{width}}{size:>10}  {formula}" for name, size, formula in rows),
+        f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; at the {result['peak_moment']}",
+        "",
+        f"  {'step':<{width}}{duration(result['step_seconds']):>10}  at MFU {a['mfu']:g} of "
+        f"{quantity(a['peak_flops_per_device'], 'FLOP/s')} {a['dtype']}",
+        f"  {'tokens/s':<{width}}{quantity(result['tokens_per_second']):>10}",
+        f"  {'run':<{width}}{duration(result['run_seconds']):>10}  {a['steps']:,} steps",
+    ]
+    if result["energy_wh"] is not None:
+        lines.append(f"  {'energy':<{width}}{quantity(result['energy_wh'], 'Wh'):>10}  at rated power")
+    if result["cost"] is not None:
+        price = f"{a['price_per_hour']:g} dollars per device and hour"
+        lines.append(f"  {'cost':<{width}}{'$' + quantity(result['cost']):>10}  at {price}, "
+                     f"${result['cost_per_million_tokens']:.3g} per million tokens")
+    return "\n".join([*lines, "", *(f"  {source}" for source in result["sources"])])

@@ -1,0 +1,16 @@
+"""Every formula: parameters, bytes, FLOPs, time, energy, cost; and the catalogue of machines, with sources.
+
+Standard library only, microseconds a call: a slider may ask. `predict(config, machine, devices)` answers everything,
+`memory(...)` the bytes. What each formula leaves out is said where it stands; how far it is off is measured in the tests
+and in the notebooks.
+"""
+
+from lpkit.predict.compare import Comparison
+from lpkit.predict.ledger import Memory, memory, model_states
+from lpkit.predict.machines import CATALOGUE, Machine
+from lpkit.predict.params import parameter_count, parameters
+from lpkit.predict.prediction import Prediction, predict
+from lpkit.predict.units import quantity
+
+__all__ = ["CATALOGUE", "Comparison", "Machine", "Memory", "Prediction", "memory", "model_states", "parameter_count",
+           "parameters", "predict", "quantity"]
