@@ -113,6 +113,18 @@ def test_commands_show_their_options(site):
     assert "usage: lpkit notebook" in text and "--on processes=N" in text
 
 
+def test_the_page_of_commands_names_every_key(tmp_path, capsys):
+    from lpkit.cli import main
+
+    cells = {"parameters": CELLS["parameters"], "claim": "# Three\nassert steps == 3"}
+    page = (DOCS / "commands.md").read_text()
+    for words in (["predict", "gpt2-124m"], ["notebook", str(write(tmp_path / "05_a.ipynb", cells)), "--out",
+                                             str(tmp_path / "out")]):
+        assert main([*words, "--json"]) == 0
+        missing = [key for key in json.loads(capsys.readouterr().out) if f"`{key}`" not in page]
+        assert not missing, f"docs/commands.md does not name {missing} of `lpkit {words[0]}`"
+
+
 def test_no_page_for_a_notebook_that_does_not_hold(tmp_path):
     cells = {"parameters": CELLS["parameters"], "claim": "# Four\nassert steps == 4, 'not four'"}
     with pytest.raises(ConfigError, match="05_bad, cell 2: not four"):
