@@ -25,7 +25,7 @@ from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.precision.recipes import RECIPES
-from lpkit.predict.flops import flops_per_token
+from lpkit.predict.flops import training_flops_per_token
 from lpkit.steps import accumulate, loss
 from lpkit.trainer import Job
 
@@ -108,7 +108,6 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
     model = build_model(config, device, attend=chosen["attention"].used,
                         transforms=(Compile(),) if chosen["compile"].used == "on" else ())
     autocast = recipe.autocast(device)
-    peak = measure.machine(str(device)).peak_flops(chosen["precision"].used)
     return Job(
         config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
         step=accumulate(config.accumulate, autocast),
@@ -118,7 +117,8 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
         val=POLICIES["spread-windows"](tokens=files.val, batch=config.batch // config.accumulate,
                                        context=config.model.context),
         tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device),
-        flops_per_token=flops_per_token(config.model), peak_flops=peak)
+        flops_per_token=training_flops_per_token(config.model),
+        peak_flops=lambda: measure.peak_flops(recipe.dtype, str(device))[0])
 
 
 def environment(device: torch.device) -> dict[str, object]:

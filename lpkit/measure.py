@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,8 +117,8 @@ def machine(device: str | None = None) -> Machine:
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = on.type == "cuda"
     flops, shapes = {}, {}
-    for name, dtype in DTYPES.items():
-        flops[name], shapes[name] = _peak_flops(dtype, on, sizes=(4096, 8192) if gpu else (1024, 2048))
+    for name in DTYPES:
+        flops[name], shapes[name] = peak_flops(name, str(on))
     bandwidth, swept = _peak_bandwidth(on, numbers=2**28 if gpu else 2**24)
     if gpu:
         properties = torch.cuda.get_device_properties(on)
@@ -132,12 +132,13 @@ def machine(device: str | None = None) -> Machine:
         details={"product_shapes": shapes, "swept_bytes": swept, **extra})
 
 
-def _peak_flops(dtype: torch.dtype, device: torch.device, *, sizes: Sequence[int]) -> tuple[float, tuple[int, int, int]]:
-    """FLOP/s of the best square product, and its shape."""
-    best = (0.0, (0, 0, 0))
-    for n in sizes:
-        x = torch.ones(n, n, dtype=dtype, device=device)
-        (seconds,) = race([synchronised(lambda x=x: x @ x, device)], rounds=9, within_seconds=0.35)
+@functools.cache
+def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
+    """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once per process."""
+    best, on = (0.0, (0, 0, 0)), torch.device(device)
+    for n in (4096, 8192) if on.type == "cuda" else (1024, 2048):
+        x = torch.ones(n, n, dtype=DTYPES[dtype], device=on)
+        (seconds,) = race([synchronised(lambda x=x: x @ x, on)], rounds=9, within_seconds=0.35)
         best = max(best, (2 * n**3 / min(seconds), (n, n, n)))
     return best
 

@@ -42,7 +42,7 @@ class Job:
     chosen: dict[str, Choice]
     environment: dict[str, Any]
     flops_per_token: float
-    peak_flops: float          # of the chosen dtype on this machine
+    peak_flops: Callable[[], float]   # of the chosen dtype on this machine; measured when asked
 
 
 @dataclass
@@ -275,7 +275,7 @@ def _summary(job: Job, run: Run, history: list[dict[str, Any]], status: str) -> 
         "steps": last.get("step", 0), "tokens": last.get("tokens", 0),
         "tokens_per_second": rate, "step_seconds": seconds,
         "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
-        "mfu": rate * job.flops_per_token / job.peak_flops if rate else None,
+        "mfu": rate * job.flops_per_token / job.peak_flops() if rate else None,
         "run_dir": str(run.path), "chosen": {key: asdict(choice) for key, choice in job.chosen.items()},
         "damaged_checkpoints": job.environment["damaged_checkpoints"],
     }

@@ -11,6 +11,7 @@ class Recipe:
     """`compute` is the dtype of matrix products under autocast; None: float32 throughout. Weights stay float32."""
 
     compute: torch.dtype | None
+    dtype: str      # what the products run in, by the name that the catalogue of machines uses
     source: str
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
@@ -19,6 +20,7 @@ class Recipe:
 
 
 RECIPES = {
-    "fp32": Recipe(compute=None, source="IEEE 754 binary32"),
-    "bf16": Recipe(compute=torch.bfloat16, source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
+    "fp32": Recipe(compute=None, dtype="fp32", source="IEEE 754 binary32"),
+    "bf16": Recipe(compute=torch.bfloat16, dtype="bf16",
+                   source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
 }
