@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import signal
@@ -42,6 +43,15 @@ QUIET_APP = {               # no telemetry, no news, no update check, no list of
     "extension_manager": "readonly",
 }
 QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+QUIET_LOG = {"filters": {"known": {"()": f"{__name__}.KnownNoise"}}, "handlers": {"console": {"filters": ["known"]}}}
+
+
+class KnownNoise(logging.Filter):
+    """Drops one warning: Jupyter Server gives its ping times in milliseconds where tornado expects seconds, so tornado
+    finds them odd at the first kernel and pings every 8 hours. Jupyter's own pings, each 30 s, are what counts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The websocket_ping_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +164,8 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, opens: str = FIRST, bro
         _write_private(token_file, token)
         identity = {"IdentityProvider": {"token": token},
                     "PasswordIdentityProvider": {"hashed_password": hashed} if hashed else {}}
-        quiet = {"KernelManager": {"transport_encryption": "auto"}, "LabApp": QUIET_APP}
+        quiet = {"KernelManager": {"transport_encryption": "auto"}, "LabApp": QUIET_APP,
+                 "ServerApp": {"logging_config": QUIET_LOG}}
         # Jupyter reads one file for the server and one for the lab; the same words in both leave no gap.
         app = json.dumps(_merged(quiet, config or {}, identity))
         _write_private(private / "config" / "jupyter_server_config.json", app)

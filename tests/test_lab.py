@@ -1,0 +1,213 @@
+"""The lab is this machine's alone: proved on a real server, against a user's Jupyter settings that would open it."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lpkit import cli, lab
+from lpkit.config import ConfigError
+
+OPEN_DOORS = """
+c.ServerApp.ip = "0.0.0.0"
+c.ServerApp.allow_unauthenticated_access = True
+c.IdentityProvider.token = ""
+c.ServerApp.open_browser = True
+c.LabApp.news_url = "http://192.0.2.1/feed"
+"""
+CONFIGS = ("jupyter_config.py", "jupyter_server_config.py", "jupyter_lab_config.py")
+TRACKER = "@jupyterlab/notebook-extension:tracker"
+NOTIFICATION = "@jupyterlab/apputils-extension:notification"
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: modes, signals, /proc")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("project")
+    (root / lab.FIRST).parent.mkdir()
+    (root / lab.FIRST).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory) -> Path:
+    """A user whose own settings leave every door open."""
+    state = tmp_path_factory.mktemp("user")
+    (state / "config").mkdir()
+    for name in CONFIGS:
+        (state / "config" / name).write_text(OPEN_DOORS)
+    return state
+
+
+@pytest.fixture(scope="module")
+def server(project, state):
+    with lab.serve(project, state=state, settings={TRACKER: {"windowingMode": "none"}},
+                   config={"LabApp": {"expose_app_in_browser": True}}) as server:
+        yield server
+
+
+def ask(server, path, *, token=None, method="GET", body=None):
+    with closing(http.client.HTTPConnection(lab.LOCAL, server.port, timeout=30)) as connection:
+        connection.request(method, path, body=body, headers={"Authorization": f"token {token}"} if token else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+@pytest.mark.parametrize("path", ["/api/contents", "/api/kernels", "/api/sessions", "/api/status", "/lab/api/settings",
+                                  "/terminals/websocket/1", "/lsp/ws/pylsp"])
+def test_a_stranger_is_refused(server, path):
+    assert ask(server, path)[0] in (401, 403)
+    assert ask(server, path, token="0" * 48)[0] in (401, 403)
+
+
+def test_the_lab_itself_asks_a_stranger_to_log_in(server):
+    assert ask(server, "/lab")[0] == 302
+
+
+def test_the_token_opens_it(server):
+    assert ask(server, server.url.removeprefix(server.base_url))[0] == 200
+    status, body = ask(server, "/api/contents/notebooks", token=server.token)
+    assert status == 200 and [entry["path"] for entry in json.loads(body)["content"]] == [lab.FIRST]
+
+
+def test_the_token_is_in_no_arguments(server):
+    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert not any(server.token in word for process in family for word in process.cmdline())
+    assert not any(server.token in value for value in family[0].environ().values())
+
+
+def test_it_listens_on_this_machine_only(server):
+    listening = {c.laddr.ip for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"}
+    assert listening == {lab.LOCAL}
+
+
+def test_what_it_keeps_is_private(server):
+    folder = server.token_file.parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert server.token_file in files and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert server.token_file.read_text() == server.token
+
+
+def test_settings_are_ours_and_the_users_files_are_untouched(server, state):
+    def default(plugin, key):
+        return json.loads(ask(server, f"/lab/api/settings/{plugin}", token=server.token)[1])["schema"]["properties"][key][
+            "default"]
+
+    assert default(TRACKER, "windowingMode") == "none"
+    assert default(NOTIFICATION, "fetchNews") == "false" and default(NOTIFICATION, "checkForUpdates") is False
+    page = ask(server, "/lab", token=server.token)[1].decode()
+    assert '"exposeAppInBrowser": true' in page and '"news": {"disabled": true}' in page
+    assert all((state / "config" / name).read_text() == OPEN_DOORS for name in CONFIGS)
+
+
+def test_a_kernel_starts_without_a_warning(server):
+    status, body = ask(server, "/api/kernels", token=server.token, method="POST", body="{}")
+    assert status == 201
+    kernel = f"/api/kernels/{json.loads(body)['id']}"
+    from websocket import create_connection
+
+    socket_ = create_connection(f"ws://{lab.LOCAL}:{server.port}{kernel}/channels?session_id=1", timeout=60,
+                                header=[f"Authorization: token {server.token}"])
+    socket_.send(json.dumps({"channel": "shell", "content": {}, "parent_header": {}, "metadata": {}, "buffers": [],
+                             "header": {"msg_id": "1", "msg_type": "kernel_info_request", "version": "5.3",
+                                        "username": "", "session": "1", "date": ""}}))
+    while json.loads(socket_.recv())["msg_type"] != "kernel_info_reply":
+        pass
+    socket_.close()
+    assert ask(server, kernel, token=server.token, method="DELETE")[0] == 204
+    # The refusals that this file asks for are logged, as they should be. Nothing else may be.
+    refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals")
+    complaints = [line for line in server.log().splitlines() if "warn" in line.lower() or line.startswith(("[W", "[E"))]
+    assert [line for line in complaints if not any(words in line for words in refusals)] == []
+
+
+def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path):
+    taken = socket.create_server((lab.LOCAL, 0))
+    asked = taken.getsockname()[1]
+    with taken, subprocess.Popen(
+            [sys.executable, "-m", "lpkit", "lab", "--json", "--no-browser", "--port", str(asked)], cwd=project, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"JUPYTER_CONFIG_DIR": str(state / "config"),
+                                                                             "JUPYTER_RUNTIME_DIR": str(tmp_path)}) as it:
+        found = json.loads(it.stdout.readline())
+        assert found["port"] != asked and Path(found["root"]) == project
+        assert f":{found['port']}/lab/tree/{lab.FIRST}?token=" in found["url"]
+        assert f"-L {found['port']}:127.0.0.1:{found['port']}" in found["tunnel"]
+        child = psutil.Process(it.pid).children()[0]
+        assert psutil.Process(it.pid).is_running() and child.is_running()
+        it.send_signal(signal.SIGINT)
+        out, err = it.communicate(timeout=30)
+        assert it.returncode == 0 and out == "" and f"port {asked} is taken; using {found['port']}" in err
+        assert not child.is_running() and not Path(found["token_file"]).parent.exists()
+
+
+@pytest.mark.parametrize("words", [["--ip", "0.0.0.0"], ["--ip", "::"], ["--ip", "192.0.2.7"], ["--ip", ""],
+                                   ["--ip", "example"], ["--ip", "0.0.0.0", "--certfile", "a", "--keyfile", "b"],
+                                   ["--certfile", "a"], ["--port", "70000"], ["--port", "-1"]])
+def test_what_is_refused_is_refused_before_anything_starts(words, project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert cli.main(["lab", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("lpkit: ") and err.count("\n") == 1
+
+
+def test_a_public_address_takes_tls_and_a_hashed_password(tmp_path):
+    from jupyter_server.auth import passwd
+
+    for name in ("cert", "key", "password"):
+        (tmp_path / name).touch(mode=0o600)
+    locked = tmp_path / "cert", tmp_path / "key", tmp_path / "password"
+    with pytest.raises(ConfigError, match="the hash of the password"):
+        lab.check_public("0.0.0.0", *locked)
+    hashed = passwd("a long sentence", algorithm="sha256")
+    locked[2].write_text(hashed + "\n")
+    assert lab.check_public("0.0.0.0", *locked) == hashed
+    locked[2].chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        lab.check_public("0.0.0.0", *locked)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+def test_a_public_address_is_served_over_tls(project, state, tmp_path):
+    from jupyter_server.auth import passwd
+
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1",
+                    "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True)
+    (tmp_path / "password").touch(mode=0o600)
+    (tmp_path / "password").write_text(passwd("a long sentence", algorithm="sha256"))
+    with lab.serve(project, ip="0.0.0.0", state=state, certfile=tmp_path / "cert", keyfile=tmp_path / "key",
+                   password_file=tmp_path / "password") as server:     # it lets the token in, and no stranger
+        assert server.base_url.startswith("https://")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            ask(server, "/api/status", token=server.token)             # plain HTTP gets no answer
+
+
+def test_a_server_that_lets_strangers_in_is_stopped(project, state, tmp_path, monkeypatch):
+    (tmp_path / "everybody.py").write_text(
+        "from jupyter_server.auth.identity import IdentityProvider, User\n"
+        "class Everybody(IdentityProvider):\n"
+        "    def get_user(self, handler):\n"
+        "        return User('anybody')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ConfigError, match="answers 200 without the token"):
+        with lab.serve(project, state=state, config={"ServerApp": {"identity_provider_class": "everybody.Everybody"}}):
+            pytest.fail("it was yielded")
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_without_the_course_it_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.setattr(lab, "__file__", str(tmp_path / "site-packages" / "lpkit" / "lab.py"))
+    with pytest.raises(ConfigError, match="run this in the folder that holds notebooks/"):
+        lab.find_root(tmp_path)
