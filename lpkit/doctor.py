@@ -322,9 +322,9 @@ CHECKS: tuple[Check, ...] = (
     Check(name="flash-attn", kind="attention", run=_flash_attn, nearest="sdpa flash, the same algorithm inside torch"),
     Check(name="flex", kind="attention", run=_flex, nearest="sdpa math with a mask"),
     Check(name="triton", kind="compiler", run=_triton, nearest="plain PyTorch, which every kernel of the kit has beside it"),
-    Check(name="gloo", kind="parallel", run=_processes("all-reduce", "gloo")),
+    Check(name="gloo", kind="parallel", run=_processes("all-reduce", "gloo"), nearest="one process"),
     Check(name="nccl", kind="parallel", run=_processes("all-reduce", "nccl"), nearest="gloo: the same program, on CPUs"),
-    Check(name="DDP", kind="parallel", run=_processes("DDP", "gloo")),
+    Check(name="DDP", kind="parallel", run=_processes("DDP", "gloo"), nearest="one process, with gradient accumulation"),
     Check(name="FSDP2", kind="parallel", run=_processes("FSDP2", "gloo"), nearest="DDP"),
 )
 

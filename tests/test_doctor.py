@@ -1,0 +1,113 @@
+"""The doctor says only what it tried: its rows against torch itself, and against checks that fail in every way."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from lpkit import cli, doctor
+
+CPU = torch.device("cpu")
+
+
+def row(name):
+    return next(check for check in doctor.CHECKS if check.name == name)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return doctor.examine()
+
+
+def test_the_report_is_json_and_each_row_has_its_reason(report):
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert [found["name"] for found in report["probes"]] == [check.name for check in doctor.CHECKS]
+    for found in report["probes"]:
+        assert found["works"] != bool(found["why"]) and found["works"] == bool(found["detail"]), found
+        assert found["works"] or found["nearest"], f"{found['name']} does not work here, and nothing is offered instead"
+
+
+def test_the_machine_is_this_one(report):
+    machine = report["machine"]
+    assert machine["libraries"]["torch"] == torch.__version__
+    assert machine["cores"] <= os.cpu_count() and machine["memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES")
+    assert len(machine["gpus"]) == torch.cuda.device_count()
+
+
+def test_what_every_torch_can_do_works_here(report):
+    works = {found["name"] for found in report["probes"] if found["works"]}
+    assert {"fp32", "bf16", "sdpa math", "gloo", "DDP", "FSDP2"} <= works
+    assert report["chosen"]["precision"]["used"] in ("bf16", "fp32") and report["chosen"]["precision"]["why"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_without_a_gpu_the_gpu_rows_say_so(report):
+    found = {row["name"]: row for row in report["probes"]}
+    for name in ("tf32", "mxfp8", "nvfp4", "flash-attn", "nccl", "triton"):
+        assert not found[name]["works"] and found[name]["why"] and found[name]["nearest"]
+
+
+def test_a_wrong_product_does_not_count_as_working():
+    a, b = doctor._operands(CPU)
+    with pytest.raises(doctor.UnavailableError, match="wrong: relative error"):
+        doctor._same(a @ b, a, b, 1e-2)            # not transposed
+    with pytest.raises(doctor.UnavailableError, match="nan"):
+        doctor._same(torch.full((64, 64), torch.nan), a, b, 1e-2)
+    with pytest.raises(doctor.UnavailableError, match="wrong"):
+        doctor._attended(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), CPU)   # not causal
+
+
+def test_the_operands_are_exact_in_eight_bits():
+    for x in doctor._operands(CPU):
+        assert torch.equal(x.to(torch.float8_e4m3fn).float(), x) and torch.equal((4 * x).to(torch.int8).float(), 4 * x)
+
+
+@pytest.mark.parametrize("error, why", [(RuntimeError("no such\nthing"), "no such"), (NotImplementedError(), "NotImplementedError"),
+                                        (ImportError("\n  libcudnn"), "libcudnn")])
+def test_what_a_check_raises_is_its_reason(error, why):
+    def run(device):
+        raise error
+
+    found = doctor.probe(doctor.Check(name="x", kind="precision", run=run, nearest="y"), CPU)
+    assert (found.works, found.why, found.nearest, found.detail) == (False, why, "y", "")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("program, why", [("crash", "ended with -9"), ("wrong", "AssertionError: the sum is wrong"),
+                                          ("hang", "no answer within 3 s")])
+def test_processes_that_crash_or_hang_are_a_row(program, why, monkeypatch):
+    monkeypatch.setattr(doctor, "_fork_server", lambda: __import__("multiprocessing").get_context("spawn"))
+    monkeypatch.setattr(doctor, "_rank", BAD[program])
+    monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0 if program == "hang" else 60.0)
+    found = doctor.probe(doctor.Check(name="x", kind="parallel", run=doctor._processes(program, "gloo")), CPU)
+    assert not found.works and why in found.why
+
+
+def _crash(program, backend, rank, world, folder):
+    os.kill(os.getpid(), 9)
+
+
+def _hang(program, backend, rank, world, folder):
+    import time
+
+    time.sleep(600)
+
+
+def _wrong(program, backend, rank, world, folder):
+    with open(f"{folder}/{rank}.error", "w") as file:
+        file.write("AssertionError: the sum is wrong: [1.0]")
+    os._exit(1)
+
+
+BAD = {"crash": _crash, "hang": _hang, "wrong": _wrong}
+
+
+def test_the_command_prints_one_object_and_a_page_for_people(report, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: dict(report))
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert cli.main(["doctor"]) == 0
+    page = capsys.readouterr().out
+    assert all(check.name in page for check in doctor.CHECKS) and max(map(len, page.splitlines()[:-1])) <= 120
