@@ -1,17 +1,19 @@
 """Start a training run, hold it, stop it.
 
     run = lpkit.train(config)            blocks, returns the Run
-    handle = lpkit.start(config)         returns at once; a notebook follows and stops it
+    handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says `run = await handle`
 
 Both write the same run folder. Stopping keeps a checkpoint and the partial Run.
 """
 
+import asyncio
 import datetime
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
@@ -130,6 +132,15 @@ class Handle:
 
     def resume(self) -> None:
         self._control.go_on.set()
+
+    def __await__(self) -> Generator[Any, None, Run]:
+        """`run = await handle`: as `result`, but a notebook's buttons keep working meanwhile."""
+        try:
+            while not self.done:
+                yield from asyncio.sleep(0.05).__await__()
+        except (KeyboardInterrupt, asyncio.CancelledError):   # the notebook's interrupt button
+            self.stop()
+        return self.result()
 
     def result(self) -> Run:
         """Wait for the end and return the Run. Interrupting the wait stops the training and returns the partial Run."""
