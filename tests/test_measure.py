@@ -1,0 +1,115 @@
+"""Measurements against counts made another way."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lpkit import measure
+from lpkit.config import Config, ConfigError
+from lpkit.measure import bf16_choice, machine, peak_bytes, product_seconds, race, reset_peak, saved_bytes, step
+from lpkit.predict import predict
+from lpkit.predict.flops import products
+
+
+def test_saved_bytes_counts_each_storage_once_and_leaves_parameters_out():
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    x = torch.ones(32, 8)
+    found = saved_bytes(model, lambda: model(x).sum())
+    # the first product's input; tanh's output, which is also the second product's input
+    assert found.total_bytes == 32 * (8 + 16) * 4
+    assert saved_bytes(model, lambda: model(x).sum(), ignore=[x]).total_bytes == 32 * 16 * 4
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_saved_bytes_tells_the_weights_16_bit_copies_apart():
+    model = nn.Linear(8, 16, bias=False)
+    x = torch.ones(32, 8, requires_grad=True)     # so that backward needs the weight too
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).sum()
+
+    found = saved_bytes(model, loss)
+    assert found.weight_copy_bytes == 8 * 16 * 2 and found.operations == {"": 32 * 8 * 2}
+
+
+def test_a_step_that_cannot_be_differentiated_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="backward cannot start from"):
+        saved_bytes(model, lambda: model(torch.ones(1, 2)).detach().sum())
+
+
+def test_race_alternates_and_drops_the_first_round():
+    order = []
+    seconds = race([lambda: order.append("a"), lambda: order.append("b")], rounds=3)
+    assert order == ["a", "b"] * 4 and [len(times) for times in seconds] == [3, 3]
+    assert [len(times) for times in race([lambda: None], rounds=100, within_seconds=0)] == [1]
+
+
+def test_bf16_is_chosen_with_its_reason():
+    choice = bf16_choice("cpu", size=256)
+    assert choice.asked == "auto" and choice.used in ("bf16", "fp32") and "the speed of fp32" in choice.why
+
+
+@pytest.mark.parametrize("capability, used", [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+def test_a_gpu_is_chosen_by_its_capability(monkeypatch, capability, used):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choice = bf16_choice("cuda")
+    assert choice.used == used and f"compute capability {capability[0]}.{capability[1]}" in choice.why
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the resident peak can be reset on Linux only")
+def test_the_resident_peak_rises_with_an_allocation_and_can_be_reset():
+    if not reset_peak("cpu"):
+        pytest.skip("this system does not let a process reset its peak")
+    before = peak_bytes("cpu")
+    held = torch.ones(2**26)      # 256 MiB
+    assert peak_bytes("cpu") - before >= 0.9 * held.nbytes
+    del held
+    assert peak_bytes("cpu") - before >= 0.9 * 2**28      # it does not fall by itself
+    reset_peak("cpu")
+    assert peak_bytes("cpu") - before < 0.5 * 2**28
+
+
+def test_live_bytes_follow_tensors_from_their_making_to_their_end():
+    with measure._LiveBytes() as live:
+        a = torch.ones(1000)              # 4,000
+        b = a * 2                         # 8,000
+        view = b.view(10, 100)            # no storage of its own
+        view.add_(1)
+        del a                             # 4,000
+        c = b.double()                    # 12,000
+        assert live.now == 12_000 and live.peak == 12_000
+        del b, view, c
+        assert live.now == 0 and live.peak == 12_000
+
+
+def test_this_machine_is_a_row_of_the_catalogue():
+    here = machine("cpu")
+    assert here.kind == "cpu" and here.memory_bytes > 1e9 and here.bytes_per_second > 1e8
+    assert set(here.flops) == {"fp32", "bf16"} and all(rate > 1e8 for rate in here.flops.values())
+    assert here.details["product_shapes"]["fp32"] and here.details["threads"] == torch.get_num_threads()
+    said = predict(Config(), here)
+    assert said.cost is None and said.energy_wh is None and said.step_seconds > 0
+
+
+def test_products_are_timed_by_name():
+    model = Config().replace({"model.layers": 1, "model.context": 32}).model
+    forward = products(model, batch=2)
+    seconds = product_seconds(forward, dtype="fp32", device="cpu", rounds=1)
+    assert set(seconds) == {p.name for p in forward} and all(s > 0 for s in seconds.values())
+
+
+def test_a_step_is_measured_with_its_choices():
+    config = Config().replace({"model.layers": 1, "model.context": 32, "batch": 2, "precision.recipe": "bf16"})
+    found = step(config, device="cpu", rounds=1)
+    assert found.precision.used == "bf16" and found.attention.used == "blocked" and found.tokens == 64
+    assert found.step_seconds == found.forward_seconds + found.backward_seconds + found.optimizer_seconds > 0
+    assert found.bytes["gradients"] == found.bytes["weights"] and found.peak_bytes > found.bytes["weights"] * 3
+
+
+def test_a_recipe_that_cannot_be_measured_is_refused():
+    with pytest.raises(ConfigError, match=r"precision\.recipe"):
+        step(Config().replace({"precision.recipe": "fp3"}), device="cpu")

@@ -1,0 +1,282 @@
+"""Every formula against an independent count: PyTorch's own counters, measured storages, the papers' worked examples."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lpkit import cli
+from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.measure import saved_bytes, step
+from lpkit.nn import attention
+from lpkit.nn.transformer import Transformer, cross_entropy
+from lpkit.predict import CATALOGUE, memory, model_states, predict
+from lpkit.predict.activations import ATTENTION, kept
+from lpkit.predict.compare import Comparison
+from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops, training_flops_per_token
+from lpkit.predict.ledger import LOSS, UPDATE, micro_batch
+from lpkit.predict.machines import DTYPES
+from lpkit.predict.params import parameter_count, parameters
+from lpkit.presets import PRESETS, preset
+
+SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=50, context=20)
+LLAMA = dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False)
+ODD = {
+    "gpt2": SMALL,
+    "gpt2, untied, no bias": replace(SMALL, tied=False, bias=False),
+    "llama": replace(SMALL, kv_heads=2, mlp_width=40, **LLAMA),
+    "one group": replace(SMALL, kv_heads=1, **LLAMA),
+    "one head": replace(SMALL, heads=1),
+    "mixed": replace(SMALL, kv_heads=2, position="rope", mlp="swiglu", mlp_width=36),
+    "rmsnorm and learned": replace(SMALL, norm="rmsnorm", heads=3, kv_heads=3, context=150),
+    "three blocks of queries": replace(SMALL, context=300, **LLAMA),
+}
+MODELS = {**{name: config.model for name, config in PRESETS.items()}, **ODD}
+CPU = replace(CATALOGUE["h200"], name="this", kind="cpu")
+odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
+
+
+def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
+    with torch.device("meta"):
+        return Transformer(model, attention.BACKENDS[backend])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_pytorchs_count(name):
+    built = on_meta(MODELS[name])
+    assert parameter_count(MODELS[name]) == sum(p.numel() for p in built.parameters())
+    found = {"embedding": built.embed, "attention": [b.attention for b in built.blocks],
+             "mlp": [b.mlp for b in built.blocks], "norms": [built.norm, *(n for b in built.blocks for n in (b.norm1, b.norm2))]}
+    for part, modules in found.items():
+        count = sum(p.numel() for m in (modules if isinstance(modules, list) else [modules]) for p in m.parameters())
+        assert parameters(MODELS[name])[part] == count, part
+
+
+@pytest.mark.parametrize("backend", ["plain", "sdpa"])
+@pytest.mark.parametrize("name", [*ODD, "gpt2-124m", "llama-1b", "llama-70b"])
+def test_flops_are_pytorchs_count(name, backend):
+    """On the meta device sdpa is made of products, which the counter sees; backward is twice forward, exactly."""
+    model, batch = MODELS[name], 3 if name in ODD else 1
+    built, tokens = on_meta(model, backend), torch.zeros(batch, model.T, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as forward:
+        loss = cross_entropy(built(tokens), tokens)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert forward.get_total_flops() == forward_flops(model, batch=batch) == sum(p.flops for p in products(model, batch=batch))
+    assert forward.get_total_flops() + backward.get_total_flops() == training_flops(model, batch=batch)
+    gradients = [g.flops for p in products(model, batch=batch) for g in p.backward()]
+    assert backward.get_total_flops() == sum(gradients)
+
+
+def test_what_flash_computes_again_is_pytorchs_count():
+    """The counter's own formula for a flash backward: two products forward, five backward."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    m = PRESETS["gpt2-124m"].model
+    shape = (2, m.H, m.T, m.E)
+    five = m.L * sdpa_backward_flop_count(shape, shape, shape, shape)
+    four = 2 * sum(p.flops for p in products(m, batch=2) if not p.weight)
+    assert five - four == recomputed_flops(m, batch=2, flash=True)
+
+
+def test_flops_by_the_rule_of_thumb():
+    """6 N + 12 L H E T of PaLM's appendix B, N without embeddings that are only looked up."""
+    m = PRESETS["llama-8b"].model
+    matrices = parameter_count(m) - parameters(m)["embedding"] - parameters(m)["norms"]
+    assert training_flops_per_token(m) == 6 * matrices + 12 * m.L * m.H * m.E * m.T
+
+
+def test_causal_attention_counts_the_pairs_that_are_left():
+    pairs = sum(1 for i in range(SMALL.T) for j in range(SMALL.T) if j <= i)
+    square = sum(p.flops for p in products(SMALL, batch=1) if not p.weight)
+    assert forward_flops(SMALL) - forward_flops(SMALL, attention="causal") == square - square * pairs // SMALL.T**2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@odd
+def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision):
+    built = Transformer(model, attention.BACKENDS[backend])
+    if precision == "bf16-pure":
+        built.bfloat16()
+    x, y = torch.zeros(batch, model.T, dtype=torch.long), torch.zeros(batch, model.T, dtype=torch.long)
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = built(x)
+        return cross_entropy(logits, y)
+
+    found = saved_bytes(built, loss)
+    formula = kept(model, batch=batch, compute=4 if precision == "fp32" else 2,
+                   stream=2 if precision == "bf16-pure" else 4, attention=backend)
+    assert formula.operations == found.operations
+    assert formula.weight_copy_bytes == found.weight_copy_bytes
+
+
+def test_every_attention_backend_has_its_formula():
+    assert set(ATTENTION) == set(attention.BACKENDS)
+
+
+def test_recomputed_blocks_keep_their_inputs():
+    from torch.utils.checkpoint import checkpoint
+
+    model = ODD["gpt2"]
+    built = Transformer(model)
+    for block in built.blocks:
+        block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=True)
+    x, y = torch.zeros(3, model.T, dtype=torch.long), torch.zeros(3, model.T, dtype=torch.long)
+    found = saved_bytes(built, lambda: cross_entropy(built(x), y))
+    assert kept(model, batch=3, recompute="block").total_bytes == found.total_bytes
+    whole = kept(model, batch=3)
+    assert whole.block_bytes * model.L == sum(whole.operations[name] for name in whole.operations
+                                              if name not in ("embed", "norm", "head", "loss"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"}],
+                         ids=["preset", "accumulation", "a large vocabulary", "llama style"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_memory_of_a_real_step(recipe, changes):
+    """Every row to the byte, but for the optimizer's step counters. The peak within 6%: in a model this small, what is in
+    flight inside a block counts, and it has no row yet."""
+    config = preset("cpu-3m").replace({"model.layers": 2, "batch": 4, "model.context": 160, "precision.recipe": recipe, **changes})
+    found = step(config, device="cpu", rounds=1)
+    said = memory(config, CPU, precision=recipe, attention=found.attention.used)
+    rows = {row.name: row.bytes for row in said.rows}
+    for name, measured in found.bytes.items():
+        assert rows[name] == (pytest.approx(measured, rel=1e-4) if name == "optimizer state" else measured), name
+    assert set(rows) - set(found.bytes) == {"logits' gradients"}    # it lives only while backward begins
+    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.06)
+
+
+def test_zero_by_the_papers_example():
+    """ZeRO, figure 1: 7.5B parameters, 64 devices, 2 + 2 + 12 bytes: 120, 31.4, 16.6 and 1.9 GB."""
+    totals = [sum(row.bytes for row in model_states(7_500_000_000, zero=stage, devices=64)) / 1e9 for stage in range(4)]
+    assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_the_peak_is_a_moment_and_not_the_sum():
+    said = memory(preset("cpu-3m"), "h200")
+    assert said.peak_moment == LOSS and "gradients" not in said.at(LOSS) and "activations" not in said.at(UPDATE)
+    assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
+    accumulated = memory(preset("cpu-3m").replace({"accumulate": 4}), "h200")
+    assert "gradients" in accumulated.at(LOSS)
+    assert memory(preset("llama-8b").replace({"batch": 1, "accumulate": 1, "model.context": 64}), "h200").peak_moment == UPDATE
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_everything_is_predicted_for_every_preset_and_machine(name):
+    for machine in CATALOGUE:
+        answer = json.loads(json.dumps(predict(preset(name), machine, devices=4).to_dict(), allow_nan=False))
+        assert {"parameters", "flops_per_token", "bytes", "tokens_per_second", "step_seconds", "cost"} <= set(answer)
+        assert answer["bytes"]["peak_bytes"] > 0 and answer["step_seconds"] > 0 and answer["cost"] > 0
+
+
+def test_time_energy_and_cost_by_hand():
+    config = preset("gpt2-124m").replace({"steps": 1000})
+    said = predict(config, "h200", devices=8, mfu=0.5, price_per_hour=2.0)
+    seconds = training_flops(config.model, batch=512) / (8 * 989.4e12 * 0.5)
+    assert said.step_seconds == pytest.approx(seconds) and said.tokens_per_second == pytest.approx(512 * 1024 / seconds)
+    hours = 8 * 1000 * seconds / 3600
+    assert said.cost == pytest.approx(2 * hours) and said.energy_wh == pytest.approx(700 * hours)
+    again = predict(config, "h200", devices=8, mfu=0.5, recompute="block")
+    assert 1.2 < again.step_seconds / said.step_seconds < 4 / 3     # one more forward pass, without the head
+
+
+def test_the_layout_is_the_first_that_fits():
+    assert predict(preset("llama-1b"), "h200", devices=64).assumptions["zero"] == 0
+    large = predict(preset("llama-70b"), "h200", devices=64)
+    assert large.memory.fits and large.assumptions["zero"] == 3 and large.assumptions["recompute"] == "block"
+    assert not predict(preset("llama-405b"), "t4").memory.fits
+
+
+def test_a_machine_without_bf16_computes_in_float32():
+    assert predict(preset("cpu-3m"), "t4").assumptions["dtype"] == "fp32"
+    with pytest.raises(ConfigError, match="NVIDIA T4 has no bf16; it has fp32, fp16, int8"):
+        predict(preset("cpu-3m"), "t4", precision="bf16")
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("context", [1024, 1025])
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
+    config = Config().replace({"model.context": context, "precision.recipe": recipe})
+    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe=recipe, context=context)
+    assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == chosen.used
+
+
+def test_the_catalogue_is_dense_and_sourced():
+    for name, row in CATALOGUE.items():
+        assert row.name == name and "https://" in row.source and "assumed" in row.price_source
+        assert set(row.flops) <= set(DTYPES) and row.memory_bytes > 1e10 and row.watts and row.price_per_hour
+        assert row.bytes_per_second < row.memory_bytes * 100 and row.link_bytes_per_second < row.bytes_per_second
+        if "bf16" in row.flops:   # a step in width at most doubles: a sparse figure would stand out
+            assert row.flops["bf16"] <= row.flops.get("fp8", row.flops["bf16"]) <= 2.03 * row.flops["bf16"]
+            assert row.flops["bf16"] == row.flops["fp16"]
+    assert 200 < CATALOGUE["h200"].ridge("bf16") < 210
+
+
+def test_micro_batches():
+    config = preset("gpt2-124m")     # 512 sequences in 32 pieces
+    assert [micro_batch(config, n) for n in (1, 8, 64, 512)] == [(16, 32), (16, 4), (8, 1), (1, 1)]
+    assert micro_batch(config.replace({"batch": 12, "accumulate": 2}), 3) == (4, 1)
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
+    (["llama-70b", "--machine", "h20"], "did you mean 'h200'?"),
+    (["llama-70b", "--devices", "7"], "batch=512 sequences do not split evenly over 7 devices; set batch to 518"),
+    (["llama-70b", "--devices", "0"], "devices must be a whole number, 1 or more; got 0"),
+    (["llama-70b", "--devices", "-8"], "got -8"),
+    (["cpu-3m", "--mfu", "40"], "mfu is a fraction"),
+    (["cpu-3m", "--mfu", "nan"], "mfu is a fraction"),
+    (["cpu-3m", "--zero", "4"], "there is no ZeRO stage 4; choose 0, 1, 2 or 3"),
+    (["cpu-3m", "--precision", "bf15"], "did you mean 'bf16'?"),
+    (["cpu-3m", "--optimizer", "adam"], "did you mean 'adamw'?"),
+    (["cpu-3m", "--recompute", "blocks"], "did you mean 'block'?"),
+    (["cpu-3m", "--price-per-hour", "-1"], "price_per_hour must be 0 or more"),
+    (["cpu-3m", "--set", "model.layes=6"], "did you mean 'model.layers'?"),
+])
+def test_wrong_input_is_one_sentence(arguments, said, capsys):
+    assert cli.main(["predict", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_the_command_prints_one_object_or_a_table(capsys):
+    assert cli.main(["predict", "llama-70b", "--machine", "h200", "--devices", "64", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == 70_553_706_496       # as in Llama 3.1's own index file
+    assert answer["devices"] == 64 and answer["machine"]["name"] == "h200" and len(answer["sources"]) >= 4
+    assert cli.main(["predict", "llama-70b", "--devices", "64"]) == 0
+    table = capsys.readouterr().out
+    assert "70.6B" in table and "ZeRO stage 3" in table and "datasheet" in table
+    assert all(ord(c) < 128 for c in table) and max(map(len, table.splitlines())) < 160
+
+
+def test_a_comparison_says_how_far_off_the_formula_is():
+    found = Comparison.of(guess=50, formula=110, measured=100, unit="bytes", where="here", name="peak")
+    assert found["peak"].error == pytest.approx(0.1) and found["peak"].guess_error == pytest.approx(-0.5)
+    assert found.worst_error == pytest.approx(0.1)
+    html = found._repr_html_()
+    assert "+10.0%" in html and "110 B" in html and "your guess" in html
+    rows = Comparison.of_rows({"a": 1.0, "b": 2.0}, {"b": 2.0, "c": 1.0}, unit="bytes", where="<here>")
+    assert [(r.name, r.error) for r in rows] == [("a", math.inf), ("b", 0.0), ("c", -1.0)]
+    assert "&lt;here&gt;" in rows._repr_html_() and "your guess" not in rows._repr_html_()
+    recorded = Comparison.of(formula=1, measured=None, unit="s", where="recorded: x.json")
+    assert recorded.to_dict()[0]["error"] is None
+    with pytest.raises(ValueError, match="nothing was measured"):
+        recorded.worst_error  # noqa: B018
+
+
+def test_predicting_needs_only_the_standard_library():
+    program = ("import sys; before = set(sys.modules); import lpkit.predict, lpkit.presets; "
+               "lpkit.predict.predict(lpkit.presets.preset('llama-8b'), 'h100', 8); "
+               "print(sorted({m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))")
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "['lpkit']"
