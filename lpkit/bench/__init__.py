@@ -20,5 +20,6 @@ BENCHES = {
     "attention-cpu": "lpkit.bench.attention_cpu",
     "import": "lpkit.bench.imports",
     "loader": "lpkit.bench.loader",
+    "redraw": "lpkit.bench.redraw",
     "train-cpu": "lpkit.bench.train_cpu",
 }

@@ -143,7 +143,16 @@ def plain(spec: Any) -> dict:
     layout.setdefault("height", TEMPLATE["layout"]["height"])
     if isinstance(layout.get("title"), str):
         layout["title"] = {"text": layout["title"]}
+    layout["margin"] = {"t": _headroom(data, layout), **layout.get("margin", {})}
     return {"data": data, "layout": layout}
+
+
+def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
+    """Pixels above the axes for the title and, under it, the rows of the legend: plotly lets the two overlap."""
+    names = [trace.get("name") or "" for trace in data if trace.get("showlegend", True)]
+    shown = layout.get("showlegend", len(data) > 1) and "legend" not in layout and names
+    rows = math.ceil(len(names) * (48 + 7.5 * max(map(len, names))) / 640) if shown else 0   # columns of one width
+    return 16 + 28 * bool((layout.get("title") or {}).get("text")) + 21 * rows
 
 
 def _plain(value: Any) -> Any:

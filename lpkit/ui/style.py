@@ -17,7 +17,7 @@ TEMPLATE = {
     "layout": {
         "font": {"family": FONT, "size": 13, "color": INK},
         "title": {"font": {"size": 16}, "x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 12, "t": 12},
-                  "y": 1, "yref": "container", "yanchor": "top", "automargin": True},
+                  "y": 1, "yref": "container", "yanchor": "top"},
         "colorway": list(COLOURS),
         "colorscale": {"sequential": "Cividis", "sequentialminus": "Cividis"},
         "paper_bgcolor": "#ffffff",
