@@ -1,11 +1,12 @@
 """Look at a notebook as a reader sees it: `python -m tests.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1200]`.
 
 Opens it in a served lab, runs all cells, waits for the end, writes a screenshot of its full length, and prints what
-should not have happened (exit code 1). The notebook itself stays as it is: a copy is run, beside it in the same tree.
+should not have happened (exit code 1). A copy is run, in a folder of its own where ../data is the
+project's: the notebook and its folder stay as they are.
 """
 
 import argparse
-import os
+import shutil
 import sys
 import tempfile
 import time
@@ -15,20 +16,20 @@ from lpkit.bench.browser import Notebook, chromium, chromium_path, served
 
 
 def look(notebook: Path, picture: Path, *, seconds: float = 300, width: int = 1200) -> list[str]:
-    copy = notebook.with_name(f"look-{os.getpid()}-{notebook.name}")   # its relative paths keep working
-    copy.write_bytes(notebook.read_bytes())
-    try:
-        with (tempfile.TemporaryDirectory() as state, served(notebook.parent, Path(state)) as server,
-              chromium(width=width) as context):
-            opened = Notebook(context, server, copy.name)
+    with tempfile.TemporaryDirectory() as temporary:
+        course = Path(temporary) / "course" / "notebooks"
+        course.mkdir(parents=True)
+        shutil.copy(notebook, course)
+        if (data := notebook.parent.parent / "data").is_dir():
+            (course.parent / "data").symlink_to(data)
+        with served(course, Path(temporary) / "state") as server, chromium(width=width) as context:
+            opened = Notebook(context, server, notebook.name)
             started = time.monotonic()
             opened.run(seconds=seconds)
             opened.settle()
             print(f"{notebook.name}: ran in {time.monotonic() - started:.1f} s", file=sys.stderr)
             opened.screenshot(picture)
             return opened.problems()
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def main() -> int:
