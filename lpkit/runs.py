@@ -10,6 +10,7 @@
 
 import json
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,26 @@ class Run:
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{key}</td><td>{value}</td></tr>" for key, value in self.summary.items()
-                       if not isinstance(value, dict))
+        rows = "".join(f"<tr><td style='text-align:left'>{name}</td><td style='text-align:left'>{escape(value)}</td></tr>"
+                       for name, value in described(self.summary))
         return f"<table>{rows}</table>"
+
+
+def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """A summary for a person: (name, value with its unit)."""
+    def number(key: str, form: str, unit: str, scale: float = 1) -> str:
+        return "none" if summary[key] is None else f"{summary[key] * scale:{form}} {unit}"
+
+    stopped = f" by {summary['stopped_by']}" if summary["stopped_by"] else ""
+    return [
+        ("run", summary["run_dir"]),
+        ("status", f"{summary['status']}{stopped} after {summary['steps']:,} steps, {summary['tokens']:,} tokens"),
+        ("loss", number("final_loss", ".4f", "nats per token")),
+        ("validation loss", number("val_loss", ".4f", "nats per token")),
+        ("speed", f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
+                  f"MFU {number('mfu', '.0f', '%', 100)}"),
+        ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9)),
+    ]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

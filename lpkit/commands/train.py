@@ -54,20 +54,9 @@ def run(args: Namespace) -> dict:
 
 
 def text(summary: dict) -> str:
-    def number(key: str, form: str, unit: str, scale: float = 1) -> str:
-        return "none" if summary[key] is None else f"{summary[key] * scale:{form}} {unit}"
+    from lpkit.runs import described
 
-    stopped = f" by {summary['stopped_by']}" if summary["stopped_by"] else ""
-    rows = [
-        ("run", summary["run_dir"]),
-        ("status", f"{summary['status']}{stopped} after {summary['steps']:,} steps, {summary['tokens']:,} tokens"),
-        ("loss", number("final_loss", ".4f", "nats per token")),
-        ("validation loss", number("val_loss", ".4f", "nats per token")),
-        ("speed", f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
-                  f"MFU {number('mfu', '.0f', '%', 100)}"),
-        ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9)),
-        *((key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
-          for key, choice in summary["chosen"].items()),
-    ]
+    rows = [*described(summary), *((key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
+                                   for key, choice in summary["chosen"].items())]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
