@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.precision.recipes import RECIPES
+from lpkit.predict import model_states, parameter_count
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.steps import accumulate, loss
 from lpkit.trainer import Job
@@ -104,21 +106,31 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
                                            recipe=chosen["precision"].used)
     recipe = RECIPES[chosen["precision"].used]
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
+    _refuse_what_cannot_fit(config, device)
     files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
+    context, micro_batch = config.model.context, config.batch // config.accumulate
+    data = policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed)
+    # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
+    val = POLICIES["spread-windows"](tokens=files.val, batch=micro_batch, context=context)
     model = build_model(config, device, attend=chosen["attention"].used,
                         transforms=(Compile(),) if chosen["compile"].used == "on" else ())
     autocast = recipe.autocast(device)
     return Job(
         config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
-        step=accumulate(config.accumulate, autocast),
-        loss=lambda model, x, y: loss(model, x, y, autocast=autocast),
-        data=policy(tokens=files.train, batch=config.batch, context=config.model.context, seed=config.seed),
-        # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch does
-        val=POLICIES["spread-windows"](tokens=files.val, batch=config.batch // config.accumulate,
-                                       context=config.model.context),
+        step=accumulate(config.accumulate, autocast), loss=partial(loss, autocast=autocast), data=data, val=val,
         tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device),
         flops_per_token=training_flops_per_token(config.model),
         peak_flops=lambda: measure.peak_flops(recipe.dtype, str(device))[0])
+
+
+def _refuse_what_cannot_fit(config: Config, device: torch.device) -> None:
+    """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
+    needed = sum(row.bytes for row in model_states(parameter_count(config.model), precision="fp32"))
+    held = measure.memory_bytes(device)
+    if needed > held:
+        raise ConfigError(f"weights, gradients and optimizer state of this model take {needed / 1e9:,.1f} GB, and "
+                          f"{device} has {held / 1e9:,.1f} GB; choose a smaller preset, or see what it takes with "
+                          f"`lpkit predict`")
 
 
 def environment(device: torch.device) -> dict[str, object]:

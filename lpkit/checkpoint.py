@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lpkit.files import sync, write_atomically
+
 FORMAT = 1
 TENSORS, STATE, MANIFEST, LATEST = "tensors.safetensors", "state.json", "manifest.json", "latest"
 
@@ -33,31 +35,9 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step: a reader sees the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        _sync(temporary)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int) -> Path:
@@ -81,15 +61,15 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
                  for name in (TENSORS, STATE)}
         (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}))
         for name in (TENSORS, STATE, MANIFEST):
-            _sync(temporary / name)
-        _sync(temporary)
+            sync(temporary / name)
+        sync(temporary)
         if final.exists():           # the same step again, after a resume from an earlier one
             os.rename(final, _free_name(root / "quarantine", final.name))
         os.rename(temporary, final)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(root)
+    sync(root)
     write_atomically(root / LATEST, final.name + "\n")
     for old in folders(root)[keep:]:     # renamed first, so that a half-removed one never looks complete
         shutil.rmtree(old.rename(root / f".{old.name}.{os.getpid()}.tmp"))
@@ -127,7 +107,7 @@ def load(folder: Path, *, only: str = "") -> Checkpoint:
 
     manifest = verify(folder)
     with safe_open(folder / TENSORS, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith(only)}   # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith(only)}
     return Checkpoint(path=folder, step=manifest["step"], tensors=tensors,
                       state=json.loads((folder / STATE).read_text()))
 

@@ -80,7 +80,8 @@ class Handle:
         self._when_done: list[Callable[[], None]] = []
         self._run: Run | None = None
         self._lock = threading.Lock()
-        self._finished = threading.Event()
+        self._finished = threading.Event()      # the run has ended
+        self._told = threading.Event()          # and everybody who asked knows: a figure has its last point
         self._thread = threading.Thread(target=self._work, args=(resume,), name=f"train {self.title}", daemon=True)
         self._thread.start()
 
@@ -98,6 +99,7 @@ class Handle:
             callbacks = list(self._when_done)
         for callback in callbacks:
             callback()
+        self._told.set()
 
     def _tell(self, record: StepRecord) -> None:
         for observe in list(self._observers):
@@ -136,7 +138,7 @@ class Handle:
     def __await__(self) -> Generator[Any, None, Run]:
         """`run = await handle`: as `result`, but a notebook's buttons keep working meanwhile."""
         try:
-            while not self.done:
+            while not self._told.is_set():
                 yield from asyncio.sleep(0.05).__await__()
         except (KeyboardInterrupt, asyncio.CancelledError):   # the notebook's interrupt button
             self.stop()
@@ -145,10 +147,10 @@ class Handle:
     def result(self) -> Run:
         """Wait for the end and return the Run. Interrupting the wait stops the training and returns the partial Run."""
         try:
-            self._finished.wait()
+            self._told.wait()
         except KeyboardInterrupt:
             self.stop()
-            self._finished.wait()
+            self._told.wait()
         if self.error is not None:
             raise self.error
         return self._run

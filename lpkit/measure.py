@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -25,8 +25,9 @@ from lpkit.contracts import Choice, pick
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer, cross_entropy
-from lpkit.predict.flops import Product
+from lpkit.predict.flops import Product, products
 from lpkit.predict.machines import Machine
+from lpkit.predict.roofline import Floor, step_floor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -119,15 +120,15 @@ def machine(device: str | None = None) -> Machine:
     flops, shapes = {}, {}
     for name in DTYPES:
         flops[name], shapes[name] = peak_flops(name, str(on))
-    bandwidth, swept = _peak_bandwidth(on, numbers=2**28 if gpu else 2**24)
+    triad, swept = _triad(on)
+    (seconds,) = race([triad], rounds=9, within_seconds=0.35)
     if gpu:
-        properties = torch.cuda.get_device_properties(on)
-        title, memory, extra = properties.name, properties.total_memory, {}
+        title, extra = torch.cuda.get_device_name(on), {}
     else:
-        title, memory, extra = cpu_name(), _memory_limit(), {"threads": torch.get_num_threads()}
+        title, extra = cpu_name(), {"threads": torch.get_num_threads()}
     return Machine(
-        name="this", title=title, kind="gpu" if gpu else "cpu", memory_bytes=memory, bytes_per_second=bandwidth,
-        flops=flops, link_bytes_per_second=None, watts=None, price_per_hour=None,
+        name="this", title=title, kind="gpu" if gpu else "cpu", memory_bytes=memory_bytes(on),
+        bytes_per_second=swept / min(seconds), flops=flops, link_bytes_per_second=None, watts=None, price_per_hour=None,
         source=f"measured here, torch {torch.__version__}", price_source="unknown: pass price_per_hour",
         details={"product_shapes": shapes, "swept_bytes": swept, **extra})
 
@@ -136,23 +137,33 @@ def machine(device: str | None = None) -> Machine:
 def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
     """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once per process."""
     best, on = (0.0, (0, 0, 0)), torch.device(device)
-    for n in (4096, 8192) if on.type == "cuda" else (1024, 2048):
-        x = torch.ones(n, n, dtype=DTYPES[dtype], device=on)
-        (seconds,) = race([synchronised(lambda x=x: x @ x, on)], rounds=9, within_seconds=0.35)
+    for n, square in _squares(dtype, on).items():
+        (seconds,) = race([square], rounds=9, within_seconds=0.35)
         best = max(best, (2 * n**3 / min(seconds), (n, n, n)))
     return best
 
 
-def _peak_bandwidth(device: torch.device, *, numbers: int) -> tuple[float, int]:
-    """Bytes/s of STREAM's triad, a = b + s c, and the bytes it moves: two arrays read, one written."""
-    a, b, c = torch.ones(3, numbers, device=device)
-    (seconds,) = race([synchronised(lambda: torch.add(b, c, alpha=3.0, out=a), device)], rounds=9, within_seconds=0.35)
-    moved = 3 * a.nbytes
-    return moved / min(seconds), moved
+def _squares(dtype: str, device: torch.device) -> dict[int, Callable[[], object]]:
+    """Products of two square matrices, by size."""
+    return {n: _product((n, n), (n, n), dtype, device) for n in ((4096, 8192) if device.type == "cuda" else (1024, 2048))}
 
 
-def _memory_limit() -> int:
-    """RAM, or the container's share of it."""
+def _product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device) -> Callable[[], object]:
+    x, y = (torch.ones(shape, dtype=DTYPES[dtype], device=device) for shape in (left, right))
+    return synchronised(lambda: x @ y, device)
+
+
+def _triad(device: torch.device) -> tuple[Callable[[], object], int]:
+    """STREAM's triad, a = b + s c, over arrays larger than a cache; and the bytes it moves: two read, one written."""
+    a, b, c = torch.ones(3, 2**28 if device.type == "cuda" else 2**24, device=device)
+    return synchronised(lambda: torch.add(b, c, alpha=3.0, out=a), device), 3 * a.nbytes
+
+
+def memory_bytes(device: torch.device | str) -> int:
+    """A GPU's memory; elsewhere RAM, or the container's share of it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     limits = [psutil.virtual_memory().total]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(path).read_text().strip() if Path(path).exists() else ""
@@ -170,19 +181,6 @@ def synchronised(runner: Callable[[], object], device: torch.device) -> Callable
         torch.cuda.synchronize(device)
 
     return run
-
-
-def product_seconds(products: Iterable[Product], *, dtype: str, device: torch.device | str,
-                    rounds: int = 7) -> dict[str, float]:
-    """Seconds of all calls of each product, alone and with operands of these shapes: calls times the median of one."""
-    device, runners = torch.device(device), {}
-    for p in products:
-        lead = () if p.group == 1 else (p.group,)
-        left = torch.ones(*lead, p.M, p.K, dtype=DTYPES[dtype], device=device)
-        right = torch.ones(*lead, p.K, p.N, dtype=DTYPES[dtype], device=device)
-        runners[p] = synchronised(lambda left=left, right=right: left @ right, device)
-    seconds = race(list(runners.values()), rounds=rounds)
-    return {p.name: p.calls * statistics.median(times) for p, times in zip(runners, seconds)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +259,6 @@ class StepMeasurement:
     backward_seconds: float
     optimizer_seconds: float
     tokens: int
-    device: str
     precision: Choice
     attention: Choice
     where: str                      # for a Comparison
@@ -272,68 +269,133 @@ class StepMeasurement:
 
 
 def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepMeasurement:
-    """Build the model of `config`, update it `rounds` times on random tokens, and count and time what happens.
-
-    The optimizer is PyTorch's fused AdamW. Raises ConfigError when the config asks for what this has no measurement of.
-    """
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    asked = config.precision.recipe
-    precision = bf16_choice(on) if asked == "auto" else Choice(asked=asked, used=asked, why="asked for")
-    dtype = pick(DTYPES, precision.used, "precision.recipe that a step is measured in")
-    attend = attention.choose(config.model.attention, device_type=on.type, recipe=precision.used,
-                              context=config.model.context)
-    torch.manual_seed(config.seed)
-    model = Transformer(config.model, pick(attention.BACKENDS, attend.used, "model.attention"))
-    pick(INITS, config.model.init, "model.init")(model)
-    model.to(on)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, fused=True)
-    x, y = torch.randint(config.model.vocab, (2, config.batch, config.model.context), device=on)
-    pieces = list(zip(x.clone().chunk(config.accumulate), y.clone().chunk(config.accumulate)))
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(on.type, dtype, enabled=dtype != torch.float32):
-            logits = model(x)
-        return cross_entropy(logits, y) / config.accumulate
-
-    def update(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
-        forward = backward = 0.0
-        for piece in pieces:
-            start = clock()
-            value = loss(*piece)
-            middle = clock()
-            value.backward()
-            forward, backward = forward + middle - start, backward + clock() - middle
-        start = clock()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return forward, backward, clock() - start
-
-    def now() -> float:
-        if on.type == "cuda":
-            torch.cuda.synchronize(on)
-        return time.perf_counter()
-
-    update()   # the optimizer makes its state in the first one
-    saved = saved_bytes(model, lambda: loss(*(t.clone() for t in pieces[0])))
-    loss(*pieces[0]).backward()
+    """Build the model of `config`, update it `rounds` times on random tokens, and count and time what happens."""
+    bench = _Bench(config, device)
+    bench.update()   # the optimizer makes its state in the first one
+    saved = saved_bytes(bench.model, lambda: bench.loss(*(t.clone() for t in bench.pieces[0])))
+    bench.loss(*bench.pieces[0]).backward()
     held = {
-        "weights": sum(p.nbytes for p in model.parameters()),
-        "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values()),
-        "gradients": sum(p.grad.nbytes for p in model.parameters()),
+        "weights": sum(p.nbytes for p in bench.model.parameters()),
+        "optimizer state": sum(t.nbytes for state in bench.optimizer.state.values() for t in state.values()),
+        "gradients": sum(p.grad.nbytes for p in bench.model.parameters()),
         "weight copies": saved.weight_copy_bytes,
         "activations": saved.total_bytes - saved.operations["loss"],
         "logits and loss": saved.operations["loss"],
     }
-    optimizer.zero_grad(set_to_none=True)
-    peak = _peak_of_tensors(update, on, before=held["weights"] + held["optimizer state"])
-    seconds = [update(now) for _ in range(rounds)]
-    forward, backward, optimize = (statistics.median(column) for column in zip(*seconds))
+    bench.optimizer.zero_grad(set_to_none=True)
+    peak = _peak_of_tensors(bench.update, bench.device, before=held["weights"] + held["optimizer state"])
+    forward, backward, optimize = map(statistics.median, zip(*(bench.update() for _ in range(rounds))))
     return StepMeasurement(
         bytes={name: n for name, n in held.items() if n}, operations=saved.operations, peak_bytes=peak,
         forward_seconds=forward, backward_seconds=backward, optimizer_seconds=optimize, tokens=config.tokens_per_step,
-        device=str(on), precision=precision, attention=attend,
-        where=f"{torch.cuda.get_device_name(on) if on.type == 'cuda' else 'this CPU'}, {precision.used}, "
-              f"{attend.used} attention")
+        precision=bench.precision, attention=bench.attention, where=bench.where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RooflineMeasurement:
+    """A step beside the ceilings of the machine, measured in turns. The machine's speed may change meanwhile, so each
+    round has its own ceilings and its own floor; shown are medians over the rounds, except where it says best."""
+
+    machine: Machine                    # best ceilings
+    product_seconds: dict[Product, float]   # best time of one call, forward and backward, each alone
+    floors: tuple[Floor, ...]           # by round
+    phases: tuple[tuple[float, float, float], ...]   # forward, backward, optimizer seconds by round
+    precision: Choice
+    attention: Choice
+    where: str
+
+    @property
+    def floor_seconds(self) -> dict[str, float]:
+        return self._medians([(f.forward_seconds, f.backward_seconds, f.optimizer_seconds) for f in self.floors])
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._medians(self.phases)
+
+    @property
+    def over_floor(self) -> float:
+        """How many times its floor a step takes."""
+        return statistics.median(sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors))
+
+    @property
+    def product_rates(self) -> dict[Product, float]:
+        """FLOP/s of each product."""
+        return {p: p.flops / p.calls / seconds for p, seconds in self.product_seconds.items()}
+
+    @staticmethod
+    def _medians(rounds: Iterable[tuple[float, float, float]]) -> dict[str, float]:
+        columns = list(zip(*rounds))
+        return {**{name: statistics.median(column) for name, column in zip(("forward", "backward", "optimizer"), columns)},
+                "step": statistics.median(map(sum, zip(*columns)))}
+
+
+def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> RooflineMeasurement:
+    """Take turns: the ceilings, each product of the model alone, one update of the whole model."""
+    bench = _Bench(config, device)
+    dtype = bench.precision.used
+    squares, (triad, moved) = _squares(dtype, bench.device), _triad(bench.device)
+    forward = products(config.model, batch=config.batch // config.accumulate)
+    group = {p: () if p.group == 1 else (p.group,) for p in (*forward, *(g for p in forward for g in p.backward()))}
+    alone = {p: _product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
+    phases = []
+    times = race([*squares.values(), triad, *alone.values(), lambda: phases.append(bench.update())], rounds=rounds)
+    peaks = [max(2 * n**3 / seconds for n, seconds in zip(squares, row)) for row in zip(*times[:len(squares)])]
+    sweeps = [moved / seconds for seconds in times[len(squares)]]
+    here = machine(str(bench.device))
+    each = [replace(here, flops={dtype: peak}, bytes_per_second=sweep) for peak, sweep in zip(peaks, sweeps)]
+    return RooflineMeasurement(
+        machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
+        product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares) + 1:])},
+        floors=tuple(step_floor(config, one, precision=dtype) for one in each), phases=tuple(phases[1:]),
+        precision=bench.precision, attention=bench.attention, where=bench.where)
+
+
+class _Bench:
+    """A model, an optimizer (PyTorch's fused AdamW) and random tokens: one update, timed by phase.
+
+    Raises ConfigError when the config asks for a recipe that is not timed here.
+    """
+
+    def __init__(self, config: Config, device: str | None):
+        self.device = on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        asked = config.precision.recipe
+        self.precision = bf16_choice(on) if asked == "auto" else Choice(asked=asked, used=asked, why="asked for")
+        self.dtype = pick(DTYPES, self.precision.used, "precision.recipe to measure")
+        self.attention = attention.choose(config.model.attention, device_type=on.type, recipe=self.precision.used,
+                                          context=config.model.context)
+        torch.manual_seed(config.seed)
+        self.model = Transformer(config.model, pick(attention.BACKENDS, self.attention.used, "model.attention"))
+        pick(INITS, config.model.init, "model.init")(self.model)
+        self.model.to(on)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optimizer.lr, fused=True)
+        x, y = (torch.randint(config.model.vocab, (config.batch, config.model.context), device=on) for _ in range(2))
+        self.pieces = list(zip(x.chunk(config.accumulate), y.chunk(config.accumulate)))
+        name = torch.cuda.get_device_name(on) if on.type == "cuda" else "this CPU"
+        self.where = f"{name}, {self.precision.used}, {self.attention.used} attention"
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            logits = self.model(x)
+        return cross_entropy(logits, y) / len(self.pieces)
+
+    def update(self) -> tuple[float, float, float]:
+        """Forward, backward and optimizer seconds."""
+        forward = backward = 0.0
+        for piece in self.pieces:
+            start = self._now()
+            loss = self.loss(*piece)
+            middle = self._now()
+            loss.backward()
+            forward, backward = forward + middle - start, backward + self._now() - middle
+        start = self._now()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return forward, backward, self._now() - start
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 def _peak_of_tensors(update: Callable[[], object], device: torch.device, *, before: int) -> int:

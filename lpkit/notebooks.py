@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from lpkit.config import ConfigError, convert, nearest
+from lpkit.files import write_atomically
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -314,6 +315,8 @@ def run(job: Job, *, threads: int | None = None, say: Callable[[str], None] = la
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
+    from lpkit.ui import without_widgets
+
     book = read(job.path)
     job.out.mkdir(parents=True, exist_ok=True)
     # The process id keeps a second run from writing into this one's temporary file.
@@ -349,7 +352,10 @@ def run(job: Job, *, threads: int | None = None, say: Callable[[str], None] = la
         ending = record.failed(type(error).__name__, str(error))
     finally:
         if unfinished.exists():
-            os.replace(unfinished, job.out / f"{job.label}.ipynb")
+            # without the kernel a widget's view is an error message; the figures lie beside it
+            write_atomically(job.out / f"{job.label}.ipynb",
+                             json.dumps(without_widgets(json.loads(unfinished.read_text())), indent=1))
+            unfinished.unlink()
         record.update(**ending, seconds=time.perf_counter() - started, end=_now())
     return record.values
 
@@ -391,7 +397,7 @@ def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -
                 "cell": values["cell"], "line": values["line"], "kind": "killed",
                 "message": f"the process that ran it ended with exit code {worker.exitcode}"}}
             job.out.mkdir(parents=True, exist_ok=True)
-            replace(path, json.dumps(values, indent=1))
+            write_atomically(path, json.dumps(values, indent=1))
         say(f"{job.label}: {values['status']}")
         return values
 
@@ -428,20 +434,6 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def replace(path: Path, text: str) -> None:
-    """Write `text` under another name in the same folder, then put it in place: no reader sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 class _Record:
     """The record of one run, on disk since its first moment."""
 
@@ -462,7 +454,7 @@ class _Record:
 
     def update(self, **changes: Any) -> None:
         self.values |= changes | {"peak_rss_bytes": self.kernel.peak_rss_bytes}
-        replace(self.path, json.dumps(self.values, indent=1, allow_nan=False))
+        write_atomically(self.path, json.dumps(self.values, indent=1, allow_nan=False))
 
 
 def _versions() -> dict[str, str]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lpkit import checkpoint, runs
 from lpkit.config import Config, ConfigError, flat
 from lpkit.contracts import Choice, DataPolicy, Observer, Schedule, Step, StepRecord
+from lpkit.files import write_atomically
 from lpkit.measure import peak_bytes
 from lpkit.runs import Run, RunFailedError
 
@@ -74,10 +75,10 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
     config, control, run = job.config, control or Control(), Run(path)
     with _owned(path):
         _check_folder(run, config, resume)
-        checkpoint.write_atomically(path / runs.CONFIG, config.to_yaml())
+        write_atomically(path / runs.CONFIG, config.to_yaml())
         start = _restore(job, run)
-        checkpoint.write_atomically(path / runs.TOKENIZER, json.dumps(job.tokenizer))
-        checkpoint.write_atomically(path / runs.ENVIRONMENT, json.dumps(job.environment, indent=1))
+        write_atomically(path / runs.TOKENIZER, json.dumps(job.tokenizer))
+        write_atomically(path / runs.ENVIRONMENT, json.dumps(job.environment, indent=1))
         history = _keep_metrics(path / runs.METRICS, start)
         status = "stopped"
         try:
@@ -96,7 +97,7 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
             raise
         finally:
             summary = _summary(job, run, history, status) | {"stopped_by": control.stopped_by or None}
-            checkpoint.write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
+            write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
     return run
 
 
@@ -243,7 +244,7 @@ def _check_folder(run: Run, config: Config, resume: bool) -> None:
 def _keep_metrics(path: Path, upto: int) -> list[dict[str, Any]]:
     """Drop the lines of steps that will be done again."""
     history = [line for line in runs.read_metrics(path) if line["step"] <= upto]
-    checkpoint.write_atomically(path, "".join(json.dumps(line) + "\n" for line in history))
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in history))
     return history
 
 

@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_old_record_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        notebooks.replace(path, "new")
+        notebooks.write_atomically(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

@@ -77,7 +77,7 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _keep(folder: Path, bench: dict[str, Any]) -> None:
-    from lpkit.datasets.tokenizers import write_atomically
+    from lpkit.files import write_atomically
 
     device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
     try:

@@ -9,6 +9,7 @@ Ctrl-C and SIGTERM stop after the step at hand and keep a checkpoint; --resume g
 
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from pathlib import Path
 
 from lpkit.config import ConfigError, parse_settings
@@ -40,9 +41,14 @@ def run(args: Namespace) -> dict:
     config = (resolve(args.target, args.settings) if args.target is not None
               else Run.open(args.out).config.replace(parse_settings(args.settings)))
     out = args.out or default_folder(Path(args.target).stem)
-    with tqdm(total=config.steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
+    bars = []   # one, from the first step on: what is refused before it should not show a bar
+    with ExitStack() as stack:
 
         def show(record):
+            if not bars:
+                bars.append(stack.enter_context(tqdm(total=config.steps, initial=record.step - 1, unit="step",
+                                                     file=sys.stderr, dynamic_ncols=True)))
+            bar = bars[0]
             bar.set_postfix_str(f"loss {record.loss:.3f}, {config.tokens_per_step / record.step_seconds:,.0f} tokens/s",
                                 refresh=False)
             bar.update(record.step - bar.n)

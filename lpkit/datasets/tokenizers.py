@@ -6,8 +6,6 @@ a corpus that spells `<|endoftext|>` gets the ordinary tokens of those character
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +14,7 @@ import numpy as np
 
 from lpkit.config import ConfigError
 from lpkit.contracts import Tokenizer, pick
+from lpkit.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_TRAINING_CHARS = 1 << 26    # the merges are learned from the first 64 Mi characters of the training split
@@ -89,6 +88,7 @@ class BPE:
         if cached.is_file():
             return cls(cached.read_text(encoding="utf-8"))
         model = _train(_first(texts(), BPE_TRAINING_CHARS), vocab)
+        cached.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(cached, model)
         return cls(model)
 
@@ -166,21 +166,6 @@ TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no corpus."""
     return pick(TOKENIZERS, str(values.get("name")), "tokenizer").from_dict(values)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """`path` holds the old content or all of `text`, whatever happens in between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _first(texts: Iterator[str], chars: int) -> Iterator[str]:

@@ -24,7 +24,8 @@ import numpy as np
 from lpkit.config import ConfigError, DataConfig
 from lpkit.contracts import Tokenizer, pick
 from lpkit.datasets import sources
-from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict, write_atomically
+from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
+from lpkit.files import sync, write_atomically
 
 FORMAT = "lpkit-tokens"
 VERSION = 1
@@ -186,7 +187,7 @@ def _written_once(source: sources.Source, data: DataConfig, vocab: int, folder: 
             temporary.mkdir()
             _write(source, data, vocab, temporary, cache)
             os.rename(temporary, folder)    # onto nothing, or onto an empty folder
-            _sync_folder(folder.parent)
+            sync(folder.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -216,7 +217,7 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
               "end": tokenizer.end, "dtype": kind, "val_fraction": data.val_fraction, "splits": facts,
               "date": datetime.now(UTC).isoformat(timespec="seconds"), "tokenizer": tokenizer.to_dict()}
     write_atomically(folder / "header.json", json.dumps(header))
-    _sync_folder(folder)
+    sync(folder)
 
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:
@@ -294,11 +295,3 @@ def _disk_sentences(folder: Path):
                               f"are needed), or choose another folder with --out") from None
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}; choose another folder with --out, or set "
                           f"XDG_CACHE_HOME for the cache") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -3,7 +3,7 @@
 `training_figure` is the pure function; `LiveRun` follows a handle with it. Losses are in nats per token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
@@ -37,8 +37,12 @@ def tokens_per_second(record: StepRecord) -> float:
     return record.tokens / record.step / record.step_seconds
 
 
-def training_figure(records: Sequence[StepRecord], *, title: str = "", planned_steps: int | None = None) -> dict:
-    """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over the same steps."""
+def training_figure(records: Sequence[StepRecord], *, title: str = "", planned_steps: int | None = None,
+                    levels: Mapping[str, float] | None = None) -> dict:
+    """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over the same steps.
+
+    `levels` are losses to compare with, by name: dotted lines.
+    """
     steps = [record.step for record in records]
     evaluated = [record for record in records if record.val_loss is not None]
     line = {"type": "scatter", "mode": "lines", "x": steps}
@@ -53,9 +57,15 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "", planned_s
         {**line, "name": "tokens/s", "y": [tokens_per_second(record) for record in records], "xaxis": "x3",
          "yaxis": "y3", "line": {"color": COLOURS[4], "width": 1.2}, "showlegend": False},
     ]
+    levels = levels or {}
+    lines = [{"type": "line", "xref": "x domain", "x0": 0, "x1": 1, "y0": y, "y1": y,
+              "line": {"color": FAINT, "width": 1, "dash": "dot"}} for y in levels.values()]
+    words = [{"xref": "x domain", "x": 1, "xanchor": "right", "y": y, "yanchor": "bottom", "text": escape(name),
+              "showarrow": False, "font": {"color": FAINT}} for name, y in levels.items()]
     reach = {"range": [0, max([planned_steps or 1, *steps[-1:]])], "autorange": False}
     layout = {
-        "title": {"text": escape(title)}, "height": 380, "hovermode": "closest", "uirevision": "run",
+        "title": {"text": escape(title)}, "height": 380, "hovermode": "closest", "uirevision": "run", "shapes": lines,
+        "annotations": words,
         "xaxis": {"domain": [0, 0.6], "title": {"text": "step"}, **reach},
         "yaxis": {"title": {"text": "loss (nats per token)"}},
         "xaxis2": {"domain": [0.7, 1], "anchor": "y2", "matches": "x", "showticklabels": False},
