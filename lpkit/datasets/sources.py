@@ -16,14 +16,14 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import shutil
-import sys
 import sysconfig
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -87,7 +87,7 @@ def python_stdlib() -> "Files":
     if not files:
         raise ConfigError("this Python comes without the source of its standard library (a frozen or zipped build); "
                           "give a folder of text as data.source")
-    return Files(name="python-stdlib", files=tuple(files))
+    return Files(name="python-stdlib", files=tuple(files), facts={"python": platform.python_version()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,7 @@ class Files:
     name: str
     files: tuple[tuple[str, Path], ...]
     alone: bool = False         # one file named by itself: its blocks are split, not the file
+    facts: Mapping[str, Any] = field(default_factory=dict)      # what else a header should say of it
 
     def __post_init__(self):
         if not self.files:
@@ -302,9 +303,7 @@ def describe(source: Source) -> dict[str, Any]:
     """What a header says about where its tokens came from; no path of this machine beyond the name that was given."""
     facts: dict[str, Any] = {"name": source.name}
     if isinstance(source, Files):
-        facts["files"] = len(source.files)
-    if source.name == "python-stdlib":
-        facts["python"] = "{}.{}.{}".format(*sys.version_info)
+        facts |= {"files": len(source.files), **source.facts}
     return facts
 
 

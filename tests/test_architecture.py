@@ -1,0 +1,82 @@
+"""Who may import whom. docs/architecture.md draws this table; this test holds it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "lpkit"
+BASE = {"config", "contracts", "files"}     # settings, seams, whole files: anybody
+MAY_IMPORT = {
+    "config": set(), "contracts": {"config"}, "files": set(),
+    "predict": {"config"},
+    "kernels": {"predict"},
+    "precision": BASE | {"predict", "kernels"},
+    "nn": BASE | {"predict", "kernels"},    # a model does not know that it is quantised or sharded
+    "optim": BASE | {"predict"},
+    "datasets": BASE | {"predict"},
+    "measure": BASE | {"predict", "nn"},
+    "steps": BASE | {"nn"},
+    "checkpoint": BASE,
+    "runs": BASE,
+    "presets": BASE,
+    "trainer": BASE | {"checkpoint", "measure", "runs"},    # the loop meets only contracts
+    "assembly": BASE | {"datasets", "measure", "nn", "optim", "precision", "predict", "steps", "trainer"},
+    "handle": BASE | {"assembly", "runs", "trainer"},
+    "sampling": BASE | {"checkpoint", "datasets", "nn", "runs"},
+    "exercises": BASE | {"predict", "precision", "nn"},
+    "ui": BASE | {"predict"},
+    "notebooks": BASE | {"ui"},
+    "lab": BASE,
+    "doctor": BASE | {"measure"},
+    "cli": BASE | {"commands", "runs"},
+    "__main__": {"cli"},
+}
+EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
+WITHOUT_TORCH = ["config", "contracts", "files", "predict", "presets", "runs", "ui", "notebooks", "cli", "lab", "handle"]
+FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
+
+
+def imported(path: Path) -> set[str]:
+    """Every module named, also inside functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    for n in nodes:
+        if isinstance(n, ast.ImportFrom) and n.module:
+            names |= {f"lpkit.{alias.name}" for alias in n.names} if n.module == "lpkit" else {n.module}
+    return names
+
+
+def rooms(path: Path) -> set[str]:
+    there = {p.name.removesuffix(".py") for p in ROOT.iterdir()}
+    return {name.split(".")[1] for name in imported(path) if name.startswith("lpkit.")} & there
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_stay_in_their_rooms(path):
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if room not in EVERYTHING:
+        assert rooms(path) - {room} <= MAY_IMPORT[room], f"{room} may import {sorted(MAY_IMPORT[room])}"
+
+
+def test_predictions_need_the_standard_library_alone():
+    outside = {name.split(".")[0] for path in (ROOT / "predict").rglob("*.py") for name in imported(path)} - {"lpkit"}
+    assert outside <= sys.stdlib_module_names, outside - sys.stdlib_module_names
+
+
+def test_importing_does_not_import_torch():
+    code = f"import sys; import lpkit; [__import__('lpkit.' + room) for room in {WITHOUT_TORCH}]; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_techniques_are_rows_and_not_branches():
+    """No `if name == "..."`: a name is looked up in a table."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
+                left = ast.unparse(node.left)
+                assert not (left.endswith(("recipe", ".name", "optimizer")) and isinstance(node.comparators[0], ast.Constant)), \
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
