@@ -313,9 +313,9 @@ class RooflineMeasurement:
         return self._medians(self.phases)
 
     @property
-    def over_floor(self) -> float:
-        """How many times its floor a step takes."""
-        return statistics.median(sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors))
+    def over_floor(self) -> list[float]:
+        """How many times its floor the step of each round took."""
+        return [sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors)]
 
     @property
     def product_rates(self) -> dict[Product, float]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lpkit import measure
 from lpkit.config import Config, ConfigError
-from lpkit.measure import bf16_choice, machine, peak_bytes, product_seconds, race, reset_peak, saved_bytes, step
+from lpkit.measure import bf16_choice, machine, peak_bytes, race, reset_peak, roofline, saved_bytes, step
 from lpkit.predict import predict
 from lpkit.predict.flops import products
 
@@ -95,11 +95,14 @@ def test_this_machine_is_a_row_of_the_catalogue():
     assert said.cost is None and said.energy_wh is None and said.step_seconds > 0
 
 
-def test_products_are_timed_by_name():
-    model = Config().replace({"model.layers": 1, "model.context": 32}).model
-    forward = products(model, batch=2)
-    seconds = product_seconds(forward, dtype="fp32", device="cpu", rounds=1)
-    assert set(seconds) == {p.name for p in forward} and all(s > 0 for s in seconds.values())
+def test_a_step_beside_the_ceilings():
+    config = Config().replace({"model.layers": 1, "model.context": 32, "batch": 2})
+    found = roofline(config, device="cpu", rounds=3)
+    names = [p.name for p in found.product_rates]
+    assert len(names) == len(set(names)) == 3 * len(products(config.model, batch=2))
+    assert len(found.floors) == len(found.phases) == 3 and min(found.over_floor) > 0
+    assert found.seconds["step"] >= found.seconds["forward"] > 0 and found.floor_seconds["step"] > 0
+    assert found.machine.flops.keys() == {found.precision.used}
 
 
 def test_a_step_is_measured_with_its_choices():

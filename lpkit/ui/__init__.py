@@ -7,6 +7,9 @@ _WHERE = {
     "LiveRun": "live",
     "comparison_figure": "comparison",
     "html_table": "style",
+    "memory_figure": "memory",
+    "memory_view": "memory",
+    "roofline_figure": "roofline",
     "training_figure": "live",
     "without_widgets": "figure",
 }

@@ -1,0 +1,57 @@
+"""The bytes of a training step, drawn: one bar a moment, one segment a row, and the line where the device ends."""
+
+import dataclasses
+
+from lpkit.config import Config
+from lpkit.predict.ledger import MOMENTS, Memory, memory
+from lpkit.predict.machines import Machine
+from lpkit.predict.units import quantity
+from lpkit.ui.style import INK, WARNING, html_table
+
+COLOURS = {   # one family of rows, one hue
+    "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0", "gradients": "#6b7280",
+    "gathered weights": "#b8860b", "weight copies": "#ddaa33", "activations": "#bb5566", "recomputed block": "#e0a3ad",
+    "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6",
+}
+
+
+def memory_figure(held: Memory, *, title: str = "") -> dict:
+    """The plotly spec. The longest bar is the peak."""
+    recomputes = any(row.name == "recomputed block" for row in held.rows)
+    moments = [moment for moment in MOMENTS if recomputes or moment != "recomputation"]
+    data = []
+    for row in held.rows:
+        sizes = [row.bytes if moment in row.moments else None for moment in moments]
+        data.append({
+            "type": "bar", "orientation": "h", "name": row.name, "y": moments, "x": sizes,
+            "marker": {"color": COLOURS[row.name]}, "textposition": "inside",
+            "text": ["" if size is None else quantity(size, "bytes") for size in sizes],
+            "hovertemplate": f"{row.name}: %{{text}}<extra>{row.formula}</extra>"})
+    layout = {
+        "title": {"text": title}, "barmode": "stack", "height": 230 + 46 * len(moments), "bargap": 0.35,
+        "xaxis": {"title": {"text": "bytes per device"}, "exponentformat": "SI", "ticksuffix": "B",
+                  "range": [0, 1.12 * max(held.peak_bytes, held.memory_bytes or 0)]},
+        "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": [], "annotations": []}
+    if held.memory_bytes is not None:
+        colour = INK if held.fits else WARNING
+        layout["shapes"].append({"type": "line", "x0": held.memory_bytes, "x1": held.memory_bytes, "yref": "paper",
+                                 "y0": 0, "y1": 1, "line": {"color": colour, "width": 2, "dash": "dash"}})
+        layout["annotations"].append({
+            "x": held.memory_bytes, "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False,
+            "text": f"device: {quantity(held.memory_bytes, 'bytes')}", "font": {"color": colour}})
+    return {"data": data, "layout": layout}
+
+
+def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str, optimizer: str,
+                zero_stage: int, recompute: str) -> tuple[dict, str]:
+    """For an Explorer: `sequences` per device at a time, no accumulation. The figure, and the peak as a table."""
+    config = dataclasses.replace(model, batch=sequences * devices, accumulate=1)
+    held = memory(config, machine, devices, precision=precision, optimizer=optimizer, zero=zero_stage,
+                  recompute=recompute)
+    verdict = "fits" if held.fits else "does not fit"
+    figure = memory_figure(held, title=f"{quantity(held.peak_bytes, 'bytes')} at the peak: {verdict} {machine.title}")
+    rows = [(name, quantity(size, "bytes"), f"{size / held.peak_bytes:.0%}")
+            for name, size in sorted(held.at(held.peak_moment).items(), key=lambda row: -row[1])]
+    return figure, html_table(("held at the peak", "per device", "share"),
+                              [*rows, ("sum", quantity(held.peak_bytes, "bytes"), "100%")],
+                              caption=f"the peak is at the {held.peak_moment}: {MOMENTS[held.peak_moment]}")

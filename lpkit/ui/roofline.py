@@ -1,0 +1,48 @@
+"""A roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured products lie under them."""
+
+import math
+from collections.abc import Mapping
+
+from lpkit.predict.flops import Product
+from lpkit.predict.machines import Machine
+from lpkit.predict.roofline import attainable_flops
+from lpkit.predict.units import quantity
+from lpkit.ui.style import COLOURS, FAINT
+
+KINDS = {"forward": (COLOURS[0], "circle"), "input gradient": (COLOURS[1], "square"), "weight gradient": (COLOURS[2], "diamond"),
+         "left gradient": (COLOURS[1], "square"), "right gradient": (COLOURS[2], "diamond")}
+
+
+def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int, title: str = "") -> dict:
+    """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that each operand moves
+    once. Products of equal shape lie on one another."""
+    ridge = machine.ridge(dtype)
+    intensities = [p.intensity(itemsize) for p in rates]
+    low, high = min(ridge, *intensities) / 4, max(ridge, *intensities) * 4
+    peak = machine.peak_flops(dtype)
+    data = [{"type": "scatter", "mode": "lines", "name": "roof", "x": [low, ridge, high], "hoverinfo": "skip",
+             "y": [attainable_flops(machine, dtype, x) for x in (low, ridge, high)], "line": {"color": COLOURS[5]}}]
+    groups: dict[str, list[Product]] = {}
+    for p in rates:
+        kind = p.name.partition(": ")[2] or "forward"
+        groups.setdefault({"left gradient": "input gradient", "right gradient": "weight gradient"}.get(kind, kind), []).append(p)
+    for kind, products in groups.items():
+        colour, symbol = KINDS[kind]
+        data.append({
+            "type": "scatter", "mode": "markers", "name": kind, "x": [p.intensity(itemsize) for p in products],
+            "y": [rates[p] for p in products], "marker": {"color": colour, "symbol": symbol, "size": 9},
+            "text": [f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N})" + (f", {p.group} at once" if p.group > 1 else "")
+                     + f"<br>{quantity(rates[p], 'FLOP/s')}, "
+                       f"{rates[p] / attainable_flops(machine, dtype, p.intensity(itemsize)):.0%} of the roof" for p in products],
+            "hovertemplate": "%{text}<extra></extra>"})
+    return {"data": data, "layout": {
+        "title": {"text": title}, "height": 440,
+        "xaxis": {"type": "log", "title": {"text": "FLOPs per byte moved"}},
+        "yaxis": {"type": "log", "title": {"text": f"FLOP/s in {dtype}"}, "exponentformat": "SI"},
+        "shapes": [{"type": "line", "x0": ridge, "x1": ridge, "yref": "paper", "y0": 0, "y1": 1, "layer": "below",
+                    "line": {"color": FAINT, "width": 1, "dash": "dot"}}],
+        "annotations": [
+            {"xref": "paper", "x": 0.99, "y": math.log10(peak), "xanchor": "right", "yanchor": "bottom", "showarrow": False,
+             "text": f"arithmetic: {quantity(peak, 'FLOP/s')}"},
+            {"xref": "paper", "x": 0.01, "yref": "paper", "y": 0.97, "xanchor": "left", "yanchor": "top", "showarrow": False,
+             "text": f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"}]}}
