@@ -339,7 +339,8 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     alone = {p: _product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
     phases = []
     times = race([*squares.values(), triad, *alone.values(), lambda: phases.append(bench.update())], rounds=rounds)
-    peaks = [max(2 * n**3 / seconds for n, seconds in zip(squares, row)) for row in zip(*times[:len(squares)])]
+    flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]   # the model's own products count too
+    peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
     sweeps = [moved / seconds for seconds in times[len(squares)]]
     here = machine(str(bench.device))
     each = [replace(here, flops={dtype: peak}, bytes_per_second=sweep) for peak, sweep in zip(peaks, sweeps)]

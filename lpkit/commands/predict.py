@@ -48,7 +48,7 @@ def text(result: dict[str, Any]) -> str:
         "",
         f"  per device: precision {a['precision']}, ZeRO stage {a['zero']}, recompute {a['recompute']} ({a['layout_why']})",
         *(f"  {name:<{width}}{size:>10}  {formula}" for name, size, formula in rows),
-        f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; at the {result['peak_moment']}",
+        f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; {result['peak_moment']}",
         "",
         f"  {'step':<{width}}{duration(result['step_seconds']):>10}  at MFU {a['mfu']:g} of "
         f"{quantity(a['peak_flops_per_device'], 'FLOP/s')} {a['dtype']}",

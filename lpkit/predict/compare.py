@@ -87,7 +87,7 @@ def percent(error: float | None) -> str:
     """+3.2%, exact, or nothing."""
     if error is None:
         return ""
-    return "exact" if error == 0 else f"{error:+.1%}"
+    return "exact" if error == 0 else "under 0.1%" if abs(error) < 0.0005 else f"{error:+.1%}"
 
 
 def _cell(text: str, *, right: bool) -> str:

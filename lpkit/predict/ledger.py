@@ -13,11 +13,11 @@ from lpkit.predict.activations import FP32, kept
 from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count, parameters
 
-LOSS, RECOMPUTE_MOMENT, UPDATE = "loss", "recomputation", "update"
+LOSS, AGAIN, UPDATE = "backward begins", "a block runs again", "optimizer works"
 MOMENTS = {
-    LOSS: "the backward pass begins: everything is kept, and the logits have their gradients",
-    RECOMPUTE_MOMENT: "the last block has been run again, and its backward begins",
-    UPDATE: "the backward pass is over, the optimizer works",
+    LOSS: "everything is kept, and the logits have their gradients",
+    AGAIN: "the last block has been run once more, and its own backward pass begins",
+    UPDATE: "nothing is kept any more, and every gradient is there",
 }
 ALWAYS = frozenset(MOMENTS)
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
@@ -140,7 +140,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
         states = tuple(row if row.name != "gradients" else
                        Row(name=row.name, bytes=row.bytes, moments=ALWAYS, formula=row.formula, source=row.source)
                        for row in states)
-    before_update = frozenset({LOSS, RECOMPUTE_MOMENT})
+    before_update = frozenset({LOSS, AGAIN})
     sharded = zero == 3 and devices > 1
     rows = (
         *states,
@@ -154,7 +154,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
             formula=f"micro-batch of {sequences}, {m.T:,} tokens each, recompute={recompute}, attention={attention}",
             source="lpkit.predict.activations"),
         Row(name="recomputed block", bytes=keep.block_bytes if recompute == "block" else 0,
-            moments=frozenset({RECOMPUTE_MOMENT}), formula="one block's activations, all of them",
+            moments=frozenset({AGAIN}), formula="one block's activations, all of them",
             source="Chen et al. 2016, https://arxiv.org/abs/1604.06174"),
         Row(name="logits and loss", bytes=keep.loss_bytes, moments=frozenset({LOSS}),
             formula="a float32 log-probability per token and vocabulary entry", source="torch.nn.functional.cross_entropy"),

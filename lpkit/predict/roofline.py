@@ -1,7 +1,7 @@
 """The least time that a machine's ceilings allow: arithmetic or memory, whichever is slower, operation by operation.
 
-A floor, not an estimate: every operand moves once, at the best bandwidth, and products run at the best rate. Caches can
-only help the first, small matrices and launches only hurt the second. Bytes, FLOPs, seconds.
+A floor, not an estimate: every operand moves once, at the memory's bandwidth, and products run at the best rate. Only
+what stays in a cache can beat it. Bytes, FLOPs, seconds.
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 

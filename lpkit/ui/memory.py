@@ -1,9 +1,9 @@
-"""The bytes of a training step, drawn: one bar a moment, one segment a row, and the line where the device ends."""
+"""The bytes of a training step, drawn: one bar a moment, one segment a row, and a dashed line where the device ends."""
 
 import dataclasses
 
 from lpkit.config import Config
-from lpkit.predict.ledger import MOMENTS, Memory, memory
+from lpkit.predict.ledger import AGAIN, MOMENTS, Memory, memory
 from lpkit.predict.machines import Machine
 from lpkit.predict.units import quantity
 from lpkit.ui.style import INK, WARNING, html_table
@@ -17,8 +17,10 @@ COLOURS = {   # one family of rows, one hue
 
 def memory_figure(held: Memory, *, title: str = "") -> dict:
     """The plotly spec. The longest bar is the peak."""
-    recomputes = any(row.name == "recomputed block" for row in held.rows)
-    moments = [moment for moment in MOMENTS if recomputes or moment != "recomputation"]
+    recomputes = any(row.moments == {AGAIN} for row in held.rows)
+    moments = [moment for moment in MOMENTS if recomputes or moment != AGAIN]
+    # a line far outside would squeeze the bars to nothing
+    limit = held.memory_bytes if held.memory_bytes and held.peak_bytes > 0.1 * held.memory_bytes else None
     data = []
     for row in held.rows:
         sizes = [row.bytes if moment in row.moments else None for moment in moments]
@@ -30,15 +32,11 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
     layout = {
         "title": {"text": title}, "barmode": "stack", "height": 230 + 46 * len(moments), "bargap": 0.35,
         "xaxis": {"title": {"text": "bytes per device"}, "exponentformat": "SI", "ticksuffix": "B",
-                  "range": [0, 1.12 * max(held.peak_bytes, held.memory_bytes or 0)]},
-        "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": [], "annotations": []}
-    if held.memory_bytes is not None:
-        colour = INK if held.fits else WARNING
-        layout["shapes"].append({"type": "line", "x0": held.memory_bytes, "x1": held.memory_bytes, "yref": "paper",
-                                 "y0": 0, "y1": 1, "line": {"color": colour, "width": 2, "dash": "dash"}})
-        layout["annotations"].append({
-            "x": held.memory_bytes, "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False,
-            "text": f"device: {quantity(held.memory_bytes, 'bytes')}", "font": {"color": colour}})
+                  "range": [0, 1.08 * max(held.peak_bytes, limit or 0)]},
+        "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": []}
+    if limit is not None:
+        layout["shapes"].append({"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1,
+                                 "line": {"color": INK if held.fits else WARNING, "width": 2, "dash": "dash"}})
     return {"data": data, "layout": layout}
 
 
@@ -48,10 +46,11 @@ def memory_view(model: Config, machine: Machine, sequences: int, devices: int, p
     config = dataclasses.replace(model, batch=sequences * devices, accumulate=1)
     held = memory(config, machine, devices, precision=precision, optimizer=optimizer, zero=zero_stage,
                   recompute=recompute)
-    verdict = "fits" if held.fits else "does not fit"
-    figure = memory_figure(held, title=f"{quantity(held.peak_bytes, 'bytes')} at the peak: {verdict} {machine.title}")
+    verdict = "fits into" if held.fits else "does not fit into"
+    figure = memory_figure(held, title=f"A peak of {quantity(held.peak_bytes, 'bytes')} {verdict} the "
+                                       f"{quantity(machine.memory_bytes, 'bytes')} of one {machine.title}")
     rows = [(name, quantity(size, "bytes"), f"{size / held.peak_bytes:.0%}")
             for name, size in sorted(held.at(held.peak_moment).items(), key=lambda row: -row[1])]
     return figure, html_table(("held at the peak", "per device", "share"),
                               [*rows, ("sum", quantity(held.peak_bytes, "bytes"), "100%")],
-                              caption=f"the peak is at the {held.peak_moment}: {MOMENTS[held.peak_moment]}")
+                              caption=f"{held.peak_moment}: {MOMENTS[held.peak_moment]}")

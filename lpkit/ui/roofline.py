@@ -37,8 +37,8 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
             "hovertemplate": "%{text}<extra></extra>"})
     return {"data": data, "layout": {
         "title": {"text": title}, "height": 440,
-        "xaxis": {"type": "log", "title": {"text": "FLOPs per byte moved"}},
-        "yaxis": {"type": "log", "title": {"text": f"FLOP/s in {dtype}"}, "exponentformat": "SI"},
+        "xaxis": {"type": "log", "dtick": "D2", "title": {"text": "FLOPs per byte moved"}},
+        "yaxis": {"type": "log", "dtick": "D2", "title": {"text": f"FLOP/s in {dtype}"}, "exponentformat": "SI"},
         "shapes": [{"type": "line", "x0": ridge, "x1": ridge, "yref": "paper", "y0": 0, "y1": 1, "layer": "below",
                     "line": {"color": FAINT, "width": 1, "dash": "dot"}}],
         "annotations": [
