@@ -1,0 +1,248 @@
+"""Number formats as data, and rounding to them: what a value becomes, bit for bit.
+
+    round_to(x, FORMATS["e4m3fn"])                                  # nearest-even, saturating; float32 in, float32 out
+    round_to(x, FORMATS["e5m2"], rounding="stochastic", overflow="nonsaturating", generator=rng)
+    encode(round_to(x, fmt), fmt)                                   # bit patterns; decode(codes, fmt) is the way back
+
+A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c & (2^m - 1). Field 0
+holds the subnormals, evenly spaced from zero; the whole of an integer format is such a row. This file is the
+definition, in float64 and for every format; lpkit/kernels/cast.py is the same numbers, fast.
+
+Not-a-number: a NaN stays a NaN and keeps its sign, its payload is not promised. Formats without a NaN have no code
+for it: `round_to` lets it through, `encode` refuses it. Overflow, as the specifications say:
+- saturate: whatever is too large, infinities included, becomes the largest value of its sign;
+- nonsaturating: it becomes an infinity, where there is none a NaN, where there is neither the largest value. Rounding
+  toward zero takes a finite value no further than the largest.
+E8M0 has no sign and no zero: a negative number becomes NaN; zero becomes the smallest value, or NaN when nonsaturating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lpkit.config import ConfigError
+from lpkit.contracts import pick
+
+IEEE = "IEEE 754-2019, https://doi.org/10.1109/IEEESTD.2019.8766229"
+OFP8 = "OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"
+MX = "OCP Microscaling Formats (MX) Specification 1.0; Rouhani et al. 2023, https://arxiv.org/abs/2310.10537"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One number format. Codes are magnitudes, without the sign bit."""
+
+    name: str
+    exponent_bits: int              # 0: integers, two's complement
+    mantissa_bits: int              # stored, without the leading one
+    bias: int                       # a normal value is (1 + mantissa / 2^mantissa_bits) * 2^(field - bias)
+    largest: float
+    signed: bool = True
+    has_infinities: bool = False
+    first_nan: int | None = None    # this code and all above it are NaN; None: there is no NaN
+    nan: int | None = None          # the NaN that `encode` writes, as torch's casts do
+    torch_dtype: str | None = None  # torch.<this> holds it; None: no dtype of its own
+    source: str
+
+    @property
+    def bits(self) -> int:
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def has_negative_zero(self) -> bool:
+        return self.signed and self.exponent_bits > 0
+
+    @property
+    def min_exponent(self) -> int:
+        """Of two, below which the spacing no longer shrinks. Without a mantissa there are no subnormals."""
+        return 1 - self.bias if self.mantissa_bits else -self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Of the largest value: the `emax` of the MX specification."""
+        return int(torch.tensor(self.largest, dtype=torch.float64).log2().floor())
+
+    @property
+    def smallest_normal(self) -> float | None:
+        """None: integers have none."""
+        return 2.0**self.min_exponent if self.exponent_bits else None
+
+    @property
+    def smallest_subnormal(self) -> float | None:
+        """The spacing around zero. None: E8M0 has no subnormals."""
+        return 2.0**(self.min_exponent - self.mantissa_bits) if self.mantissa_bits else None
+
+    @property
+    def smallest(self) -> float:
+        """The least value above zero."""
+        return 2.0**(self.min_exponent - self.mantissa_bits)
+
+    @property
+    def lowest(self) -> float:
+        """The most negative value; of an unsigned format, the smallest."""
+        if not self.signed:
+            return self.smallest
+        return -self.largest if self.exponent_bits else -self.largest - 1
+
+
+FORMATS: dict[str, Format] = {f.name: f for f in (
+    Format(name="fp32", exponent_bits=8, mantissa_bits=23, bias=127, largest=(2 - 2.0**-23) * 2.0**127,
+           has_infinities=True, first_nan=0x7F800001, nan=0x7FC00000, torch_dtype="float32", source=IEEE),
+    Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127, largest=(2 - 2.0**-10) * 2.0**127,
+           has_infinities=True, first_nan=0x3FC01, nan=0x3FE00,
+           source="NVIDIA A100 Tensor Core GPU Architecture, 2020; kept in 32 bits, of which 19 count"),
+    Format(name="bf16", exponent_bits=8, mantissa_bits=7, bias=127, largest=(2 - 2.0**-7) * 2.0**127,
+           has_infinities=True, first_nan=0x7F81, nan=0x7FC0, torch_dtype="bfloat16",
+           source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
+    Format(name="fp16", exponent_bits=5, mantissa_bits=10, bias=15, largest=65504.0,
+           has_infinities=True, first_nan=0x7C01, nan=0x7E00, torch_dtype="float16", source=IEEE),
+    Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, largest=57344.0,
+           has_infinities=True, first_nan=0x7D, nan=0x7F, torch_dtype="float8_e5m2", source=OFP8),
+    Format(name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, largest=448.0,
+           first_nan=0x7F, nan=0x7F, torch_dtype="float8_e4m3fn", source=OFP8),
+    Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, largest=28.0, source=MX),
+    Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, largest=7.5, source=MX),
+    Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, source=MX),
+    Format(name="e8m0", exponent_bits=8, mantissa_bits=0, bias=127, largest=2.0**127, signed=False,
+           first_nan=0xFF, nan=0xFF, torch_dtype="float8_e8m0fnu", source=MX),
+    # bias = 2 - bits: the spacing 2^(1 - bias - mantissa_bits) is one, and no code reaches the first normal.
+    Format(name="int8", exponent_bits=0, mantissa_bits=7, bias=-6, largest=127.0, torch_dtype="int8",
+           source="two's complement"),
+    Format(name="int4", exponent_bits=0, mantissa_bits=3, bias=-2, largest=7.0, source="two's complement"),
+)}
+
+Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]     # magnitudes in units of the spacing -> integers
+
+
+def _stochastic(q: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Up with the probability of the remainder, so that the mean is the value: to 2^-53 of a spacing."""
+    down = q.floor()
+    return down + (torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator) < q - down)
+
+
+ROUNDINGS: dict[str, Rounding] = {
+    "nearest-even": lambda q, generator: q.round(),
+    "toward-zero": lambda q, generator: q.floor(),
+    "stochastic": _stochastic,
+}
+
+
+def _saturate(fmt: Format) -> float | None:
+    return None
+
+
+def _nonsaturating(fmt: Format) -> float | None:
+    return torch.inf if fmt.has_infinities else torch.nan if fmt.first_nan is not None else None
+
+
+OVERFLOWS: dict[str, Callable[[Format], float | None]] = {   # what an overflow becomes; None: the largest value
+    "saturate": _saturate,
+    "nonsaturating": _nonsaturating,
+}
+
+
+def format_of(name: str) -> Format:
+    """Raises ConfigError, with the nearest name."""
+    return pick(FORMATS, name, "number format")
+
+
+def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow: str = "saturate",
+             generator: torch.Generator | None = None) -> Tensor:
+    """`x` (any shape, a floating dtype) on the grid of `fmt`, as float32. Stochastic rounding draws from `generator`.
+
+    Raises ConfigError for an unknown rounding or overflow, or an `x` that is not floating point.
+    """
+    rule, beyond = pick(ROUNDINGS, rounding, "rounding"), pick(OVERFLOWS, overflow, "overflow")(fmt)
+    if not x.dtype.is_floating_point:
+        raise ConfigError(f"round_to takes a floating-point tensor, got {x.dtype}; call .float() on it")
+    x = x.detach().double()
+    magnitude = x.abs()
+    step = _spacing(magnitude, fmt)
+    y = rule(magnitude / step, generator) * step
+    negative = torch.signbit(x)
+    largest = torch.where(negative, max(-fmt.lowest, 0.0), fmt.largest)
+    if beyond is None:
+        y = torch.where(magnitude.isinf(), largest, y).minimum(largest)
+    else:
+        stays = magnitude.isfinite() & (rounding == "toward-zero")
+        y = torch.where(y > largest, torch.where(stays, largest, beyond), torch.where(magnitude.isinf(), beyond, y))
+    if not fmt.signed:
+        y = torch.where(magnitude == 0, fmt.smallest if beyond is None else torch.nan, y.maximum(_like(y, fmt.smallest)))
+        y = torch.where(x < 0, torch.nan, y)
+    y = torch.where(x.isnan(), torch.nan, y)
+    return y.copysign(x).float() if fmt.has_negative_zero else torch.where(negative & fmt.signed, 0 - y, y).float()
+
+
+def _like(x: Tensor, value: float) -> Tensor:
+    return torch.tensor(value, dtype=x.dtype, device=x.device)
+
+
+def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Of two, never below the format's least; int64."""
+    exponent = torch.frexp(magnitude.nan_to_num(0, 0)).exponent.long() - 1
+    return torch.where(magnitude == 0, fmt.min_exponent, exponent).clamp(min=fmt.min_exponent)
+
+
+def _spacing(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Between the neighbours of a magnitude, if the exponent had no upper bound; float64."""
+    return _power(_exponent(magnitude, fmt) - fmt.mantissa_bits)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, exact as torch.exp2 is not everywhere."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def encode(x: Tensor, fmt: Format) -> Tensor:
+    """Bit patterns of values that are in `fmt`: uint8 up to 8 bits (a 4-bit one in the low half), else int64.
+
+    Raises ConfigError for a value that the format does not have; round first.
+    """
+    x = x.detach().double()
+    magnitude, nan, inf = x.abs(), x.isnan(), x.isinf()
+    off = (round_to(x.float(), fmt).double() != x) & ~nan & ~(inf & fmt.has_infinities)
+    off = off | (nan & (fmt.nan is None))
+    if off.any():
+        raise ConfigError(f"{int(off.sum())} of {x.numel()} values are not in {fmt.name}, the first is "
+                          f"{x[off][0].item():g}; round_to them first")
+    code = ((_exponent(magnitude, fmt) + fmt.bias - 1) << fmt.mantissa_bits) \
+        + (magnitude / _spacing(magnitude, fmt)).nan_to_num(0, 0).long()
+    if fmt.has_infinities:
+        code = torch.where(inf, fmt.first_nan - 1, code)
+    if fmt.nan is not None:
+        code = torch.where(nan, fmt.nan, code)
+    if fmt.has_negative_zero:
+        code = code | (torch.signbit(x).long() << (fmt.bits - 1))
+    elif fmt.signed:
+        code = torch.where(x < 0, (1 << fmt.bits) - code, code)
+    return code.to(torch.uint8) if fmt.bits <= 8 else code
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """The values of bit patterns, float32. Bits above the format's own are ignored."""
+    code = codes.long() & ((1 << fmt.bits) - 1)
+    sign = (code >> (fmt.bits - 1)) & fmt.signed
+    if not fmt.exponent_bits:
+        return (code - (sign << fmt.bits)).float()
+    code = code - (sign << (fmt.bits - 1))
+    field, mantissa = code >> fmt.mantissa_bits, code & ((1 << fmt.mantissa_bits) - 1)
+    leading = ((field > 0) | (fmt.mantissa_bits == 0)).long() << fmt.mantissa_bits
+    exponent = (field - fmt.bias).clamp(min=fmt.min_exponent) - fmt.mantissa_bits
+    value = (leading + mantissa).double() * _power(exponent)
+    if fmt.has_infinities:
+        value = torch.where(code == fmt.first_nan - 1, torch.inf, value)
+    if fmt.first_nan is not None:
+        value = torch.where(code >= fmt.first_nan, torch.nan, value)
+    return torch.where(sign == 1, -value, value).float()
+
+
+def values(fmt: Format) -> Tensor:
+    """Every value of a format of at most 8 bits, float32, at the index of its code. Raises ConfigError."""
+    if fmt.bits > 8:
+        raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are listed: "
+                          f"{', '.join(f.name for f in FORMATS.values() if f.bits <= 8)}")
+    return decode(torch.arange(1 << fmt.bits), fmt)
