@@ -300,6 +300,7 @@ class RooflineMeasurement:
     product_seconds: dict[Product, float]   # best time of one call, forward and backward, each alone
     floors: tuple[Floor, ...]           # by round
     phases: tuple[tuple[float, float, float], ...]   # forward, backward, optimizer seconds by round
+    disturbed: float                    # share of the CPUs' time that other processes took meanwhile
     precision: Choice
     attention: Choice
     where: str
@@ -337,8 +338,10 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     forward = products(config.model, batch=config.batch // config.accumulate)
     group = {p: () if p.group == 1 else (p.group,) for p in (*forward, *(g for p in forward for g in p.backward()))}
     alone = {p: _product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
-    phases = []
+    phases, others, begun = [], _others_seconds(), time.perf_counter()
     times = race([*squares.values(), triad, *alone.values(), lambda: phases.append(bench.update())], rounds=rounds)
+    available = (time.perf_counter() - begun) * psutil.cpu_count()
+    disturbed = max(0.0, _others_seconds() - others) / available
     flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]   # the model's own products count too
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
     sweeps = [moved / seconds for seconds in times[len(squares)]]
@@ -348,7 +351,15 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
         machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
         product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares) + 1:])},
         floors=tuple(step_floor(config, one, precision=dtype) for one in each), phases=tuple(phases[1:]),
+        disturbed=disturbed,
         precision=bench.precision, attention=bench.attention, where=bench.where)
+
+
+def _others_seconds() -> float:
+    """CPU time that was not this process's, since the machine began; time stolen from a virtual machine included."""
+    t = psutil.cpu_times()
+    unused = sum(getattr(t, name, 0) for name in ("idle", "iowait", "guest", "guest_nice"))   # guests are in user too
+    return sum(t) - unused - time.process_time()
 
 
 class _Bench:

@@ -102,6 +102,7 @@ def test_a_step_beside_the_ceilings():
     assert len(names) == len(set(names)) == 3 * len(products(config.model, batch=2))
     assert len(found.floors) == len(found.phases) == 3 and min(found.over_floor) > 0
     assert found.seconds["step"] >= found.seconds["forward"] > 0 and found.floor_seconds["step"] > 0
+    assert 0 <= found.disturbed < 1.1
     assert found.machine.flops.keys() == {found.precision.used}
 
 

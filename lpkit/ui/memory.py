@@ -30,7 +30,8 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
             "text": ["" if size is None else quantity(size, "bytes") for size in sizes],
             "hovertemplate": f"{row.name}: %{{text}}<extra>{row.formula}</extra>"})
     layout = {
-        "title": {"text": title}, "barmode": "stack", "height": 230 + 46 * len(moments), "bargap": 0.35,
+        "title": {"text": title}, "barmode": "stack", "height": 250 + 46 * len(moments), "bargap": 0.35,
+        "legend": {"y": -0.42, "yanchor": "top"},   # below: many rows would grow into the title
         "xaxis": {"title": {"text": "bytes per device"}, "exponentformat": "SI", "ticksuffix": "B",
                   "range": [0, 1.08 * max(held.peak_bytes, limit or 0)]},
         "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": []}

@@ -20,6 +20,7 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
     intensities = [p.intensity(itemsize) for p in rates]
     low, high = min(ridge, *intensities) / 4, max(ridge, *intensities) * 4
     peak = machine.peak_flops(dtype)
+    bottom = min(attainable_flops(machine, dtype, low), *rates.values()) / 2
     data = [{"type": "scatter", "mode": "lines", "name": "roof", "x": [low, ridge, high], "hoverinfo": "skip",
              "y": [attainable_flops(machine, dtype, x) for x in (low, ridge, high)], "line": {"color": COLOURS[5]}}]
     groups: dict[str, list[Product]] = {}
@@ -38,11 +39,12 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
     return {"data": data, "layout": {
         "title": {"text": title}, "height": 440,
         "xaxis": {"type": "log", "dtick": "D2", "title": {"text": "FLOPs per byte moved"}},
-        "yaxis": {"type": "log", "dtick": "D2", "title": {"text": f"FLOP/s in {dtype}"}, "exponentformat": "SI"},
+        "yaxis": {"type": "log", "dtick": "D2", "title": {"text": f"FLOP/s in {dtype}"}, "exponentformat": "SI",
+                  "range": [math.log10(bottom), math.log10(2 * peak)]},
         "shapes": [{"type": "line", "x0": ridge, "x1": ridge, "yref": "paper", "y0": 0, "y1": 1, "layer": "below",
                     "line": {"color": FAINT, "width": 1, "dash": "dot"}}],
         "annotations": [
             {"xref": "paper", "x": 0.99, "y": math.log10(peak), "xanchor": "right", "yanchor": "bottom", "showarrow": False,
              "text": f"arithmetic: {quantity(peak, 'FLOP/s')}"},
-            {"xref": "paper", "x": 0.01, "yref": "paper", "y": 0.97, "xanchor": "left", "yanchor": "top", "showarrow": False,
+            {"xref": "paper", "x": 0.99, "yref": "paper", "y": 0.03, "xanchor": "right", "yanchor": "bottom", "showarrow": False,
              "text": f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"}]}}
