@@ -12,7 +12,7 @@ BASE = {"config", "contracts", "files"}     # settings, seams, whole files: anyb
 MAY_IMPORT = {
     "config": set(), "contracts": {"config"}, "files": set(),
     "predict": {"config"},
-    "kernels": {"predict"},
+    "kernels": BASE | {"predict"},
     "precision": BASE | {"predict", "kernels"},
     "nn": BASE | {"predict", "kernels"},    # a model does not know that it is quantised or sharded
     "optim": BASE | {"predict"},
