@@ -113,8 +113,8 @@ def cpu_name() -> str:
 
 @functools.cache
 def machine(device: str | None = None) -> Machine:
-    """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix product in each dtype,
-    the best memory sweep. Under 3 s, and measured once per process. On a GPU a datasheet promises more."""
+    """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix product in each
+    dtype, the best memory sweep. Under 3 s, and measured once per process. On a GPU a datasheet promises more."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = on.type == "cuda"
     flops, shapes = {}, {}
@@ -145,7 +145,8 @@ def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
 
 def _squares(dtype: str, device: torch.device) -> dict[int, Callable[[], object]]:
     """Products of two square matrices, by size."""
-    return {n: _product((n, n), (n, n), dtype, device) for n in ((4096, 8192) if device.type == "cuda" else (1024, 2048))}
+    sizes = (4096, 8192) if device.type == "cuda" else (1024, 2048)
+    return {n: _product((n, n), (n, n), dtype, device) for n in sizes}
 
 
 def _product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device) -> Callable[[], object]:
@@ -325,9 +326,9 @@ class RooflineMeasurement:
 
     @staticmethod
     def _medians(rounds: Iterable[tuple[float, float, float]]) -> dict[str, float]:
-        columns = list(zip(*rounds))
-        return {**{name: statistics.median(column) for name, column in zip(("forward", "backward", "optimizer"), columns)},
-                "step": statistics.median(map(sum, zip(*columns)))}
+        rounds = list(rounds)
+        medians = dict(zip(("forward", "backward", "optimizer"), map(statistics.median, zip(*rounds))))
+        return {**medians, "step": statistics.median(map(sum, rounds))}
 
 
 def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> RooflineMeasurement:
@@ -342,7 +343,8 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     times = race([*squares.values(), triad, *alone.values(), lambda: phases.append(bench.update())], rounds=rounds)
     available = (time.perf_counter() - begun) * psutil.cpu_count()
     disturbed = max(0.0, _others_seconds() - others) / available
-    flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]   # the model's own products count too
+    # the model's own products count too: one of their shapes may suit the machine better than a square
+    flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
     sweeps = [moved / seconds for seconds in times[len(squares)]]
     here = machine(str(bench.device))

@@ -1,4 +1,4 @@
-"""Every formula against an independent count: PyTorch's own counters, measured storages, the papers' worked examples."""
+"""Every formula against an independent count: PyTorch's counters, measured storages, the papers' worked examples."""
 
 import json
 import math
@@ -51,7 +51,8 @@ def test_parameters_are_pytorchs_count(name):
     built = on_meta(MODELS[name])
     assert parameter_count(MODELS[name]) == sum(p.numel() for p in built.parameters())
     found = {"embedding": built.embed, "attention": [b.attention for b in built.blocks],
-             "mlp": [b.mlp for b in built.blocks], "norms": [built.norm, *(n for b in built.blocks for n in (b.norm1, b.norm2))]}
+             "mlp": [b.mlp for b in built.blocks],
+             "norms": [built.norm, *(n for b in built.blocks for n in (b.norm1, b.norm2))]}
     for part, modules in found.items():
         count = sum(p.numel() for m in (modules if isinstance(modules, list) else [modules]) for p in m.parameters())
         assert parameters(MODELS[name])[part] == count, part
@@ -67,7 +68,7 @@ def test_flops_are_pytorchs_count(name, backend):
         loss = cross_entropy(built(tokens), tokens)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    assert forward.get_total_flops() == forward_flops(model, batch=batch) == sum(p.flops for p in products(model, batch=batch))
+    assert forward.get_total_flops() == forward_flops(model, batch=batch)
     assert forward.get_total_flops() + backward.get_total_flops() == training_flops(model, batch=batch)
     gradients = [g.flops for p in products(model, batch=batch) for g in p.backward()]
     assert backward.get_total_flops() == sum(gradients)
@@ -80,7 +81,7 @@ def test_what_flash_computes_again_is_pytorchs_count():
     m = PRESETS["gpt2-124m"].model
     shape = (2, m.H, m.T, m.E)
     five = m.L * sdpa_backward_flop_count(shape, shape, shape, shape)
-    four = 2 * sum(p.flops for p in products(m, batch=2) if not p.weight)
+    four = 2 * sum(p.flops for p in products(m, batch=2) if p.pairs)
     assert five - four == recomputed_flops(m, batch=2, flash=True)
 
 
@@ -93,7 +94,7 @@ def test_flops_by_the_rule_of_thumb():
 
 def test_causal_attention_counts_the_pairs_that_are_left():
     pairs = sum(1 for i in range(SMALL.T) for j in range(SMALL.T) if j <= i)
-    square = sum(p.flops for p in products(SMALL, batch=1) if not p.weight)
+    square = sum(p.flops for p in products(SMALL, batch=1) if p.pairs)
     assert forward_flops(SMALL) - forward_flops(SMALL, attention="causal") == square - square * pairs // SMALL.T**2
 
 
@@ -138,13 +139,15 @@ def test_recomputed_blocks_keep_their_inputs():
                                               if name not in ("embed", "norm", "head", "loss"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"}],
-                         ids=["preset", "accumulation", "a large vocabulary", "llama style"])
+@pytest.mark.parametrize("changes", [
+    {}, {"accumulate": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"},
+], ids=["preset", "accumulation", "a large vocabulary", "llama style"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_real_step(recipe, changes):
-    """Every row to the byte, but for the optimizer's step counters. The peak within 6%: in a model this small, what is in
-    flight inside a block counts, and it has no row yet."""
-    config = preset("cpu-3m").replace({"model.layers": 2, "batch": 4, "model.context": 160, "precision.recipe": recipe, **changes})
+    """Every row to the byte, but for the optimizer's step counters. The peak within 6%: in a model this small, what is
+    in flight inside a block counts, and it has no row yet."""
+    config = preset("cpu-3m").replace({"model.layers": 2, "batch": 4, "model.context": 160,
+                                       "precision.recipe": recipe, **changes})
     found = step(config, device="cpu", rounds=1)
     said = memory(config, CPU, precision=recipe, attention=found.attention.used)
     rows = {row.name: row.bytes for row in said.rows}
@@ -166,7 +169,8 @@ def test_the_peak_is_a_moment_and_not_the_sum():
     assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
     accumulated = memory(preset("cpu-3m").replace({"accumulate": 4}), "h200")
     assert "gradients" in accumulated.at(LOSS)
-    assert memory(preset("llama-8b").replace({"batch": 1, "accumulate": 1, "model.context": 64}), "h200").peak_moment == UPDATE
+    short = preset("llama-8b").replace({"batch": 1, "accumulate": 1, "model.context": 64})
+    assert memory(short, "h200").peak_moment == UPDATE
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -46,7 +46,8 @@ def text(result: dict[str, Any]) -> str:
         f"  {'parameters':<{width}}{quantity(result['parameters']):>10}",
         f"  {'FLOPs per token':<{width}}{quantity(result['flops_per_token'], 'FLOPs'):>10}  forward and backward",
         "",
-        f"  per device: precision {a['precision']}, ZeRO stage {a['zero']}, recompute {a['recompute']} ({a['layout_why']})",
+        f"  per device: precision {a['precision']}, ZeRO stage {a['zero']}, recompute {a['recompute']} "
+        f"({a['layout_why']})",
         *(f"  {name:<{width}}{size:>10}  {formula}" for name, size, formula in rows),
         f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; {result['peak_moment']}",
         "",

@@ -16,8 +16,8 @@ def loss_bytes(sequences: int, context: int, vocab: int) -> int:
 
 
 def score_bytes(sequences: int, heads: int, context: int, itemsize: int) -> int:
-    """What plain attention keeps per block and a flash kernel does not, without the mask: a probability per head and pair
-    of tokens, against one float32 log-sum per head and token."""
+    """What plain attention keeps per block and a flash kernel does not, without the mask: a probability per head and
+    pair of tokens, against one float32 log-sum per head and token."""
     return sequences * heads * context * (context * itemsize - 4)
 
 

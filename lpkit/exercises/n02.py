@@ -9,7 +9,7 @@ def intensity(M: int, N: int, K: int, itemsize: int) -> float:
 
 
 def smallest_square(peak_flops: float, bytes_per_second: float, itemsize: int) -> float:
-    """The n at which a product of two (n, n) matrices stops being limited by memory: 2 n^3 / (3 n^2 itemsize) at the ridge."""
+    """The n at which a product of two (n, n) matrices meets the ridge: 2 n^3 / (3 n^2 itemsize) FLOPs per byte."""
     return 1.5 * itemsize * peak_flops / bytes_per_second
 
 

@@ -1,8 +1,8 @@
 """Every formula: parameters, bytes, FLOPs, time, energy, cost; and the catalogue of machines, with sources.
 
 Standard library only, microseconds a call: a slider may ask. `predict(config, machine, devices)` answers everything,
-`memory(...)` the bytes. What each formula leaves out is said where it stands; how far it is off is measured in the tests
-and in the notebooks.
+`memory(...)` the bytes. What each formula leaves out is said where it stands; how far off it is, the tests and the
+notebooks measure.
 """
 
 from lpkit.predict.compare import Comparison

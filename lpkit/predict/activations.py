@@ -57,9 +57,10 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
         "norm2": _norm(model, N, stream, kind),
         **_mlp(model, N, compute),
     }
-    blocks = {name: L * n for name, n in block.items() if n} if recompute == "none" else {"block inputs": L * N * D * stream}
+    everything = recompute == "none"
+    blocks = {name: L * n for name, n in block.items() if n} if everything else {"block inputs": L * N * D * stream}
     if model.position == "rope":             # cos and sin, made once for all blocks
-        first = "attention" if recompute == "none" else "block inputs"
+        first = "attention" if everything else "block inputs"
         blocks[first] += 2 * model.T * model.E * stream
     return Kept(
         operations={
@@ -70,7 +71,7 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
             "loss": N * V * FP32 + N * TOKEN_ID + FP32,   # log-probabilities, targets, how many targets count
         },
         block_bytes=sum(block.values()),
-        weight_copy_bytes=(product_weights(model) if recompute == "none" else V * D) * compute if compute < stream else 0,
+        weight_copy_bytes=(product_weights(model) if everything else V * D) * compute if compute < stream else 0,
     )
 
 
@@ -96,8 +97,8 @@ def _attention(model: ModelConfig, B: int, compute: int, backend: str, kind: Kin
     return ATTENTION[backend](model, B, compute, kind)
 
 
-# q, k and v come out of one product. v is a view of it, and so are q and k unless positions turn them; but the queries of
-# several groups do not lie side by side and are copied. One view keeps the whole product alive.
+# q, k and v come out of one product. v is a view of it, and so are q and k unless positions turn them; but the queries
+# of several groups do not lie side by side and are copied. One view keeps the whole product alive.
 
 def _sdpa(model: ModelConfig, B: int, compute: int, kind: Kind) -> dict[str, int]:
     """A flash kernel: q, k, v, the output, and one float32 log-sum per query instead of T scores."""

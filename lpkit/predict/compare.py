@@ -46,8 +46,8 @@ class Comparison:
     def of_rows(cls, formula: dict[str, float], measured: dict[str, float], *, unit: str, where: str) -> "Comparison":
         """A row for each name in either; what one side lacks is 0 there."""
         names = [*formula, *(name for name in measured if name not in formula)]
-        return cls(tuple(Row(name=name, formula=formula.get(name, 0), measured=measured.get(name, 0), unit=unit, where=where)
-                         for name in names))
+        return cls(tuple(Row(name=name, formula=formula.get(name, 0), measured=measured.get(name, 0), unit=unit,
+                             where=where) for name in names))
 
     @property
     def worst_error(self) -> float:

@@ -21,7 +21,7 @@ class Product:
     K: int
     calls: int
     group: int = 1   # heads times batch in attention
-    weight: bool     # the (K, N) side is a parameter, not an activation
+    pairs: bool = False   # over pairs of tokens: a causal mask leaves half of it
 
     @property
     def flops(self) -> int:
@@ -38,9 +38,9 @@ class Product:
     def backward(self) -> tuple["Product", "Product"]:
         """The gradients of the left and of the right operand: the same three sizes, another one summed over."""
         M, N, K = self.M, self.N, self.K
-        of_left, of_right = ("input", "weight") if self.weight else ("left", "right")
+        of_left, of_right = ("left", "right") if self.pairs else ("input", "weight")
         return (replace(self, name=f"{self.name}: {of_left} gradient", M=M, N=K, K=N),
-                replace(self, name=f"{self.name}: {of_right} gradient", M=K, N=N, K=M, weight=False))
+                replace(self, name=f"{self.name}: {of_right} gradient", M=K, N=N, K=M))
 
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
@@ -49,13 +49,13 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     M = batch * T
     up = {"gelu": ("mlp.up", F), "swiglu": ("mlp.gate_up", 2 * F)}[model.mlp]
     return (
-        Product(name="attention.qkv", M=M, N=(H + 2 * G) * E, K=D, calls=L, weight=True),
-        Product(name="scores", M=T, N=T, K=E, calls=L, group=batch * H, weight=False),
-        Product(name="values", M=T, N=E, K=T, calls=L, group=batch * H, weight=False),
-        Product(name="attention.out", M=M, N=D, K=D, calls=L, weight=True),
-        Product(name=up[0], M=M, N=up[1], K=D, calls=L, weight=True),
-        Product(name="mlp.down", M=M, N=D, K=F, calls=L, weight=True),
-        Product(name="head", M=M, N=V, K=D, calls=1, weight=True),
+        Product(name="attention.qkv", M=M, N=(H + 2 * G) * E, K=D, calls=L),
+        Product(name="scores", M=T, N=T, K=E, calls=L, group=batch * H, pairs=True),
+        Product(name="values", M=T, N=E, K=T, calls=L, group=batch * H, pairs=True),
+        Product(name="attention.out", M=M, N=D, K=D, calls=L),
+        Product(name=up[0], M=M, N=up[1], K=D, calls=L),
+        Product(name="mlp.down", M=M, N=D, K=F, calls=L),
+        Product(name="head", M=M, N=V, K=D, calls=1),
     )
 
 
@@ -68,7 +68,7 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
     T = model.T
     total = 0
     for p in products(model, batch=batch):
-        causal = attention == "causal" and not p.weight
+        causal = attention == "causal" and p.pairs
         total += p.flops * (T + 1) // (2 * T) if causal else p.flops
     return total
 

@@ -47,7 +47,7 @@ PRECISIONS = {
 }
 OPTIMIZER_STATE = {   # bytes per parameter
     "adamw": (8.0, "two float32 moments"),
-    "adamw-8bit": (2 * (1 + 4 / 256), "two 8-bit moments, a float32 scale per 256 (Dettmers et al. 2021, arXiv:2110.02861)"),
+    "adamw-8bit": (2 * (1 + 4 / 256), "two 8-bit moments, a float32 scale per 256 (arXiv:2110.02861)"),
     "momentum": (4.0, "one float32 moment: SGD with momentum, Lion"),
     "sgd": (0.0, "nothing"),
 }
@@ -91,8 +91,8 @@ def model_states(count: int, *, precision: str = "bf16-master", optimizer: str =
                  devices: int = 1) -> tuple[Row, ...]:
     """What outlives a step, for `count` parameters.
 
-    ZeRO stage 1 shards the optimizer's state (master weights with it) over `devices`, 2 the gradients too, 3 the weights
-    too.
+    ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the gradients too; 3 the
+    weights too.
     """
     p, per_parameter = _precision(precision), _optimizer(optimizer)
     if zero not in (0, 1, 2, 3):
@@ -157,7 +157,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
             moments=frozenset({AGAIN}), formula="one block's activations, all of them",
             source="Chen et al. 2016, https://arxiv.org/abs/1604.06174"),
         Row(name="logits and loss", bytes=keep.loss_bytes, moments=frozenset({LOSS}),
-            formula="a float32 log-probability per token and vocabulary entry", source="torch.nn.functional.cross_entropy"),
+            formula="a float32 log-probability per token and vocabulary entry",
+            source="torch.nn.functional.cross_entropy"),
         Row(name="logits' gradients", bytes=2 * tokens * m.V * FP32, moments=frozenset({LOSS}),
             formula="of the log-probabilities and of the logits, float32", source="torch.nn.functional.cross_entropy"),
     )

@@ -1,4 +1,4 @@
-"""Parameters of a model, by part. Counts, not bytes. Equal to PyTorch's count for every config (tests/test_predict.py)."""
+"""Parameters of a model, by part. Counts, not bytes. tests/test_predict.py holds them equal to PyTorch's."""
 
 from lpkit.config import ModelConfig
 

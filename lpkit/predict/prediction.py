@@ -73,7 +73,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
     """Memory, time, energy and cost of `config` on `devices` machines, data-parallel.
 
     mfu        model FLOPs utilisation to assume, before recomputation; 0.4 is a good large run (PaLM reports 0.46)
-    precision  a row of `ledger.PRECISIONS`; None: what the config asks for, and for "auto" bf16 where the machine has it
+    precision  a row of `ledger.PRECISIONS`; None: as the config asks, where "auto" is bf16 if the machine has it
     zero       stage 0 to 3; None: the lowest stage that fits, or 3
     recompute  a row of `activations.RECOMPUTE`; None: "none" where that fits, else "block"
     Raises ConfigError.

@@ -41,11 +41,9 @@ def product_seconds(p: Product, machine: Machine, *, dtype: str, itemsize: int) 
     return p.flops / attainable_flops(machine, dtype, p.intensity(itemsize))
 
 
-def causal(parts: Iterable[Product], model: ModelConfig) -> float:
-    """Share of the FLOPs of `parts` that a causal mask leaves to do."""
-    parts = list(parts)
-    left = sum(p.flops * ((model.T + 1) / (2 * model.T) if p.group > 1 else 1) for p in parts)
-    return left / sum(p.flops for p in parts)
+def causal_share(p: Product, model: ModelConfig) -> float:
+    """Share of the FLOPs of `p` that a causal mask leaves to do."""
+    return (model.T + 1) / (2 * model.T) if p.pairs else 1.0
 
 
 def pointwise_bytes(model: ModelConfig, *, batch: int, compute: int, stream: int) -> int:
@@ -69,7 +67,8 @@ def step_floor(config: Config, machine: Machine, *, precision: str) -> Floor:
         backward += product.backward()
 
     def seconds(parts: Iterable[Product]) -> float:
-        return sum(product_seconds(part, machine, dtype=p.dtype, itemsize=p.compute) * causal([part], m) for part in parts)
+        return sum(product_seconds(part, machine, dtype=p.dtype, itemsize=p.compute) * causal_share(part, m)
+                   for part in parts)
 
     bandwidth = machine.bytes_per_second
     moved = pointwise_bytes(m, batch=config.batch, compute=p.compute, stream=p.stream)

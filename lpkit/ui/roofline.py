@@ -1,4 +1,4 @@
-"""A roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured products lie under them."""
+"""A roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured products lie."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,13 @@ from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.ui.style import COLOURS, FAINT
 
-KINDS = {"forward": (COLOURS[0], "circle"), "input gradient": (COLOURS[1], "square"), "weight gradient": (COLOURS[2], "diamond"),
-         "left gradient": (COLOURS[1], "square"), "right gradient": (COLOURS[2], "diamond")}
+STYLES = {"forward": (COLOURS[0], "circle"), "input gradient": (COLOURS[1], "square"),
+          "weight gradient": (COLOURS[2], "diamond")}
+KINDS = {"": "forward", "left gradient": "input gradient", "right gradient": "weight gradient"}
 
 
-def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int, title: str = "") -> dict:
+def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
+                    title: str = "") -> dict:
     """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that each operand moves
     once. Products of equal shape lie on one another."""
     ridge = machine.ridge(dtype)
@@ -25,16 +27,14 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
              "y": [attainable_flops(machine, dtype, x) for x in (low, ridge, high)], "line": {"color": COLOURS[5]}}]
     groups: dict[str, list[Product]] = {}
     for p in rates:
-        kind = p.name.partition(": ")[2] or "forward"
-        groups.setdefault({"left gradient": "input gradient", "right gradient": "weight gradient"}.get(kind, kind), []).append(p)
+        kind = p.name.partition(": ")[2]
+        groups.setdefault(KINDS.get(kind, kind), []).append(p)
     for kind, products in groups.items():
-        colour, symbol = KINDS[kind]
+        colour, symbol = STYLES[kind]
         data.append({
             "type": "scatter", "mode": "markers", "name": kind, "x": [p.intensity(itemsize) for p in products],
             "y": [rates[p] for p in products], "marker": {"color": colour, "symbol": symbol, "size": 9},
-            "text": [f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N})" + (f", {p.group} at once" if p.group > 1 else "")
-                     + f"<br>{quantity(rates[p], 'FLOP/s')}, "
-                       f"{rates[p] / attainable_flops(machine, dtype, p.intensity(itemsize)):.0%} of the roof" for p in products],
+            "text": [_words(p, rates[p], attainable_flops(machine, dtype, p.intensity(itemsize))) for p in products],
             "hovertemplate": "%{text}<extra></extra>"})
     return {"data": data, "layout": {
         "title": {"text": title}, "height": 440,
@@ -44,7 +44,13 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
         "shapes": [{"type": "line", "x0": ridge, "x1": ridge, "yref": "paper", "y0": 0, "y1": 1, "layer": "below",
                     "line": {"color": FAINT, "width": 1, "dash": "dot"}}],
         "annotations": [
-            {"xref": "paper", "x": 0.99, "y": math.log10(peak), "xanchor": "right", "yanchor": "bottom", "showarrow": False,
-             "text": f"arithmetic: {quantity(peak, 'FLOP/s')}"},
-            {"xref": "paper", "x": 0.99, "yref": "paper", "y": 0.03, "xanchor": "right", "yanchor": "bottom", "showarrow": False,
-             "text": f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"}]}}
+            {"xref": "paper", "x": 0.99, "y": math.log10(peak), "xanchor": "right", "yanchor": "bottom",
+             "showarrow": False, "text": f"arithmetic: {quantity(peak, 'FLOP/s')}"},
+            {"xref": "paper", "x": 0.99, "yref": "paper", "y": 0.03, "xanchor": "right", "yanchor": "bottom",
+             "showarrow": False, "text": f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"}]}}
+
+
+def _words(p: Product, rate: float, roof: float) -> str:
+    together = f", {p.group} at once" if p.group > 1 else ""
+    return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
+            f"{quantity(rate, 'FLOP/s')}, {rate / roof:.0%} of the roof")
