@@ -47,7 +47,8 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
             {"xref": "paper", "x": 0.99, "y": math.log10(peak), "xanchor": "right", "yanchor": "bottom",
              "showarrow": False, "text": f"arithmetic: {quantity(peak, 'FLOP/s')}"},
             {"xref": "paper", "x": 0.99, "yref": "paper", "y": 0.03, "xanchor": "right", "yanchor": "bottom",
-             "showarrow": False, "text": f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"}]}}
+             "showarrow": False,
+             "text": f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"}]}}
 
 
 def _words(p: Product, rate: float, roof: float) -> str:
