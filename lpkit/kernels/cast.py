@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lpkit.contracts import Choice
 
 MX_BLOCK, NVFP4_BLOCK = 32, 16
+MAX_BLOCK = 2048    # elements: a tile of the C kernel
 
 
 class Grid(Protocol):
@@ -146,12 +147,10 @@ def qdq(x: Tensor, fmt: Grid, scale: Tensor | float | None = None, *, block: tup
     r, c = _block(matrix, block)
     scales = _scales(1.0 if scale is None else scale, matrix, r, c)
     library = _native(matrix)
-    if out is None:
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    elif out.shape != x.shape or out.dtype != dtype or not out.is_contiguous():
-        raise ConfigError(f"out must be contiguous, {tuple(x.shape)} and {dtype}, got {tuple(out.shape)}, {out.dtype}")
+    out = _output(x, out, dtype)
     if library is None:
-        return out.copy_(reference(matrix, fmt, scales, (r, c), rescale=rescale, dtype=dtype, noise=noise).view(x.shape))
+        values = reference(matrix, fmt, scales, (r, c), rescale=rescale, dtype=dtype, noise=noise)
+        return out.copy_(values.view(x.shape))
     if block is None:   # one scale: the shape does not matter, and threads like equal pieces
         rows, columns, r, c = 1, matrix.numel(), 1, matrix.numel()
     else:
@@ -172,14 +171,14 @@ def mx(x: Tensor, fmt: Grid, *, rule: str = "floor", dtype: torch.dtype | None =
     how, dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
     matrix = _matrix(x)
     _block(matrix, (1, block))
+    if block > MAX_BLOCK:
+        raise ConfigError(f"a block of {block} is larger than {MAX_BLOCK}; 32 is what hardware knows")
     added = 1 << (22 - fmt.mantissa_bits) if how.added_bits is None else how.added_bits
     library = _native(matrix)
     if library is None:
         return _mx_reference(matrix, x.shape, fmt, how.divide, added, dtype, noise, block, out)
-    out = torch.empty(x.shape, dtype=dtype) if out is None else out
-    scales = torch.empty(*x.shape[:-1], x.shape[-1] // block, dtype=torch.uint8)
-    nonfinite = torch.zeros((), dtype=torch.int64)
-    library.lp_mx(_ptr(matrix), _KINDS[x.dtype], _ptr(out), _KINDS[dtype], matrix.numel() // block, block, _ptr(scales),
+    out, scales, nonfinite = _outputs(x, out, dtype, block)
+    library.lp_mx(_ptr(matrix), _KINDS[x.dtype], _ptr(out), _KINDS[dtype], scales.numel(), block, _ptr(scales),
                   fmt.largest if how.divide else 1.0, added, 0 if how.divide else fmt.max_exponent, _grid(fmt),
                   _noise(noise), _ptr(nonfinite), torch.get_num_threads())
     return Blocks(out, scales, None, nonfinite)
@@ -199,13 +198,14 @@ def nvfp4(x: Tensor, fmt: Grid, scale_fmt: Grid, *, tensor_scale: Tensor | None 
         top = amax(matrix).values
         tensor_scale = torch.where(top == 0, 1.0, top / (scale_fmt.largest * fmt.largest))
     tensor_scale = tensor_scale.detach().float().reshape(())
-    top = amax(matrix, (rows, NVFP4_BLOCK)).values
-    stored = (top / fmt.largest / tensor_scale).clamp(2.0**scale_fmt.min_exponent, scale_fmt.largest)
-    stored = _round(stored, scale_fmt, None)
-    multiplier = (1 / tensor_scale) / stored
-    values = _apply(matrix, fmt, multiplier, tensor_scale * stored, (rows, NVFP4_BLOCK), dtype, noise, out)
-    scales = _codes(stored, scale_fmt).view(*x.shape[:-1], -1) if rows == 1 else _codes(stored, scale_fmt)
-    return Blocks(values.view(x.shape), scales, tensor_scale, (~top.isfinite()).sum())
+    library = _native(matrix)
+    if library is None or rows > 1:
+        return _nvfp4_reference(matrix, x.shape, fmt, scale_fmt, tensor_scale, rows, dtype, noise, out)
+    out, scales, nonfinite = _outputs(x, out, dtype, NVFP4_BLOCK)
+    library.lp_nvfp4(_ptr(matrix), _KINDS[x.dtype], _ptr(out), _KINDS[dtype], scales.numel(), NVFP4_BLOCK, _ptr(scales),
+                     tensor_scale.item(), _grid(scale_fmt), _grid(fmt), _noise(noise), _ptr(nonfinite),
+                     torch.get_num_threads())
+    return Blocks(out, scales, tensor_scale, nonfinite)
 
 
 def mx_qdq(x: Tensor, fmt: Grid, **options) -> Tensor:
@@ -234,10 +234,9 @@ def reference_amax(x: Tensor, r: int, c: int) -> tuple[Tensor, Tensor]:
 
 
 def _apply(matrix: Tensor, fmt: Grid, multiplier: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype,
-           noise: Noise | None, out: Tensor | None) -> Tensor:
+           noise: Noise | None) -> Tensor:
     y = _round(matrix.float() * _spread(multiplier, block), fmt, noise)
-    y = _codes(y, fmt) if dtype == torch.uint8 else (y * _spread(scales, block)).to(dtype)
-    return y if out is None else out.copy_(y.view(out.shape))
+    return _codes(y, fmt) if dtype == torch.uint8 else (y * _spread(scales, block)).to(dtype)
 
 
 def _mx_reference(matrix, shape, fmt, divide, added, dtype, noise, block, out) -> Blocks:
@@ -246,9 +245,19 @@ def _mx_reference(matrix, shape, fmt, divide, added, dtype, noise, block, out) -
     code = ((bits + added) >> 23) - (0 if divide else fmt.max_exponent)
     code = torch.where(top.isnan(), 255, code.clamp(0, 254))
     scale = torch.where(code == 255, torch.nan, _power(code))
-    values = _apply(matrix.view(-1, block), fmt, _power(254 - code)[:, None], scale[:, None], (1, block), dtype, noise, None)
+    values = _apply(matrix.view(-1, block), fmt, _power(254 - code)[:, None], scale[:, None], (1, block), dtype, noise)
     values = values.view(shape) if out is None else out.copy_(values.view(shape))
     return Blocks(values, code.to(torch.uint8).view(*shape[:-1], -1), None, (~top.isfinite()).sum())
+
+
+def _nvfp4_reference(matrix, shape, fmt, scale_fmt, tensor_scale, rows, dtype, noise, out) -> Blocks:
+    top, _ = reference_amax(matrix, rows, NVFP4_BLOCK)
+    stored = (top / fmt.largest / tensor_scale).clamp(2.0**scale_fmt.min_exponent, scale_fmt.largest)
+    stored = _round(stored, scale_fmt, None)
+    values = _apply(matrix, fmt, (1 / tensor_scale) / stored, tensor_scale * stored, (rows, NVFP4_BLOCK), dtype, noise)
+    values = values.view(shape) if out is None else out.copy_(values.view(shape))
+    scales = _codes(stored, scale_fmt)
+    return Blocks(values, scales.view(*shape[:-1], -1) if rows == 1 else scales, tensor_scale, (~top.isfinite()).sum())
 
 
 def _power(code: Tensor) -> Tensor:
@@ -313,6 +322,20 @@ def _check(x: Tensor, fmt: Grid, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
+def _output(x: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if out is None:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.shape != x.shape or out.dtype != dtype or not out.is_contiguous():
+        raise ConfigError(f"out must be contiguous, {tuple(x.shape)} and {dtype}, got {tuple(out.shape)}, {out.dtype}")
+    return out
+
+
+def _outputs(x: Tensor, out: Tensor | None, dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales and the count of a block format."""
+    return (_output(x, out, dtype), torch.empty(*x.shape[:-1], x.shape[-1] // block, dtype=torch.uint8),
+            torch.zeros((), dtype=torch.int64))
+
+
 def _matrix(x: Tensor) -> Tensor:
     """(R, C), contiguous."""
     if x.dtype not in (torch.float32, torch.bfloat16):
@@ -371,12 +394,31 @@ def _noise(noise: Noise | None) -> _Noise | None:
     return noise and _Noise(noise.counter, *noise.keys)
 
 
-def _ptr(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
+def _ptr(x: Tensor) -> int:
+    return x.data_ptr()
 
 
 def _native(x: Tensor) -> ctypes.CDLL | None:
     """The compiled kernel, where it can serve this tensor."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    return native.load("cast")
+    return _library()
+
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+_GRID, _NOISE = ctypes.POINTER(_Grid), ctypes.POINTER(_Noise)
+_ARGUMENTS = {      # as cast.c declares them
+    "lp_amax": (_P, _I, _L, _L, _L, _L, _P, _P, _I),
+    "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _I, _GRID, _NOISE, _I),
+    "lp_mx": (_P, _I, _P, _I, _L, _L, _P, _F, _I, _I, _GRID, _NOISE, _P, _I),
+    "lp_nvfp4": (_P, _I, _P, _I, _L, _L, _P, _F, _GRID, _GRID, _NOISE, _P, _I),
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = native.load("cast")
+    for name, arguments in _ARGUMENTS.items() if library else ():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library

@@ -1,25 +1,103 @@
 """C kernels, compiled on first use by the system's compiler and kept in the user's cache.
 
-`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes. None where that cannot be
-done; `choice("cast")` says what happened.
+`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes; None where that cannot be
+done, and `choice("cast")` says what happened and why. Nothing raises: the caller has the same numbers in PyTorch.
+
+A library's name is a hash of its source, the flags, the compiler's version and the processor, so an old one is never met.
+It is written under another name and moved: two processes that compile at once leave one whole file.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 
 from lpkit.contracts import Choice
+from lpkit.files import sync
+
+COMPILERS = ("cc", "gcc", "clang")
+# No contraction: a multiply-add rounds once where the definition rounds twice.
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+THREADS = (("-fopenmp",), ())       # tried in this order; without OpenMP one thread works
+SECONDS = 120                       # for one compilation
 
 
-@functools.cache
-def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
-    return None, Choice(asked="native", used="torch", why="no C kernel yet")
+def default_cache_dir() -> Path:
+    """Where the platform keeps what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / "kernels"
 
 
 def load(name: str) -> ctypes.CDLL | None:
+    """The library of `name`.c in this folder."""
     return _opened(name)[0]
 
 
 def choice(name: str) -> Choice:
     return _opened(name)[1]
+
+
+@functools.cache
+def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
+    return open_library(Path(__file__).with_name(f"{name}.c"), default_cache_dir())
+
+
+def open_library(source: Path, cache: Path, compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
+    """Open what `source` compiles to, from `cache` or anew."""
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is None:
+        return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, for example gcc")
+    why = "it did not compile"
+    try:
+        key = hashlib.sha256("\0".join((source.read_text(), repr(FLAGS), _version(compiler), _processor())).encode())
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for threads in THREADS:
+            path = cache / f"{source.stem}-{key.hexdigest()[:16]}{'-threads' if threads else ''}.so"
+            if not path.exists():
+                why = _compile([compiler, *FLAGS, *threads, str(source), "-lm"], path)
+            if path.exists():
+                how = "with OpenMP" if threads else f"without OpenMP, so on one thread ({why})"
+                return ctypes.CDLL(str(path)), Choice(asked="native", used="native",
+                                                      why=f"compiled by {_version(compiler)} {how}")
+    except (OSError, subprocess.SubprocessError) as error:
+        why = str(error)
+    return None, _torch(f"{compiler}: {why}")
+
+
+def _torch(why: str) -> Choice:
+    return Choice(asked="native", used="torch", why=why)
+
+
+def _compile(command: list[str], path: Path) -> str:
+    """Leave `path` whole, or say in one line why not."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    try:
+        done = subprocess.run([*command, "-o", temporary], capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+        sync(Path(temporary))
+        os.replace(temporary, path)
+        return ""
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS)
+    return (done.stdout.strip().splitlines() or [compiler])[0]
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    facts = {line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    return " ".join([platform.machine(), platform.processor(), *sorted(facts)])
