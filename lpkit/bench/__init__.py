@@ -20,6 +20,8 @@ BENCHES = {
     "attention-cpu": "lpkit.bench.attention_cpu",
     "import": "lpkit.bench.imports",
     "loader": "lpkit.bench.loader",
+    "mx-qdq": "lpkit.bench.mx_qdq",
+    "qdq": "lpkit.bench.qdq",
     "redraw": "lpkit.bench.redraw",
     "train-cpu": "lpkit.bench.train_cpu",
 }
