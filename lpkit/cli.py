@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 the input was wrong (one sentence says what and the way ou
 import argparse
 import importlib
 import json
+import os
 import sys
 
 from lpkit import __version__
@@ -67,5 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         print("lpkit: interrupted", file=sys.stderr)
         return 130
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
-    print(json.dumps(result, allow_nan=False) if args.json else command.text(result))
+    try:
+        print(json.dumps(result, allow_nan=False) if args.json else command.text(result), flush=True)
+    except BrokenPipeError:             # `lpkit ... | head`: whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
