@@ -7,10 +7,12 @@ import datetime
 import platform
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,9 +62,11 @@ def choose_device(asked: str) -> Choice:
     return Choice(asked=asked, used=asked, why="asked for")
 
 
-def choose_recipe(asked: str, device: torch.device) -> Choice:
+def choose_recipe(asked: str, device: torch.device, before: str | None = None) -> Choice:
+    """`before`: what a run that goes on was begun with. A race may end otherwise the second time, and so would the run."""
     if asked == "auto":
-        return measure.bf16_choice(str(device))
+        return (Choice(asked=asked, used=before, why="as this run was begun") if before in RECIPES
+                else measure.bf16_choice(str(device)))
     pick(RECIPES, asked, "precision.recipe")
     return Choice(asked=asked, used=asked, why="asked for")
 
@@ -87,8 +91,12 @@ def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
     return model
 
 
-def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
-    """Everything that one run needs. Raises ConfigError for anything that cannot be."""
+def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Job:
+    """Everything that one run needs. `before` is the environment of a run that goes on.
+
+    Raises ConfigError for anything that cannot be.
+    """
+    begun = (before or {}).get("chosen", {})
     o = config.optimizer
     # Names first: a misspelt one should not wait for a corpus.
     spec = pick(OPTIMIZERS, o.name, "optimizer.name")(
@@ -100,7 +108,7 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
         torch.set_num_threads(config.system.threads)
     on = choose_device(config.system.device)
     device = torch.device(on.used)
-    chosen = {"device": on, "precision": choose_recipe(config.precision.recipe, device),
+    chosen = {"device": on, "precision": choose_recipe(config.precision.recipe, device, begun.get("precision", {}).get("used")),
               "compile": choose_compile(config.system.compile, device)}
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe=chosen["precision"].used)
@@ -118,7 +126,7 @@ def assemble(config: Config, *, cache_dir: Path | None = None) -> Job:
     return Job(
         config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
         step=accumulate(config.accumulate, autocast), loss=partial(loss, autocast=autocast), data=data, val=val,
-        tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device),
+        tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device, chosen),
         flops_per_token=training_flops_per_token(config.model),
         peak_flops=lambda: measure.peak_flops(recipe.dtype, str(device))[0])
 
@@ -133,7 +141,7 @@ def _refuse_what_cannot_fit(config: Config, device: torch.device) -> None:
                           f"`lpkit predict`")
 
 
-def environment(device: torch.device) -> dict[str, object]:
+def environment(device: torch.device, chosen: Mapping[str, Choice]) -> dict[str, Any]:
     """Where a number comes from."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -142,4 +150,5 @@ def environment(device: torch.device) -> dict[str, object]:
         "numpy": version("numpy"), "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else measure.cpu_name(),
         "threads": torch.get_num_threads(),
+        "chosen": {key: asdict(choice) for key, choice in chosen.items()},
     }

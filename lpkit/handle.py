@@ -34,10 +34,10 @@ def train(config: Config, *, out: str | Path | None = None, resume: bool = False
     from lpkit.assembly import assemble
     from lpkit.trainer import Control, fit
 
-    control = Control()
+    control, path = Control(), Path(out or default_folder())
     with _signals_stop(control.stop):
-        return fit(assemble(config), Path(out or default_folder()), resume=resume, observers=observers,
-                   control=control)
+        return fit(assemble(config, before=Run(path).environment if resume else None), path, resume=resume,
+                   observers=observers, control=control)
 
 
 @contextmanager
@@ -90,7 +90,8 @@ class Handle:
         from lpkit.trainer import fit
 
         try:
-            self._run = fit(assemble(self.config), self.path, resume=resume, observers=[self._tell],
+            before = Run(self.path).environment if resume else None
+            self._run = fit(assemble(self.config, before=before), self.path, resume=resume, observers=[self._tell],
                             control=self._control)
         except BaseException as error:   # kept for `result`, which raises it where somebody is looking
             self.error = error

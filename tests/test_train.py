@@ -10,7 +10,7 @@ import lpkit
 from lpkit import checkpoint, runs
 from lpkit.assembly import OPTIMIZERS, build_model
 from lpkit.config import Config, ConfigError
-from lpkit.contracts import Stage, Transform
+from lpkit.contracts import Choice, Stage, Transform
 from lpkit.handle import start, train
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.runs import Run, RunFailedError
@@ -99,6 +99,18 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, tmp_path, reci
     same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
     assert same[0].keys() == same[1].keys()
     assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+
+
+def test_a_resumed_run_keeps_the_precision_that_it_began_with(tiny, tmp_path, monkeypatch):
+    """The choice is a race, and a busy machine may end it otherwise."""
+    tiny = tiny.replace({"precision.recipe": "auto"})
+    races = iter(["bf16", "fp32"])
+    monkeypatch.setattr("lpkit.measure.bf16_choice", lambda device: Choice(asked="auto", used=next(races), why="a race"))
+    handle = start(tiny, out=tmp_path / "run")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
+    assert handle.result().summary["chosen"]["precision"]["used"] == "bf16"
+    chosen = train(tiny, out=tmp_path / "run", resume=True).summary["chosen"]["precision"]
+    assert chosen == {"asked": "auto", "used": "bf16", "why": "as this run was begun"}
 
 
 def test_the_same_config_twice_is_bitwise_equal_and_another_seed_is_not(tiny, tmp_path):
