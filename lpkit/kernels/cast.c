@@ -140,7 +140,7 @@ void lp_amax(const void *x, int kind, long R, long C, long r, long c, float *out
     threads = (int)least(threads, 1 + R * C / GRAIN);
     if (r == R && c == C) {
         const long n = R * C, tiles = (n + 4 * TILE - 1) / (4 * TILE);
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : bad) reduction(max : top)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 8) reduction(+ : bad) reduction(max : top)
         for (long t = 0; t < tiles; t++) {
             Seen seen = seen_in(x, kind, t * 4 * TILE, least(4 * TILE, n - t * 4 * TILE));
             bad += seen.nonfinite;
@@ -149,7 +149,7 @@ void lp_amax(const void *x, int kind, long R, long C, long r, long c, float *out
         out[0] = float_of(top);
     } else {
         const long across = C / c;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : bad)
+#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(+ : bad)
         for (long band = 0; band < R / r; band++) {
             float *row = out + band * across;
             for (long j = 0; j < across; j++) row[j] = 0;
@@ -184,7 +184,7 @@ void lp_qdq(const void *x, int kind, void *out, int out_kind, long R, long C, lo
     const long piece = least(c, 8 * TILE), pieces = (c + piece - 1) / piece, across = C / c;
     rescale = rescale && out_kind != 2;
     threads = (int)least(threads, 1 + R * C / GRAIN);
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long unit = 0; unit < R * across * pieces; unit++) {
         const long i = unit / (across * pieces), j = unit / pieces % across, start = unit % pieces * piece;
         const float scale = scales[i / r * across + j];
@@ -210,7 +210,7 @@ void lp_mx(const void *x, int kind, void *out, int out_kind, long blocks, long s
     const long many = least(TILE / size, blocks), tiles = (blocks + many - 1) / many;
     int64_t bad = 0;
     threads = (int)least(threads, 1 + blocks * size / GRAIN);
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : bad)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 8) reduction(+ : bad)
     for (long t = 0; t < tiles; t++) {
         float in[TILE], tile[TILE];
         const long first = t * many, here = least(many, blocks - first), at = first * size;
@@ -237,7 +237,7 @@ void lp_nvfp4(const void *x, int kind, void *out, int out_kind, long blocks, lon
     const float smallest = ldexpf(1.0f, scale_grid->min_exponent), inverse = 1.0f / tensor_scale;
     int64_t bad = 0;
     threads = (int)least(threads, 1 + blocks * size / GRAIN);
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : bad)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 8) reduction(+ : bad)
     for (long t = 0; t < tiles; t++) {
         float in[TILE], tile[TILE], stored[TILE], wanted[TILE];
         const long first = t * many, here = least(many, blocks - first), at = first * size;
