@@ -6,8 +6,8 @@
     nvfp4(x, fmt, scale_fmt)        -> Blocks(...)                          16 share an E4M3 scale over a tensor scale
 
 `fmt` is a `lpkit.precision.formats.Format` (any with a sign and up to 8 bits; E2M1 and E4M3FN for nvfp4). x is float32
-or bf16, of any shape and any strides (a view that is not contiguous is copied first; `qdq` with one scale keeps a dense
-view's order instead). x counts as a matrix (R, C): the last axis, and all others. `block=(r, c)` says which elements
+or bf16, of any shape and any strides (a view that is not contiguous is copied first; `qdq` with one scale keeps a
+transposed view's order instead). x counts as a matrix (R, C): the last axis, and all others. `block=(r, c)` says which elements
 share a scale or an amax; 0 stands for the whole axis, so (1, 0) is per row and None the whole tensor. Values come in
 `dtype`: None for x's own, float32, bf16, or torch.uint8 for the bit patterns before rescaling.
 
@@ -139,10 +139,12 @@ def qdq(x: Tensor, fmt: Grid, scale: Tensor | float | None = None, *, block: tup
     shape and dtype of the result and is contiguous. Raises ConfigError.
     """
     dtype = _check(x, fmt, dtype)
-    if block is None and out is None and _is_dense(x) and not x.is_contiguous():
-        order = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
-        inverse = sorted(range(x.ndim), key=order.__getitem__)
-        return qdq(x.permute(order), fmt, scale, rescale=rescale, dtype=dtype, noise=noise).permute(inverse)
+    if block is None and out is None and noise is None and not x.is_contiguous():
+        order = sorted(range(x.ndim), key=x.stride, reverse=True)
+        dense = x.permute(order)
+        if dense.is_contiguous():   # a transposed view: one scale does not care, and the result keeps the order
+            back = sorted(range(x.ndim), key=order.__getitem__)
+            return qdq(dense, fmt, scale, rescale=rescale, dtype=dtype).permute(back)
     matrix = _matrix(x)
     r, c = _block(matrix, block)
     scales = _scales(1.0 if scale is None else scale, matrix, r, c)
@@ -313,6 +315,8 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 def _check(x: Tensor, fmt: Grid, dtype: torch.dtype | None) -> torch.dtype:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"a cast takes float32 or bfloat16, got {x.dtype}; call .float() on it")
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at most 8 bits, "
                           f"or lpkit.precision.formats.round_to")
@@ -368,10 +372,6 @@ def _spread(scales: Tensor, block: tuple[int, int]) -> Tensor:
     r, c = block
     scales = scales if scales.shape[1] == 1 else scales.repeat_interleave(c, 1)
     return scales if r == 1 else scales.repeat_interleave(r, 0)
-
-
-def _is_dense(x: Tensor) -> bool:
-    return torch.ops.aten.is_non_overlapping_and_dense(x)
 
 
 class _Grid(ctypes.Structure):

@@ -1,0 +1,291 @@
+"""The cast kernels: the C kernel against its definition in PyTorch, both against the formats, torchao and float64."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lpkit.config import ConfigError
+from lpkit.kernels import cast, native
+from lpkit.kernels.cast import Noise
+from lpkit.precision.formats import FORMATS, encode, round_to
+
+ELEMENTS = ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"]
+E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
+DTYPES = [torch.float32, torch.bfloat16]
+NATIVE = pytest.mark.skipif(native.load("cast") is None, reason=native.choice("cast").why)
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """Runs a call by the definition in PyTorch."""
+    def run(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(cast, "_native", lambda x: None)
+            return call()
+
+    return run
+
+
+def spread(rows=64, columns=512, seed=0):
+    """Values over 30 binary orders, with zeros, -0 and a row that is tiny."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * torch.exp2(8 * torch.randn(rows, columns, generator=generator))
+    x[0, :64], x[3, :5], x[5] = 0, -0.0, x[5] * 2.0**-60
+    return x
+
+
+def compare(call, x, in_torch):
+    same(call(x), in_torch(lambda: call(x)))
+
+
+def same(got, want):
+    """Raw bits; NaN as NaN."""
+    if isinstance(got, tuple):
+        for g, w in zip(got, want, strict=True):
+            same(g, w)
+    elif got is not None:
+        assert got.shape == want.shape and got.dtype == want.dtype
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+        bad = got.contiguous().view(bits) != want.contiguous().view(bits)
+        bad &= ~(got.isnan() & want.isnan()) if got.is_floating_point() else True
+        assert not bad.any(), f"{int(bad.sum())} differ: {got[bad][:5].tolist()} for {want[bad][:5].tolist()}"
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+@pytest.mark.parametrize("noise", [None, Noise(seed=3, counter=2**32 - 1000)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_c_is_the_definition(name, noise, dtype, in_torch):
+    f, how = FORMATS[name], {"dtype": dtype, "noise": noise}
+    calls = [lambda x: cast.qdq(x, f, **how),
+             lambda x: cast.qdq(x, f, 0.3, rescale=False, **how),
+             lambda x: cast.qdq(x.T, f, 0.25, **how),
+             lambda x: cast.qdq(x, f, cast.amax(x, (1, 0)).values / f.largest, block=(1, 0), **how),
+             lambda x: cast.qdq(x, f, cast.amax(x, (32, 128)).values / f.largest, block=(32, 128), **how),
+             lambda x: cast.nvfp4(x, f, E4M3, **how),
+             lambda x: cast.nvfp4(x, f, E4M3, rows=16, **how),
+             *(lambda x, rule=rule: cast.mx(x, f, rule=rule, **how) for rule in cast.SCALE_RULES)]
+    for call in calls:
+        for x in (spread(32, 256), spread(32, 256).bfloat16()):
+            compare(call, x, in_torch)
+
+
+@NATIVE
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ragged_sizes_and_threads(threads, in_torch):
+    """Sizes around the tile, the vector and the grain; more threads than pieces."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for n in (1, 15, 17, 2047, 2049, 16385, 70_001):
+            for call in (lambda x: cast.qdq(x, E4M3, 0.7), lambda x: cast.qdq(x, E4M3, noise=Noise(seed=1)), cast.amax):
+                compare(call, spread(8, n)[-1], in_torch)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_qdq_is_the_formats_own_rounding(name):
+    f, x = FORMATS[name], spread()
+    x[1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    same(cast.qdq(x, f, 0.5, rescale=False), round_to(x / 0.5, f))
+    finite = x[2:]
+    same(cast.qdq(finite, f, 0.5), round_to(finite / 0.5, f) * 0.5)
+    same(cast.qdq(finite, f, dtype=torch.uint8), encode(round_to(finite, f), f))
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_every_bf16_pattern_as_torch_casts_it(name):
+    """Bit patterns too. What is too large or infinite saturates here; torch's own answer to that differs by version."""
+    f, dtype = FORMATS[name], getattr(torch, FORMATS[name].torch_dtype)
+    x = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    want = torch.where(x.isnan(), x, x.clamp(-f.largest, f.largest)).to(dtype)
+    assert torch.equal(cast.qdq(x, f, dtype=torch.uint8), want.view(torch.uint8))
+    same(cast.qdq(x.float(), f), want.float())
+
+
+MX_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e3m2": "fp6_e3m2", "e2m3": "fp6_e2m3",
+             "e2m1": torch.float4_e2m1fn_x2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", cast.SCALE_RULES)
+@pytest.mark.parametrize("name", MX_DTYPES)
+def test_mx_is_torchaos(name, rule, dtype):
+    pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtype, to_mx
+
+    x = spread(128).to(dtype)
+    scales, codes = to_mx(x, MX_DTYPES[name], 32, ScaleCalculationMode(rule))
+    got = cast.mx(x, FORMATS[name], rule=rule)
+    assert torch.equal(got.scales, scales.view(torch.uint8))
+    same(got.values, to_dtype(codes, scales, MX_DTYPES[name], 32, dtype))
+    if codes.dtype == MX_DTYPES[name]:
+        same(cast.mx(x, FORMATS[name], rule=rule, dtype=torch.uint8).values, codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvfp4_is_torchaos(dtype):
+    pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    x = spread(128).to(dtype)
+    scale = per_tensor_amax_to_scale(x.abs().amax())
+    want = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
+    for got in (cast.nvfp4(x, E2M1, E4M3), cast.nvfp4(x, E2M1, E4M3, tensor_scale=scale)):
+        same(got.values, want.dequantize())
+        assert torch.equal(got.scales, want.scale.view(torch.uint8)) and torch.equal(got.tensor_scale, scale)
+
+
+def test_scale_rules_are_their_definitions():
+    """In exact arithmetic: the power of two just below (floor), just above (ceil) or just enough (rceil)."""
+    amax = torch.cat([torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 1000 + 1e-3,
+                      torch.tensor([448.0, 448.0001, 256.0, 255.99998, 1.0, 1.0000001, 2.0**-100])]).double()
+    x = torch.zeros(len(amax), 32)
+    x[:, 7] = -amax.float()
+    amax = x[:, 7].double().abs()
+    want = {"floor": amax.log2().floor() - 8, "ceil": amax.log2().ceil() - 8,
+            "rceil": (amax / 448).float().double().log2().ceil(),
+            "even": round_to(amax.float(), replace(FORMATS["fp32"], mantissa_bits=3)).double().log2().floor() - 8}
+    for rule, exponent in want.items():
+        assert torch.equal(cast.mx(x, E4M3, rule=rule).scales[:, 0].double() - 127, exponent), rule
+    assert cast.mx(x, E4M3, rule="rceil").values[:, 7].abs().sub(amax).div(amax).abs().max() <= 2.0**-4
+
+
+def test_tiny_blocks_are_scaled_by_what_is_stored():
+    """Where torchao quantises with 2^-126 and dequantises with 2^-127."""
+    x = torch.full((1, 32), 2.0**-122)
+    got = cast.mx(x, E4M3)
+    assert got.scales.item() == 0 and torch.equal(got.values, x)
+
+
+def test_what_is_not_finite_is_counted_and_seen(in_torch):
+    x = torch.ones(4, 64)
+    x[0, 3], x[2, 40], x[2, 41] = torch.nan, torch.inf, -torch.inf
+    for run in (lambda call: call(), in_torch):
+        top = run(lambda: cast.amax(x, (1, 32)))
+        assert top.nonfinite == 3 and top.values[0].isnan().tolist() == [True, False] and top.values[2, 1] == torch.inf
+        assert run(lambda: cast.amax(x)).values.isnan()
+        blocks = run(lambda: cast.mx(x, E2M1))
+        assert blocks.nonfinite == 2 and blocks.scales[0, 0] == 255
+        assert blocks.values.isnan().sum() == 32 and blocks.values[0, :32].isnan().all()
+        assert run(lambda: cast.qdq(x, E4M3)).isnan().sum() == 1
+        blocks = run(lambda: cast.nvfp4(x[2:], E2M1, E4M3, tensor_scale=torch.tensor(1.0)))
+        assert blocks.nonfinite == 1
+
+
+def test_zeros_stay_zeros():
+    x = torch.zeros(2, 64)
+    x[1, 3] = -0.0
+    for values in (cast.mx_qdq(x, E4M3), cast.mx_qdq(x, E2M1, rule="rceil"), cast.nvfp4_qdq(x, E2M1, E4M3),
+                   cast.qdq(x, E4M3)):
+        same(values, x)
+
+
+@pytest.mark.parametrize("f", [E4M3, E2M1, FORMATS["int8"]], ids=lambda f: f.name)
+def test_noise_is_unbiased(f):
+    """The mean over n elements lies within 5 standard errors of the value, and within 2^-25 of the spacing beside it."""
+    n = 400_000
+    for i, value in enumerate((1.3, -2.6, 5.01, f.smallest * 0.2)):
+        x = torch.full((n,), value)
+        y = cast.qdq(x, f, noise=Noise(seed=7, counter=i * n)).double()
+        low, high = y.min().item(), y.max().item()
+        p = (x[0].item() - low) / (high - low) if high > low else 0.0
+        error = abs(y.mean().item() - x[0].item())
+        assert 0 <= p <= 1 and error <= (high - low) * (5 * (p * (1 - p) / n) ** 0.5 + 2.0**-25)
+
+
+def test_noise_is_a_function_of_seed_and_element():
+    x = spread(8, 512)
+    whole = cast.qdq(x, E4M3, noise=Noise(seed=1))
+    halves = [cast.qdq(x[:4], E4M3, noise=Noise(seed=1)), cast.qdq(x[4:], E4M3, noise=Noise(seed=1, counter=4 * 512))]
+    same(torch.cat(halves), whole)
+    for other in (Noise(seed=2), Noise(seed=1, counter=4096), Noise(seed=1, counter=2**32)):
+        assert (cast.qdq(x, E4M3, noise=other) != whole).sum() > 500
+    # Neighbouring draws do not move together: 1 / sqrt(n) is one standard deviation of the correlation.
+    ups = cast.qdq(torch.full((100_000,), 1.0625), E4M3, noise=Noise(seed=5)) > 1.0625
+    ups = ups.double() - 0.5
+    assert max(abs((ups[k:] * ups[:-k]).mean() * 4) for k in (1, 2, 16, 64)) < 5 / 100_000**0.5
+
+
+def test_strides_and_out():
+    x = spread()
+    column_major = cast.qdq(x.T, E4M3, 0.5)
+    assert column_major.stride() == x.T.stride()    # a dense view keeps its order
+    same(column_major, cast.qdq(x.T.contiguous(), E4M3, 0.5))
+    same(cast.mx(x.T, E4M3).values, cast.mx(x.T.contiguous(), E4M3).values)
+    same(cast.qdq(x[:, ::2], E4M3), cast.qdq(x[:, ::2].contiguous(), E4M3))
+    deep = x.view(4, 16, 512)
+    same(cast.mx(deep, E4M3).values.view(64, 512), cast.mx(x, E4M3).values)
+    assert cast.mx(deep, E4M3).scales.shape == (4, 16, 16)
+    out = torch.empty_like(x)
+    assert cast.qdq(x, E4M3, out=out) is out and torch.equal(out, cast.qdq(x, E4M3))
+    assert not cast.qdq(x.requires_grad_(), E4M3).requires_grad
+
+
+def test_compiles_as_part_of_a_graph():
+    x = spread()
+    compiled = torch.compile(lambda x: cast.qdq(x, E4M3, 0.5), backend="eager", fullgraph=True)
+    same(compiled(x), cast.qdq(x, E4M3, 0.5))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda x: cast.mx(x[:, :500], E4M3), "blocks of 32 do not tile the last axis of 500; pad to 512"),
+    (lambda x: cast.amax(x[:3], (2, 0)), "blocks of 2 do not tile the rows of 3; pad to 4"),
+    (lambda x: cast.mx(x, E4M3, rule="flor"), "no rule of the scale 'flor'; did you mean 'floor'"),
+    (lambda x: cast.qdq(x, FORMATS["e8m0"]), "e8m0 is no format to cast to here"),
+    (lambda x: cast.qdq(x, FORMATS["bf16"]), "at most 8 bits"),
+    (lambda x: cast.qdq(x.double(), E4M3), "takes float32 or bfloat16, got torch.float64"),
+    (lambda x: cast.qdq(x, E4M3, dtype=torch.float16), "not torch.float16"),
+    (lambda x: cast.qdq(x, E4M3, torch.ones(3), block=(1, 0)), "64 x 1 blocks need as many scales"),
+    (lambda x: cast.qdq(x, E4M3, out=torch.empty(3)), "out must be contiguous"),
+    (lambda x: cast.qdq(x[:0], E4M3), "has nothing to cast"),
+    (lambda x: cast.mx(x.view(4, -1), E4M3, block=4096), "a block of 4096 is larger than 2048"),
+])
+def test_bad_input_says_what_to_do(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(spread())
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------------------
+
+SOURCE = Path(cast.__file__).with_name("cast.c")
+
+
+def test_no_compiler_is_a_choice_and_not_an_error(tmp_path):
+    library, choice = native.open_library(SOURCE, tmp_path, compilers=("no-such-compiler",))
+    assert library is None and choice.used == "torch" and "no C compiler" in choice.why
+    broken = tmp_path / "broken.c"
+    broken.write_text("this is not C")
+    library, choice = native.open_library(broken, tmp_path / "cache")
+    assert library is None and choice.used == "torch" and "broken.c" in choice.why
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    assert native.open_library(SOURCE, occupied)[1].used == "torch"
+
+
+@NATIVE
+def test_compiled_once_and_whole(tmp_path):
+    """Two processes at once: each gets a library that works, one file is left, and the next opens it as it is."""
+    code = ("import sys; from pathlib import Path; from lpkit.kernels import native; "
+            "library, choice = native.open_library(Path(sys.argv[1]), Path(sys.argv[2])); "
+            "library.lp_qdq; print(choice.used)")
+    command = [sys.executable, "-c", code, str(SOURCE), str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [p.communicate()[0] for p in both] == ["native\n"] * 2
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_mtime_ns
+    assert native.open_library(SOURCE, tmp_path)[1] == native.choice("cast") and path.stat().st_mtime_ns == before
+    source = tmp_path / "cast.c"
+    source.write_text(SOURCE.read_text() + "\n/* changed */\n")
+    native.open_library(source, tmp_path / "other")
+    assert next((tmp_path / "other").iterdir()).name != path.name
+
+
+def test_importing_compiles_nothing():
+    code = "import subprocess; subprocess.run = None; import lpkit.kernels.cast"
+    subprocess.run([sys.executable, "-c", code], check=True)
