@@ -27,10 +27,13 @@ from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW
 from lpkit.optim.schedules import SCHEDULES, with_warmup
-from lpkit.precision.recipes import RECIPES
+from lpkit.precision import backends
+from lpkit.precision.linear import advance, nonfinite_report
+from lpkit.precision.recipes import RECIPES, Recipe, resolve
+from lpkit.precision.transform import LowPrecision
 from lpkit.predict import model_states, parameter_count
 from lpkit.predict.flops import training_flops_per_token
-from lpkit.steps import accumulate, loss
+from lpkit.steps import LossScaler, accumulate, loss
 from lpkit.trainer import Job
 
 OPTIMIZERS = {"adamw": AdamW}
@@ -110,9 +113,10 @@ def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_d
     device = torch.device(on.used)
     chosen = {"device": on, "precision": choose_recipe(config.precision.recipe, device, begun.get("precision", {}).get("used")),
               "compile": choose_compile(config.system.compile, device)}
+    recipe = resolve(config.precision, chosen["precision"].used)
+    chosen["backend"] = backends.choose(config.precision.backend, chosen["precision"].used, recipe, device)
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
-                                           recipe=chosen["precision"].used)
-    recipe = RECIPES[chosen["precision"].used]
+                                           recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
     _refuse_what_cannot_fit(config, device)
     files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
@@ -120,15 +124,26 @@ def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_d
     data = policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed)
     # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
     val = POLICIES["spread-windows"](tokens=files.val, batch=micro_batch, context=context)
+    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
+                             tokens=micro_batch * context)
     model = build_model(config, device, attend=chosen["attention"].used,
-                        transforms=(Compile(),) if chosen["compile"].used == "on" else ())
-    autocast = recipe.autocast(device)
+                        transforms=(precision, *((Compile(),) if chosen["compile"].used == "on" else ())))
+    autocast, scaler = recipe.autocast(device), loss_scaler(recipe, device)
     return Job(
         config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
-        step=accumulate(config.accumulate, autocast), loss=partial(loss, autocast=autocast), data=data, val=val,
+        step=accumulate(config.accumulate, autocast, after=advance, scaler=scaler),
+        loss=partial(loss, autocast=autocast), data=data, val=val,
         tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device, chosen),
         flops_per_token=training_flops_per_token(config.model),
-        peak_flops=lambda: measure.peak_flops(recipe.dtype, str(device))[0])
+        # Against the peak of 16 bits whatever the recipe, so that a recipe that is faster has a higher MFU.
+        peak_flops=lambda: measure.peak_flops("fp32" if recipe.compute is None else "bf16", str(device))[0],
+        state=nn.Module() if scaler is None else scaler, diagnose=nonfinite_report,
+        more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
+
+
+def loss_scaler(recipe: Recipe, device: torch.device) -> LossScaler | None:
+    scaling = recipe.loss_scaling
+    return scaling and LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps).to(device)
 
 
 def _refuse_what_cannot_fit(config: Config, device: torch.device) -> None:

@@ -145,7 +145,25 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
+    """A recipe is a row of `lpkit.precision.recipes`; a setting of None leaves the row as it is."""
+
     recipe: str = "auto"                # auto: bf16 where this machine does it fast, else fp32; the Run records why
+    backend: str = "auto"               # auto: the fastest that runs this recipe here; the Run records why
+    keep: tuple[str, ...] | None = None     # Linears left in 16 bits: first, last, head, or patterns of names
+    pad: bool | None = None             # with zeros, where a shape does not tile; otherwise it is refused
+    forward_format: Literal["e4m3fn", "e5m2"] | None = None      # of activations and weights
+    gradient_format: Literal["e4m3fn", "e5m2"] | None = None
+    scale: Literal["float32", "power-of-two", "power-of-two-floor"] | None = None
+    gradient_rounding: Literal["nearest-even", "stochastic"] | None = None
+    transform: Literal["none", "hadamard"] | None = None         # of the operands of the weight gradient
+    history: int | None = None          # fp8-delayed: micro-batches whose amax is remembered
+    history_rule: Literal["max", "most-recent"] | None = None
+    margin: int | None = None           # fp8-delayed: the scale leaves 2^margin of room
+    loss_scale: float | None = None     # fp16: the first one
+
+    def __post_init__(self):
+        _positive("precision.", **{key: value for key in ("history", "loss_scale")
+                                   if (value := getattr(self, key)) is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +301,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        for option in sorted(args, key=lambda option: option is str):  # str accepts anything, so it comes last
+        # "none" is none before anything else; str accepts anything, so it comes last
+        for option in sorted(args, key=lambda option: (option is not type(None), option is str)):
             try:
                 return convert(value, option, name)
             except ConfigError:

@@ -101,6 +101,7 @@ class StepRecord:
     step_seconds: float
     peak_bytes: int
     val_loss: float | None = None   # only after an evaluation
+    loss_scale: float | None = None     # only under loss scaling; an update that overflowed is skipped: grad_norm is 0
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}

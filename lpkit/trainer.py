@@ -44,6 +44,9 @@ class Job:
     environment: dict[str, Any]
     flops_per_token: float
     peak_flops: Callable[[], float]   # of the chosen dtype on this machine; measured when asked
+    state: nn.Module = field(default_factory=nn.Module)     # what a checkpoint holds besides the model: a loss scaler
+    more: Callable[[], dict[str, float]] = dict             # fields of the StepRecord that the step knows
+    diagnose: Callable[[nn.Module], str] = lambda model: ""     # what is known about a loss that is not a number
 
 
 @dataclass
@@ -89,7 +92,7 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
                     log.flush()
                     for observe in observers:
                         observe(record)
-                    _refuse_nan(record, run)
+                    _refuse_nan(record, run, job)
             if not history or history[-1]["step"] == config.steps:
                 status = "complete"
         except RunFailedError:
@@ -106,7 +109,7 @@ def _steps(job: Job, run: Run, start: int, control: Control) -> Iterator[StepRec
     config, device = job.config, job.device
     params = [p for p in job.model.parameters() if p.requires_grad]
     base_lr = [group["lr"] for group in job.optimizer.param_groups]
-    waiting: deque[tuple[int, float, Tensor, Tensor]] = deque()
+    waiting: deque[tuple[int, float, Tensor, Tensor, dict[str, float]]] = deque()
     late = 1 if device.type == "cuda" else 0
     saved, mark = start, time.perf_counter()
 
@@ -124,17 +127,17 @@ def _steps(job: Job, run: Run, start: int, control: Control) -> Iterator[StepRec
             grad_norm = nn.utils.clip_grad_norm_(params, config.optimizer.clip or math.inf)
             job.optimizer.step()
             job.optimizer.zero_grad(set_to_none=True)
-            waiting.append((step, job.optimizer.param_groups[0]["lr"], loss, grad_norm))
+            waiting.append((step, job.optimizer.param_groups[0]["lr"], loss, grad_norm, job.more()))
         evaluating = not stopping and every(config.eval_every, step)
         saving = step > saved and (stopping or every(config.checkpoint_every, step))
         while len(waiting) > (0 if evaluating or saving or stopping else late):
-            number, lr, loss, grad_norm = waiting.popleft()
+            number, lr, loss, grad_norm, more = waiting.popleft()
             values = loss.item(), grad_norm.item()       # waits for the device
             seconds = time.perf_counter() - mark
             yield StepRecord(
                 step=number, loss=values[0], grad_norm=values[1], lr=lr, tokens=number * config.tokens_per_step,
                 step_seconds=seconds, peak_bytes=peak_bytes(str(device)),
-                val_loss=evaluate(job) if evaluating and number == step else None)
+                val_loss=evaluate(job) if evaluating and number == step else None, **more)
             mark = time.perf_counter()
         if saving:
             _save(job, run, step)
@@ -157,7 +160,7 @@ def evaluate(job: Job) -> float:
 
 def _save(job: Job, run: Run, step: int) -> None:
     names = {p: name for name, p in job.model.named_parameters()}
-    tensors = {f"model/{name}": t for name, t in _model_tensors(job.model).items()}
+    tensors = _saved_tensors(job)
     numbers = {}
     for p, slots in job.optimizer.state.items():
         for slot, value in slots.items():
@@ -174,10 +177,15 @@ def _save(job: Job, run: Run, step: int) -> None:
                              f"--out, then go on with --resume") from error
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _saved_tensors(job: Job) -> dict[str, Tensor]:
     """Parameters and saved buffers, tied ones once."""
-    wanted = model.state_dict(keep_vars=True).keys()
-    return {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if name in wanted}
+
+    def of(module: nn.Module) -> dict[str, Tensor]:
+        wanted = module.state_dict(keep_vars=True).keys()
+        return {name: t for name, t in (*module.named_parameters(), *module.named_buffers()) if name in wanted}
+
+    return {f"{part}/{name}": t for part, module in (("model", job.model), ("state", job.state))
+            for name, t in of(module).items()}
 
 
 def _restore(job: Job, run: Run) -> int:
@@ -187,14 +195,18 @@ def _restore(job: Job, run: Run) -> int:
     job.environment["damaged_checkpoints"] = problems
     if found is None:
         return 0
-    ours = _model_tensors(job.model)
-    missing = [name for name in ours if f"model/{name}" not in found.tensors]
+    ours = _saved_tensors(job)
+    missing = [name for name in ours if name not in found.tensors]
     if missing:
         raise RunFailedError(f"{found.path} lacks {len(missing)} of the model's tensors, {missing[0]} first")
+    for name, t in ours.items():
+        if t.shape != found.tensors[name].shape:    # copy_ would broadcast a shorter history into a longer one
+            raise RunFailedError(f"{found.path} holds {name} as {tuple(found.tensors[name].shape)}, and this run has it "
+                                 f"as {tuple(t.shape)}; resume with the settings that it was saved with")
     params = dict(job.model.named_parameters())
     with torch.no_grad():
         for name, t in ours.items():
-            t.copy_(found.tensors[f"model/{name}"])
+            t.copy_(found.tensors[name])
     for name, value in (*found.tensors.items(), *found.state["optimizer"].items()):
         if name.startswith("optimizer/"):
             _, param, slot = name.split("/")
@@ -254,11 +266,11 @@ def _line(record: StepRecord) -> str:
                        for key, value in record.to_dict().items()}) + "\n"
 
 
-def _refuse_nan(record: StepRecord, run: Run) -> None:
+def _refuse_nan(record: StepRecord, run: Run, job: Job) -> None:
     if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
-        kept = checkpoint.folders(run.checkpoints)
+        kept, known = checkpoint.folders(run.checkpoints), job.diagnose(job.model)
         raise RunFailedError(
-            f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; kept: "
+            f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; {known}{known and '; '}kept: "
             f"{kept[0].name if kept else 'no checkpoint yet'}. A smaller optimizer.lr or a longer "
             f"optimizer.warmup_steps is the usual way out")
 

@@ -1,0 +1,310 @@
+"""Who multiplies: a table of backends behind the same recipes.
+
+    emulated            any device; the numbers of the recipe, without its speed
+    scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell; torch._int_mm for int8
+    transformer-engine  NVIDIA's te.Linear, when installed
+    torchao             its Float8Linear and INT8 Linear, when installed
+    pytorch             recipes that cast nothing: nn.Linear under autocast
+
+`choose` says which one runs a recipe here and why the others do not. A backend is tried where it is, so a reason is
+the library's or the device's, never a guess by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.config import ConfigError
+from lpkit.contracts import Choice, pick
+from lpkit.kernels.cast import Noise
+from lpkit.precision import scaled
+from lpkit.precision.formats import format_of
+from lpkit.precision.linear import ScaledLinear
+from lpkit.precision.recipes import RECIPES, Recipe
+from lpkit.precision.scaled import ALL, Cast, Scaled, quantise
+
+
+class Backend(ABC):
+    automatic: tuple[str, ...] = ()     # kinds of device on which `auto` takes it
+
+    @abstractmethod
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        """Why it cannot run `recipe`, the row `name` or a change of it, on `device`; empty when it can."""
+
+    @abstractmethod
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        """The module that takes the place of `linear`, sharing its parameters."""
+
+
+class PyTorch(Backend):
+    automatic = ("cpu", "cuda")
+
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        return f"{name} casts the operands of its products, nn.Linear does not" if recipe.products else ""
+
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        return linear
+
+
+class Emulated(Backend):
+    automatic = ("cpu", "cuda")
+
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        return "" if recipe.products else f"{name} casts nothing that could be emulated"
+
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
+
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
+        held = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return scaled.product(a, b, dtype, bias)
+
+
+# Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least compute capability and
+# whether a CPU does it too. Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS 12.9 release notes.
+
+Kind = tuple[tuple[int, int], tuple[int, int]]
+_FLOAT8 = {
+    ((ALL, ALL), (ALL, ALL)): ((8, 9), True, "one scale a tensor"),
+    ((1, ALL), (1, ALL)): ((8, 9), True, "a scale a row"),
+    ((1, 128), (128, 128)): ((9, 0), False, "scales in blocks of 128"),
+    ((1, 128), (1, 128)): ((9, 0), False, "scales in blocks of 128"),
+    ((1, 32), (1, 32)): ((10, 0), False, "E8M0 scales per 32"),
+}
+_FLOAT4 = {((1, 16), (1, 16)): ((10, 0), False, "E4M3 scales per 16"),
+           ((1, 16), (16, 16)): ((10, 0), False, "E4M3 scales per 16")}
+_INT8 = {((1, ALL), (1, ALL)): ((7, 5), True, "torch._int_mm")}
+HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
+    "e4m3fn": _FLOAT8, "e5m2": _FLOAT8, "e2m1": _FLOAT4, "int8": _INT8}
+
+
+class ScaledMM(Backend):
+    """Operands stored in their 8 or 4 bits, multiplied by the device."""
+
+    automatic = ("cuda",)       # a CPU multiplies float8 slower than it emulates it
+
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        if not recipe.products:
+            return f"{name} casts nothing"
+        for product, (a, b) in recipe.products.items():
+            found = HARDWARE.get(a.format, {}).get((a.block, b.block))
+            if found is None or (a.format, b.format) == ("e5m2", "e5m2"):
+                return f"there is no product of {a.format} {a.block} and {b.format} {b.block} blocks, as {product} needs"
+            needed, cpu, what = found
+            if device.type == "cpu" and not cpu:
+                return f"{what} need compute capability {needed[0]}.{needed[1]}, and this is a CPU"
+            if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needed:
+                return f"{what} need compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
+            if device.type == "cuda" and a.block == (1, 128) and has >= (10, 0):
+                return f"PyTorch has {what} on Hopper alone (9.0), and this GPU has {has[0]}.{has[1]}; mxfp8 is its successor"
+        return ""
+
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
+
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
+        to = format_of(cast.format)
+        if to.bits < 8 or noise is not None:    # the values first, which hold exactly in bf16
+            made = quantise(x, cast, dtype=torch.bfloat16, amax=amax, noise=noise)
+            return made if to.torch_dtype is None else replace(made, data=made.data.to(getattr(torch, to.torch_dtype)))
+        return quantise(x, cast, dtype=getattr(torch, to.torch_dtype), amax=amax, noise=noise)
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if a.data.dtype == dtype:       # a product that the recipe leaves in 16 bits
+            return scaled.product(a, b, dtype, bias)
+        if a.data.dtype == torch.int8:
+            y = torch._int_mm(a.data.contiguous(), b.data.contiguous().T) * a.scale * b.scale.T
+            return (y if bias is None else y + bias).to(dtype)
+        left, right = a.data.contiguous(), b.data.contiguous().T     # Hopper takes rows times columns alone
+        bias = bias if bias is None else bias.to(torch.bfloat16)
+        if a.tensor is not None:
+            y = _float4(left, right, a, b)
+        else:
+            scale_a, scale_b = _layout(a), _layout(b)
+            scale_b = scale_b.T if scale_b.ndim == 2 else scale_b
+            fused = None if a.scale.numel() > 1 and a.scale.shape[1] > 1 else bias
+            y = torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, bias=fused, out_dtype=torch.bfloat16)
+            bias = None if fused is not None else bias
+        return (y if bias is None else y + bias).to(dtype)
+
+
+def _layout(a: Scaled) -> Tensor:
+    """Scales as the kernels want them: 0-dim for a tensor, (M, 1) for rows, outer-dim-major for 1x128, swizzled E8M0 for MX."""
+    if a.scale.numel() == 1:
+        return a.scale.reshape(())
+    rows, columns = a.data.shape[0] // a.scale.shape[0], a.data.shape[1] // a.scale.shape[1]
+    if (rows, columns) == (1, 32):
+        return swizzled(a.scale.to(torch.float8_e8m0fnu))
+    if a.scale.shape[1] == 1:
+        return a.scale.reshape(-1).view(-1, 1)      # a stride of 1, which contiguous() does not promise for one column
+    return a.scale.T.contiguous().T if (rows, columns) == (1, 128) else a.scale.contiguous()
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """(R, C) one-byte scales -> the tiles of 128 x 4 that Blackwell's tensor cores read, as cuBLAS documents them ("1D
+    block scaling factors layout"): within a tile, row r and column c are at byte (r % 32) * 16 + (r // 32) * 4 + c."""
+    R, C = scale.shape
+    padded = torch.zeros(-(-R // 128) * 128, -(-C // 4) * 4, dtype=torch.uint8, device=scale.device)
+    padded[:R, :C] = scale.view(torch.uint8)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)          # tile row, r // 32, r % 32, tile column, c
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
+
+
+def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
+    from lpkit.precision.formats import encode
+
+    kind, swizzle = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
+
+    def packed(values: Tensor) -> Tensor:       # two to a byte, the first in the low half
+        codes = encode(values.float(), format_of("e2m1"))
+        return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+
+    def scales(s: Scaled) -> list[Tensor]:
+        rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)    # a 16x16 block is 16 rows alike
+        return [swizzled(rows.to(torch.float8_e4m3fn)), s.tensor.reshape(())]
+
+    two, how = [kind.BlockWise1x16, kind.TensorWise], [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
+    return torch.nn.functional.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b), two, how, how,
+                                         output_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What makes a library's Linear for one recipe, and the least compute capability that it needs."""
+
+    make: Callable[[nn.Linear, Recipe], nn.Module]
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library(Backend):
+    """Somebody else's Linear, for rows as they are: a setting that changes a cast is not known to the library."""
+
+    package: str
+    devices: tuple[str, ...]
+    rows: Mapping[str, Row]
+
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        if name not in self.rows:
+            return f"it has no {name}; it has {', '.join(self.rows)}"
+        if _casts_of(recipe) != _casts_of(RECIPES[name]) or recipe.pad:
+            return f"it runs {name} as it is, and settings change it here"
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if device.type not in self.devices:
+            return f"it needs an NVIDIA GPU, and this is a {device.type.upper()}"
+        needed = self.rows[name].capability
+        if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needed:
+            return f"{name} needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
+        return ""
+
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        (row,) = [row for key, row in self.rows.items() if _casts_of(RECIPES[key]) == _casts_of(recipe)]
+        return row.make(linear, recipe)
+
+
+def _casts_of(recipe: Recipe) -> tuple:
+    """What tells two rows apart."""
+    return *recipe.products.items(), recipe.delayed is None
+
+
+def _torchao_float8(row: str) -> Callable[[nn.Linear, Recipe], nn.Module]:
+    def make(linear: nn.Linear, recipe: Recipe) -> nn.Module:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear
+
+        return Float8Linear.from_float(linear, config=Float8LinearConfig.from_recipe_name(row))
+
+    return make
+
+
+def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
+    from torchao.prototype.quantized_training.int8_mixed_precision import (
+        Int8MixedPrecisionTrainingConfig,
+        Int8MixedPrecisionTrainingLinear,
+    )
+
+    new = Int8MixedPrecisionTrainingLinear(linear.in_features, linear.out_features, bias=False, device="meta",
+                                           config=Int8MixedPrecisionTrainingConfig())
+    new.weight, new.bias = linear.weight, linear.bias
+    return new
+
+
+class TransformerEngineLinear(nn.Module):
+    """te.Linear under its own autocast, with the parameters of an nn.Linear."""
+
+    def __init__(self, linear: nn.Linear, recipe: Any):
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.inner = te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None,
+                               params_dtype=linear.weight.dtype, device=linear.weight.device)
+        del self.inner.weight
+        self.weight, self.bias = linear.weight, linear.bias
+        self.inner.weight = linear.weight
+        if linear.bias is not None:
+            del self.inner.bias
+            self.inner.bias = linear.bias
+        self.recipe = recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        import transformer_engine.pytorch as te
+
+        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+            return self.inner(x)
+
+
+def _te(make: Callable[[Any, Recipe], Any], capability: tuple[int, int]) -> Row:
+    def build(linear: nn.Linear, recipe: Recipe) -> nn.Module:
+        from transformer_engine.common import recipe as rows
+
+        return TransformerEngineLinear(linear, make(rows, recipe))
+
+    return Row(make=build, capability=capability)
+
+
+BACKENDS: dict[str, Backend] = {
+    "pytorch": PyTorch(),
+    "scaled_mm": ScaledMM(),
+    "emulated": Emulated(),
+    "transformer-engine": Library(package="transformer_engine", devices=("cuda",), rows={
+        "fp8-tensorwise": _te(lambda te, recipe: te.Float8CurrentScaling(), (8, 9)),
+        "fp8-delayed": _te(lambda te, recipe: te.DelayedScaling(
+            margin=recipe.delayed.margin, amax_history_len=recipe.delayed.history,
+            amax_compute_algo=recipe.delayed.rule.replace("-", "_")), (8, 9)),
+        "fp8-blockwise": _te(lambda te, recipe: te.Float8BlockScaling(), (9, 0)),
+        "mxfp8": _te(lambda te, recipe: te.MXFP8BlockScaling(), (10, 0)),
+        "nvfp4": _te(lambda te, recipe: te.NVFP4BlockScaling(), (10, 0)),
+    }),
+    "torchao": Library(package="torchao", devices=("cpu", "cuda"), rows={     # on a CPU it calls the same torch._scaled_mm
+        "fp8-tensorwise": Row(make=_torchao_float8("tensorwise"), capability=(8, 9)),
+        "fp8-rowwise": Row(make=_torchao_float8("rowwise"), capability=(8, 9)),
+        "int8": Row(make=_torchao_int8, capability=(7, 5)),
+    }),
+}
+
+
+def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
+    """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or it cannot, and what can."""
+    able = {key: backend.why_not(name, recipe, device) for key, backend in BACKENDS.items()}
+    order = [key for key, backend in BACKENDS.items() if device.type in backend.automatic and not able[key]]
+    if asked == "auto":
+        if not recipe.products:
+            return Choice(asked=asked, used=order[0], why="nothing is cast but by autocast")
+        passed = (f"a {device.type.upper()} is slower with it" if not able["scaled_mm"] else able["scaled_mm"])
+        why = {"emulated": f"the same numbers in bf16 products; not scaled_mm: {passed}"}
+        return Choice(asked=asked, used=order[0], why=why.get(order[0], "this device multiplies these formats itself"))
+    pick(BACKENDS, asked, "precision.backend")
+    if able[asked]:
+        raise ConfigError(f"precision.backend={asked} cannot run {name} here: {able[asked]}; the nearest that can: {order[0]}")
+    return Choice(asked=asked, used=asked, why="asked for")

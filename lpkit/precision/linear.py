@@ -1,0 +1,185 @@
+"""nn.Linear whose three matrix products run under a recipe. Weights stay what they were: float32 masters.
+
+Six casts, three products, no branches on names. A cast that is its own transpose (tensorwise, square blocks) is made once
+and serves two products. What backward needs is kept as it was cast, in forward.
+
+State, in persistent buffers, so that a checkpoint carries it:
+- `amax_history` (3, 1 + history), for delayed scaling: column 0 is being filled by the micro-batch at hand, the others
+  decide its scales. `advance` moves them on after each micro-batch, as Transformer Engine does at the end of its
+  autocast. Nothing moves inside a micro-batch, so a forward that is recomputed sees the same scales and adds nothing.
+- `draws` (), for stochastic rounding: how many micro-batches have drawn.
+Evaluation (`model.eval()`) uses the history and leaves it alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.config import ConfigError
+from lpkit.kernels.cast import Noise
+from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe, untiled
+from lpkit.precision.scaled import Cast, Scaled
+
+ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
+
+
+class Arithmetic(Protocol):
+    """What a backend does: cast an operand (rows, contracted axis last), and multiply two, a @ b.T + bias."""
+
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled: ...
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor: ...
+
+
+class ScaledLinear(nn.Linear):
+    """Drop-in for nn.Linear, with any leading dimensions, with or without a bias, under autocast or not."""
+
+    recipe: Recipe
+    arithmetic: Arithmetic
+    name: str
+    seed: int
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *, name: str = "linear",
+             seed: int = 0) -> ScaledLinear:
+        """Share the parameters, allocate the state alone."""
+        new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        new.recipe, new.arithmetic, new.name, new.seed = recipe, arithmetic, name, seed
+        device = linear.weight.device
+        if recipe.delayed:
+            new.register_buffer("amax_history", torch.zeros(len(ROLES), 1 + recipe.delayed.history, device=device))
+        if recipe.stochastic:
+            new.register_buffer("draws", torch.zeros((), dtype=torch.int64))   # read on the host, without waiting
+        new.register_buffer("nonfinite", torch.zeros(len(ROLES), dtype=torch.int64, device=device), persistent=False)
+        return new.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
+
+    def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *, record: bool = False) -> Scaled:
+        """The operand `role` of `product`, (rows, contracted axis). `record`: its amax goes into the history."""
+        casts = getattr(self.recipe, product)
+        if casts is None:       # this product is not low-precision: one more Scaled, with a scale of one
+            return Scaled(data=x.to(dtype), scale=torch.ones(1, 1, device=x.device))
+        cast, i = casts[PRODUCTS[product].index(role)], ROLES.index(role)
+        amax = noise = None
+        if (delayed := self.recipe.delayed) is not None:
+            amax = HISTORY_RULES[delayed.rule](self.amax_history[i, 1:]) * 2.0**delayed.margin
+        if cast.rounding == "stochastic":
+            key = zlib.crc32(f"{self.name} {product} {role}".encode())
+            noise = Noise(seed=self.seed << 32 | key, counter=int(self.draws) << 32)
+        made = self.arithmetic.cast(x, cast, dtype, amax=amax, noise=noise)
+        self.nonfinite[i] += made.nonfinite
+        if record and delayed is not None:
+            now = self.amax_history[i, 0]
+            now.copy_(torch.maximum(now, made.amax.view(()).nan_to_num(0, 0)))
+        return made
+
+    def transposed(self, made: Scaled, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype) -> Scaled:
+        """The operand `role` of `other`, x transposed: `made` for `product` where that is the same cast, else a new one."""
+        ours, theirs = getattr(self.recipe, product), getattr(self.recipe, other)
+        if ours is not None and theirs is not None:
+            one, two = ours[PRODUCTS[product].index(role)], theirs[PRODUCTS[other].index(role)]
+            if one == two and one.transposes:
+                return made.T
+        return self.cast(other, role, x.T, dtype)
+
+    def advance(self) -> None:
+        """After the backward of a micro-batch: histories move on, the next stochastic rounding draws anew."""
+        if self.recipe.delayed is not None:
+            self.amax_history.copy_(self.amax_history.roll(1, dims=1))
+            self.amax_history[:, 0] = 0
+        if self.recipe.stochastic:
+            self.draws += 1
+
+
+@torch.compiler.disable     # the state is written inside, and the casts of a CPU are not PyTorch's
+def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    sizes = {"M": x.shape[0], "K": layer.in_features, "N": layer.out_features}
+    if not torch.is_grad_enabled():
+        sizes.pop("M")      # tokens are contracted in backward alone
+    w, bias, M = layer.weight, layer.bias, x.shape[0]
+    if problem := untiled(layer.recipe, sizes):
+        if not layer.recipe.pad:
+            refuse(layer.name, problem, sizes)
+        tile = layer.recipe.tile
+        x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
+        bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
+    return ScaledMatmul.apply(x, w, bias, layer, dtype)[:M, :layer.out_features]
+
+
+def refuse(name: str, problem: str, sizes: dict[str, int]) -> None:
+    """Raise ConfigError with the recipes that would do."""
+    fits = [name for name, recipe in RECIPES.items() if recipe.products and not untiled(recipe, sizes)]
+    raise ConfigError(f"{name}: {problem}; set precision.pad=true, keep it in 16 bits with precision.keep={name}, or use "
+                      f"{' or '.join(fits)}")
+
+
+class ScaledMatmul(torch.autograd.Function):
+    """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            training = layer.training
+            cast_x = layer.cast("y", "x", x, dtype, record=training)
+            cast_w = layer.cast("y", "w", w, dtype, record=training)
+            y = layer.arithmetic.product(cast_x, cast_w, dtype, bias)
+            kept = []
+            if ctx.needs_input_grad[0]:
+                kept.append(layer.transposed(cast_w, "y", "dx", "w", w, dtype))      # (K, N)
+            if ctx.needs_input_grad[1]:
+                kept.append(layer.transposed(cast_x, "y", "dw", "x", x, dtype))      # (K, M)
+        ctx.save_for_backward(*(t for one in kept for t in (one.data, one.scale, one.tensor)))
+        ctx.layer, ctx.dtype, ctx.dtypes = layer, dtype, (x.dtype, w.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+        layer, dtype, saved = ctx.layer, ctx.dtype, iter(ctx.saved_tensors)
+        g = g.contiguous()      # from an expanded or transposed view
+
+        def kept() -> Scaled:
+            return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
+
+        dx = dw = None
+        with torch.autocast(g.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                cast_g = layer.cast("dx", "g", g, dtype, record=True)                               # (M, N)
+                dx = layer.arithmetic.product(cast_g, kept(), dtype).to(ctx.dtypes[0])              # (M, K)
+            if ctx.needs_input_grad[1]:
+                cast_gt = (layer.transposed(cast_g, "dx", "dw", "g", g, dtype) if dx is not None
+                           else layer.cast("dw", "g", g.T, dtype, record=True))                     # (N, M)
+                dw = layer.arithmetic.product(cast_gt, kept(), dtype).to(ctx.dtypes[1])             # (N, K)
+            db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None, None
+
+
+def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
+    return (module for module in model.modules() if isinstance(module, ScaledLinear))
+
+
+def advance(model: nn.Module) -> None:
+    """After the backward of every micro-batch."""
+    for layer in scaled_linears(model):
+        layer.advance()
+
+
+def nonfinite_report(model: nn.Module) -> str:
+    """Which tensors held a NaN or an Inf when they were cast, in the order of the model; empty when none did."""
+    words = dict(zip(ROLES, ("activations", "weights", "gradients")))
+    found = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)
+             for role, count in zip(ROLES, layer.nonfinite.tolist()) if count]
+    if not found:
+        return ""
+    more = f" and of {len(found) - 3} more" if len(found) > 3 else ""
+    return f"NaN or Inf met in casts: {', '.join(found[:3])}{more}"

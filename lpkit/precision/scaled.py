@@ -1,0 +1,228 @@
+"""A matrix in few bits, and the product that consumes two of them.
+
+Every granularity of scaling is a block shape (rows, columns) that shares one scale: tensorwise (all, all), rowwise
+(1, all), DeepSeek's activations (1, 128) and weights (128, 128), MX (1, 32), NVFP4 (1, 16) and (16, 16). Operands have
+the contracted axis last; `product(a, b)` is a @ b.T. Here it is emulated: the same numbers on any device.
+
+How the emulation is fast and what is exact. Values of E4M3, E5M2, E2M1 and INT8 have at most 8 significant bits, so
+bf16 holds them; a bf16 product accumulates in float32 and rounds once. So:
+1. scales that do not vary inside the sum (tensor, row) multiply the result of a bf16 product of the grid values;
+2. scales that are powers of two, or E4M3 over E2M1 values, are multiplied into the operand first, exactly;
+3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of float32 operands.
+Against the definition in float64 (`reference`) there remain the order of a float32 sum and the rounding of the result to
+the output dtype, twice for row scales in bf16; tests/test_scaled_linear.py holds each to its bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lpkit.kernels import cast as kernel
+from lpkit.kernels.cast import Noise
+from lpkit.precision.formats import Format, format_of
+
+ALL = 0               # a block side of ALL spans the whole axis
+TINY = 2.0**-100      # an all-zero block gets a finite scale
+HADAMARD = 16         # elements of the contracted axis that are mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How one operand (rows, contracted axis) becomes `Scaled`: names of `formats`, SCALES and TRANSFORMS."""
+
+    format: str
+    block: tuple[int, int] = (ALL, ALL)   # elements that share a scale
+    scale: str = "float32"
+    rounding: str = "nearest-even"
+    transform: str = "none"
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """What the rows and the contracted axis must be multiples of; 1 for a side of ALL."""
+        return (self.block[0] or 1, self.block[1] or 1, HADAMARD if self.transform != "none" else 1)
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the cast of x.T is the cast of x, transposed, so that one serves two products."""
+        return self.block[0] == self.block[1] and self.transform == "none"
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """value = data * scale * tensor, each entry of `scale` spread over its block of `data`."""
+
+    data: Tensor                    # (M, K), values of the format, in a dtype that holds them
+    scale: Tensor                   # float32 (M / block rows, K / block columns)
+    tensor: Tensor | None = None    # float32 (), the second level of a two-level scale
+    amax: Tensor | None = None      # float32, per block: the largest magnitude of what was cast; not finite if any was
+    nonfinite: Tensor | None = None     # (): how many were NaN or Inf
+
+    @property
+    def T(self) -> Scaled:
+        return replace(self, data=self.data.T, scale=self.scale.T, amax=None if self.amax is None else self.amax.T)
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(M, K). In float64 exact."""
+        values = self.data.to(dtype) * spread(self.scale.to(dtype), self.data.shape)
+        return values if self.tensor is None else values * self.tensor.to(dtype)
+
+
+# Scales: amax per block (R, C) -> a scale per block, (R, C) float32, and the second level of it, () float32 or None.
+# amax is NaN where a block has a NaN or an Inf, and so is the scale: never silent.
+
+Scales = tuple[Tensor, Tensor | None]
+
+
+def _float32(amax: Tensor, to: Format) -> Scales:
+    """The block's largest magnitude lands on the format's."""
+    return amax.clamp(min=TINY) / to.largest, None
+
+
+def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
+    """The range of E8M0, 2^-127 to 2^127."""
+    return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None     # NaN * 0 is NaN
+
+
+def _up(amax: Tensor, to: Format) -> Scales:
+    """The least power of two under which nothing overflows (Mishra et al. 2025, https://arxiv.org/abs/2506.08027)."""
+    mantissa, exponent = torch.frexp(amax / to.largest)
+    return _power_of_two(exponent - (mantissa == 0.5).int(), amax)
+
+
+def _floor(amax: Tensor, to: Format) -> Scales:
+    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): what lies beyond the largest value saturates."""
+    return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
+
+
+def _e4m3(amax: Tensor, to: Format) -> Scales:
+    """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025, https://arxiv.org/abs/2509.25149, appendix C)."""
+    e4m3 = format_of("e4m3fn")
+    tensor = (amax.amax() / (to.largest * e4m3.largest)).clamp(min=TINY)
+    scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal, e4m3.largest).to(torch.float8_e4m3fn).float()
+    return scale, tensor
+
+
+def _none(amax: Tensor, to: Format) -> Scales:
+    return torch.ones_like(amax), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRule:
+    make: Callable[[Tensor, Format], Scales]
+    folds: bool               # scale times value has at most bf16's 8 significant bits
+    identity: bool = False    # no scale at all: overflow is infinite, as in the format's own arithmetic
+
+
+SCALES = {
+    "float32": ScaleRule(make=_float32, folds=False),
+    "power-of-two": ScaleRule(make=_up, folds=True),
+    "power-of-two-floor": ScaleRule(make=_floor, folds=True),
+    "e4m3": ScaleRule(make=_e4m3, folds=True),
+    "none": ScaleRule(make=_none, folds=False, identity=True),
+}
+
+
+# Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
+
+@cache
+def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
+    """(16, 16) float32, orthogonal: a Hadamard matrix / 4 with its rows' signs drawn once, as Transformer Engine's are."""
+    h = torch.ones(1, 1)
+    while len(h) < HADAMARD:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
+    return (signs[:, None] * h / HADAMARD**0.5).to(device)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """Every 16 elements of the contracted axis are mixed: an outlier is shared out (Tseng et al. 2024, arXiv:2402.04396)."""
+    h = hadamard_matrix(x.device)
+    if _transposed(x):      # stays where it is: H.T from the left instead of H from the right
+        return (h.T @ x.T.float().unflatten(0, (-1, HADAMARD))).flatten(0, 1).T
+    return (x.float().unflatten(-1, (-1, HADAMARD)) @ h).flatten(-2)
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": _hadamard}
+
+
+def _transposed(x: Tensor) -> bool:
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Repeat each scale over its block, so that it lines up with the data."""
+    (M, K), (R, C) = shape, scale.shape
+    return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
+
+
+def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32, amax: Tensor | None = None,
+             noise: Noise | None = None, fold: bool = False) -> Scaled:
+    """Cast x (M, K), the contracted axis last; the values come back in `dtype`.
+
+    amax:  scale by this largest magnitude, () float32, instead of the tensor's own (delayed scaling).
+    noise: for stochastic rounding.
+    fold:  multiply block scales into the values where that is exact in bf16, leaving one scale for the tensor.
+    Raises ConfigError when x does not tile.
+    """
+    x = TRANSFORMS[cast.transform](x)
+    if _transposed(x):      # cast where it lies
+        flipped = replace(cast, block=cast.block[::-1], transform="none")
+        return quantise(x.T, flipped, dtype=dtype, amax=amax, noise=noise, fold=fold).T
+    to, rule = format_of(cast.format), SCALES[cast.scale]
+    found, nonfinite = kernel.amax(x, cast.block)
+    # A history that is still empty decides nothing, and does not hide a NaN that is there now.
+    used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
+    scale, tensor = rule.make(torch.where(used.isfinite(), used, torch.nan), to)
+    fold = fold and rule.folds
+    if rule.identity:
+        data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
+    elif dtype.itemsize == 1:   # stored for hardware: PyTorch's own casts, which torch.compile fuses
+        steps = x.float() / spread(scale if tensor is None else scale * tensor, x.shape)
+        data = (steps if dtype.is_floating_point else steps.round()).clamp(-to.largest, to.largest).to(dtype)
+    else:
+        data = kernel.qdq(x, to, scale if tensor is None else scale * tensor, block=cast.block, dtype=dtype, noise=noise,
+                          rescale=fold and tensor is None)
+    if fold and tensor is not None:
+        data.view(scale.shape[0], -1, scale.shape[1], x.shape[1] // scale.shape[1]).mul_(scale[:, None, :, None].to(dtype))
+    if fold:
+        scale = scale.new_ones(1, 1)
+    return Scaled(data=data, scale=scale, tensor=tensor, amax=found, nonfinite=nonfinite)
+
+
+def reference(a: Scaled, b: Scaled) -> Tensor:
+    """a @ b.T, the definition: (M, N) float64."""
+    return a.dequantise(torch.float64) @ b.dequantise(torch.float64).T
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). See the top of this file for what is exact."""
+    if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:        # scales inside the sum that did not fold
+        return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype)
+    scales = [s for s in (a.scale, b.scale, a.tensor, b.tensor) if s is not None]
+    single = [s.reshape(()) for s in scales if s.numel() == 1]
+    alpha = torch.stack(single).prod() if single else None
+    if len(single) == len(scales):
+        return _matmul(a.data, b.data, alpha, bias, dtype)
+    y = _matmul(a.data, b.data, None, None, dtype).float()
+    if a.scale.numel() > 1:
+        y *= spread(a.scale, (y.shape[0], 1))
+    if b.scale.numel() > 1:
+        y *= spread(b.scale, (y.shape[1], 1)).T
+    if alpha is not None:
+        y *= alpha
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
+    if a.device.type == "cpu":      # alpha and bias inside the product, before its result is rounded
+        start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
+        return torch.addmm(start, a, b.T, beta=0 if bias is None else 1,
+                           alpha=1.0 if alpha is None else alpha.item()).to(dtype)
+    y = torch.mm(a, b.T, out_dtype=torch.float32) if a.dtype != torch.float32 else a @ b.T
+    y = y if alpha is None else y.mul_(alpha)
+    return (y if bias is None else y.add_(bias)).to(dtype)

@@ -1,0 +1,44 @@
+"""Put a model's Linears under a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from lpkit.config import ConfigError
+from lpkit.contracts import Stage, Transform
+from lpkit.precision.backends import Backend
+from lpkit.precision.linear import refuse
+from lpkit.precision.recipes import Recipe, kept, untiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecision(Transform):
+    """Replaces each Linear but those that `recipe.keep` names. `tokens` of a micro-batch: what will not tile is refused
+    now. Raises ConfigError."""
+
+    recipe: Recipe
+    backend: Backend
+    tokens: int | None = None
+    seed: int = 0
+    stage = Stage.PRECISION
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        if not self.recipe.products:
+            return model
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        stay = kept(linears, self.recipe.keep)
+        for name in linears.keys() - stay:
+            linear = linears[name]
+            sizes = {"K": linear.in_features, "N": linear.out_features} | ({"M": self.tokens} if self.tokens else {})
+            if not self.recipe.pad and (problem := untiled(self.recipe, sizes)):
+                refuse(name, problem, sizes)
+        if len(stay) == len(linears):
+            raise ConfigError(f"precision.keep={','.join(self.recipe.keep)} leaves no Linear to the recipe; keep fewer, "
+                              f"or choose precision.recipe=bf16")
+        for name in linears.keys() - stay:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf,
+                    self.backend.wrap(linears[name], self.recipe, name=name, seed=self.seed))
+        return model
