@@ -217,12 +217,13 @@ def describe(spec: Spec) -> str:
 
 
 def without_widgets(notebook: dict) -> dict:
-    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget views and the widget
-    state go where an output has anything else to show, so that JupyterLab and sphinx draw the stored figures.
+    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget state goes, and so do the
+    views of outputs that have a picture to show instead, so that JupyterLab and sphinx draw the stored figures. A control
+    without a picture keeps its view, by which the site knows to say where controls work.
     """
     def still(output: dict) -> dict:
         data = output.get("data", {})
-        if WIDGET_MIME not in data or len(data) == 1:
+        if WIDGET_MIME not in data or not set(data) - {WIDGET_MIME, "text/plain"}:
             return output
         return {**output, "data": {mime: value for mime, value in data.items() if mime != WIDGET_MIME}}
 
