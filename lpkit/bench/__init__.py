@@ -18,6 +18,8 @@ Nothing but the command line imports this room.
 
 BENCHES = {
     "attention-cpu": "lpkit.bench.attention_cpu",
+    "fp8-linear": "lpkit.bench.fp8_linear",
+    "fp8-step": "lpkit.bench.fp8_step",
     "import": "lpkit.bench.imports",
     "loader": "lpkit.bench.loader",
     "mx-qdq": "lpkit.bench.mx_qdq",

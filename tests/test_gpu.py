@@ -1,0 +1,61 @@
+"""What only a GPU can show: its own products against the emulation, recipe by recipe."""
+
+import copy
+
+import pytest
+import torch
+
+from lpkit.assembly import build_model
+from lpkit.config import Config
+from lpkit.nn.attention import plain, sdpa
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.recipes import RECIPES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+LOW = [name for name, recipe in RECIPES.items() if recipe.products]
+
+
+def both(layer: torch.nn.Module, x: torch.Tensor, d_out: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = layer(leaf)
+    return [y.detach(), *torch.autograd.grad(y, (leaf, layer.weight), d_out.to(y.dtype))]
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_tensor_cores_give_the_emulated_numbers(name):
+    """The operands are the same bits; what differs is the order of the sum, the precision of Hopper's FP8 accumulator
+    (about 14 bits, DeepSeek-V3, section 3.3.2) and one rounding to bf16: together under 1% of the norm."""
+    recipe, device = RECIPES[name], torch.device("cuda")
+    if problem := BACKENDS["scaled_mm"].why_not(name, recipe, device):
+        pytest.skip(problem)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 768, bias=False, device=device)
+    x, d_out = torch.randn(1024, 512, device=device), torch.randn(1024, 768, device=device)
+    native, emulated = (both(BACKENDS[backend].wrap(copy.deepcopy(linear), recipe, name="layer", seed=0), x, d_out)
+                        for backend in ("scaled_mm", "emulated"))
+    for what, got, want in zip(("y", "dx", "dw"), native, emulated, strict=True):
+        assert (got.float() - want.float()).norm() / want.float().norm() < 0.01, what
+
+
+def test_a_gpu_step_is_the_cpu_step():
+    """float32 without TF32: rounding in another order, amplified by one backward pass."""
+    config = Config().replace({"model.layers": 2, "model.width": 128, "model.context": 64})
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
+    grads = []
+    for device in ("cpu", "cuda"):
+        model = build_model(config, torch.device("cpu")).to(device)
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1].to(device)).flatten(0, 1),
+                                                 tokens[:, 1:].to(device).flatten())
+        loss.backward()
+        grads.append([loss.cpu(), *(p.grad.cpu() for p in model.parameters())])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_attention_is_plain_attention(dtype):
+    rng = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 300, 64, generator=rng, device="cuda", dtype=dtype) for heads in (8, 2, 2))
+    want = plain(*(t.double() for t in (q, k, v)))
+    assert (sdpa(q, k, v).double() - want).norm() / want.norm() < 2.0 ** -7     # 8 bits
