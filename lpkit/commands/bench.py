@@ -41,17 +41,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give meaningful quartiles")
     modules = [importlib.import_module(pick(BENCHES, name, "benchmark")) for name in names]
-    done = []
+    done, left_out = [], {}
     for name, module in zip(names, modules, strict=True):
         print(f"bench {name} ...", file=sys.stderr)
-        done.append(summary(module.run(args.rounds)))
+        try:
+            done.append(summary(module.run(args.rounds)))
+        except ConfigError as error:    # what needs a GPU is no reason to lose the rest
+            if not args.all:
+                raise
+            print(f"lpkit: {name} left out: {error}", file=sys.stderr)
+            left_out[name] = str(error)
+            continue
         if args.out:
             _keep(Path(args.out), done[-1])
-    return done[0] if len(done) == 1 else {"benches": done}
+    return done[0] if len(done) == 1 and not args.all else {"benches": done, "left_out": left_out}
 
 
 def text(result: dict[str, Any]) -> str:
-    return "\n\n".join(map(_table, result.get("benches", [result])))
+    left_out = [f"{name} left out: {why}" for name, why in result.get("left_out", {}).items()]
+    return "\n\n".join([*map(_table, result.get("benches", [result])), *left_out])
 
 
 def _table(bench: dict[str, Any]) -> str:
@@ -81,6 +89,7 @@ def _keep(folder: Path, bench: dict[str, Any]) -> None:
 
     device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{bench['name']}-{device}.json", json.dumps(bench, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
