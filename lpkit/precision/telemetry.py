@@ -1,0 +1,387 @@
+"""What number formats do to the tensors of a run: the numbers of every operand, as it was cast and as others would cast it.
+
+    job = telemetry.attach(assemble(config), run_dir, every=20)     # then fit(job, run_dir)
+    telemetry.read(run_dir)                                         # a list of Samples
+
+Needs no cooperation of a layer: on a sampled step a hook on each nn.Linear sees x, w and dy, and the casts of a recipe
+(rows of data) are applied to them on the side. Between samples there are no hooks. Nothing here draws from a random
+generator of the run or writes to a tensor of it, so a loss is the same bit for bit with and without.
+
+Shares count elements that are neither zero nor padding; blocks, those that hold any. Ratios are in dB, scales in powers
+of two. The largest magnitude and the NaNs are counted over the whole tensor. The rest, over `rows` rows of it, drawn anew
+at each sample in groups that no block crosses, each group as likely as the other; the group of the largest magnitude is
+cast along, so that tensor scales are those of the whole. `sampled_rows` of `total_rows` is kept with every number.
+
+Which numbers, after Transformer Engine's debug features LogFp8TensorStats (underflows, scale spread) and Mishra et al.
+2025, https://arxiv.org/abs/2506.08027; the signal-to-quantisation-noise ratio, Widrow and Kollar 2008.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.config import ConfigError, nearest
+from lpkit.contracts import DataPolicy, Step, pick
+from lpkit.kernels import cast as kernel
+from lpkit.kernels.cast import Noise
+from lpkit.precision.formats import FORMATS, format_of
+from lpkit.precision.linear import ROLES as OPERANDS
+from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe
+from lpkit.precision.scaled import ALL, TRANSFORMS, Cast, quantise
+
+FILE = "telemetry.jsonl"
+ROWS = 64               # of each tensor, for the statistics that are not exact over all of it
+GROUP = 16              # at least so many neighbouring rows are drawn together
+
+ROLES = {               # the product in which a tensor is looked at, and the operand that it is there
+    "x": ("y", "x"), "w": ("y", "w"), "dy": ("dx", "g"),
+    "x.T": ("dw", "x"), "w.T": ("dx", "w"), "dy.T": ("dw", "g"),
+}
+TENSOR_OF = {"x": "x", "w": "w", "g": "dy"}
+
+JobLike = TypeVar("JobLike")    # a trainer.Job: anything frozen with `model`, `step` and `data`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """What one cast does to one tensor."""
+
+    sqnr_db: float | None           # 10 log10(sum x^2 / sum (x - cast x)^2); None: no error at all
+    underflow: float                # share of elements that became zero
+    saturated: float                # share beyond the largest value by more than half a spacing
+    scale_octaves: float            # log2 of the largest block scale over the smallest
+    worst_block_db: float | None    # the least SQNR of a block
+    saturated_blocks: float         # share of blocks with a saturated element
+    zeroed_blocks: float            # share of blocks of which nothing is left
+    window: tuple[float, float]     # log2 of the least and the largest magnitude that the largest scale can express
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One tensor at one step."""
+
+    step: int
+    layer: str
+    role: str                       # of ROLES
+    cast: dict[str, Any]            # the fields of the Cast that the run applied
+    total_rows: int
+    sampled_rows: int
+    amax: float | None              # exact; None: not finite
+    nonfinite: int                  # NaNs and infinities, exact; where there are any, nothing else can be said
+    own: Quality | None             # under `cast`
+    others: dict[str, Quality]      # under the row of each other recipe, as if it had been at work here
+    exponents: dict[int, int]       # floor(log2 |x|) -> how many of the sampled elements; zeros are left out
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sample:
+        def quality(one: dict[str, Any]) -> Quality:
+            return Quality(**{**one, "window": tuple(one["window"])})
+
+        return cls(**{**values, "own": values["own"] and quality(values["own"]),
+                      "others": {name: quality(one) for name, one in values["others"].items()},
+                      "cast": {**values["cast"], "block": tuple(values["cast"]["block"])},
+                      "exponents": {int(e): n for e, n in values["exponents"].items()}})
+
+
+# ---- statistics of one tensor ------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Rows of an operand, and one more group that is cast along because it holds the largest magnitude."""
+
+    x: Tensor                   # (rows [+ group], contracted axis) float32
+    rows: int                   # of x that count
+    total_rows: int
+    amax: Tensor                # () float32, of the whole operand
+    nonfinite: Tensor           # ()
+
+
+def draw(x: Tensor, casts: Iterable[Cast], rows: int | None, generator: torch.Generator | None = None) -> Drawn:
+    """`rows` rows of x (M, K), all when None; padded with zeros until every one of `casts` tiles."""
+    tiles = [cast.tile for cast in casts]
+    x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    along = max((side for tile in tiles for side in tile[1:]), default=1)
+    group = max(GROUP, *(tile[0] for tile in tiles))
+    total = len(x)
+    if -total % group or -x.shape[1] % along:
+        x = nn.functional.pad(x, (0, -x.shape[1] % along, 0, -total % group))
+    by_column = any(cast.block[0] == ALL != cast.block[1] for cast in casts)
+    found = kernel.amax(x, (group, 0))
+    tops, groups, wanted = found.values.view(-1), len(x) // group, -(-(rows or total) // group)
+    if wanted >= groups or by_column:       # scales that reach over all rows
+        return Drawn(x=x.float(), rows=len(x), total_rows=total, amax=tops.amax(), nonfinite=found.nonfinite)
+    picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
+    picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
+    return Drawn(x=x.unflatten(0, (-1, group))[picked].flatten(0, 1).float(), rows=wanted * group, total_rows=total,
+                 amax=tops.amax(), nonfinite=found.nonfinite)
+
+
+def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
+    """The fields of a `Quality`, in its order, (9,) float64 on the tensor's device. `amax`: as in `quantise`."""
+    to, rows = format_of(cast.format), drawn.rows
+    mixed = TRANSFORMS[cast.transform](drawn.x)
+    made = quantise(mixed, replace(cast, transform="none"), amax=amax,
+                    noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
+    scale = made.scale if made.tensor is None else made.scale * made.tensor
+    r, c = cast.block[0] or len(mixed), cast.block[1] or mixed.shape[1]
+    kept = -(-rows // r)                                # rows of blocks that count
+    scale, top, r = scale[:kept], made.amax[:kept], min(r, rows)
+    x, data = (t[:rows].view(-1, r, mixed.shape[1] // c, c) for t in (mixed, made.data))
+    # Squares of small gradients would vanish in float32; a power of two is exact.
+    unit = torch.ldexp(torch.ones((), device=x.device), -torch.frexp(drawn.amax).exponent.clamp(-120, 120))
+    x_units = x * unit
+    noise = (x_units - data * (scale * unit)[:, None, :, None]).square_().sum((1, 3)).double()
+    signal = x_units.square_().sum((1, 3)).double()
+    some = (x != 0).sum((1, 3))                         # elements that are not zero, per block
+    left = (data != 0).sum((1, 3))
+    there = some > 0
+    limit = _limit(cast.format) * scale.double()
+    beyond = torch.zeros_like(some)
+    if bool((top > limit).any()):
+        beyond = (x.abs().double() > limit[:, None, :, None]).sum((1, 3))
+    share = torch.where(there, 10 * torch.log10(signal / noise), torch.inf)     # noise 0: inf
+    elements, blocks = (count.sum().clamp(min=1).double() for count in (some, there))
+    used = scale[there] if there.any() else scale.new_ones(1)
+    high = used.max().double().log2()
+    return torch.stack([value.double() for value in (
+        10 * torch.log10(signal.sum() / noise.sum()), (some - left).sum() / elements, beyond.sum() / elements,
+        high - used.min().double().log2(), share.min(), ((beyond > 0) & there).sum() / blocks,
+        ((left == 0) & there).sum() / blocks, high + math.log2(to.smallest), high + math.log2(to.largest))])
+
+
+@cache
+def _limit(name: str) -> float:
+    """Half a spacing beyond the largest value: further out, a magnitude is not rounded any more, it saturates."""
+    to = format_of(name)
+    return to.largest + 2.0**(to.max_exponent - to.mantissa_bits - 1)
+
+
+def quality(numbers: list[float]) -> Quality:
+    total, underflow, saturated, octaves, worst, saturated_blocks, zeroed_blocks, low, high = numbers
+    return Quality(sqnr_db=total if math.isfinite(total) else None, underflow=underflow, saturated=saturated,
+                   scale_octaves=octaves, worst_block_db=worst if math.isfinite(worst) else None,
+                   saturated_blocks=saturated_blocks, zeroed_blocks=zeroed_blocks, window=(low, high))
+
+
+def exponents(x: Tensor) -> dict[int, int]:
+    """How many elements of x (float32) have each floor(log2 |x|); what is below 2^-126 is left out."""
+    counts = torch.bincount(((x.contiguous().view(torch.int32) >> 23) & 0xFF).flatten(), minlength=256).tolist()
+    return {code - 127: count for code, count in enumerate(counts) if count and 0 < code < 255}
+
+
+def compute_cast(dtype: torch.dtype | None) -> Cast:
+    """The cast of an operand that no recipe scales: to the dtype of the product."""
+    name = next(f.name for f in FORMATS.values() if f.torch_dtype == str(dtype or torch.float32).removeprefix("torch."))
+    return Cast(format=name, scale="none")
+
+
+def cast_of(recipe: Recipe, role: str) -> Cast:
+    product, operand = pick(ROLES, role, "role")
+    casts = getattr(recipe, product)
+    return compute_cast(recipe.compute) if casts is None else casts[PRODUCTS[product].index(operand)]
+
+
+# ---- a run's ----------------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Telemetry:
+    """Samples `model` every `every` steps: step 1, 1 + every, ... `onto(job)` wraps the two seams of a Job.
+
+    layers:          patterns of names of Linears; None: all
+    roles:           of ROLES
+    counterfactuals: names of recipes to compare with; None: all but fp32
+    rows:            drawn of each tensor; None: every row, which costs more than 5% of a small model's step
+    path:            a JSON line per sample is appended; None: `samples` alone
+    Raises ConfigError for a name that there is not.
+    """
+
+    model: nn.Module
+    every: int = 20
+    layers: tuple[str, ...] | None = None
+    roles: tuple[str, ...] = ("x", "w", "dy")
+    counterfactuals: tuple[str, ...] | None = None
+    rows: int | None = ROWS
+    path: Path | None = None
+    step: int = 0                                   # the one at hand, from 1
+    samples: list[Sample] = field(default_factory=list)
+    _amaxes: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+    _batch: list[Sample] = field(default_factory=list, repr=False)
+
+    def __post_init__(self):
+        if self.every < 1 or (self.rows is not None and self.rows < 1):
+            raise ConfigError(f"telemetry looks every N >= 1 steps at R >= 1 rows, got every={self.every}, rows={self.rows}")
+        for role in self.roles:
+            pick(ROLES, role, "role")
+        names = [name for name in RECIPES if RECIPES[name].compute] if self.counterfactuals is None else self.counterfactuals
+        self._others = {name: pick(RECIPES, name, "recipe") for name in names}
+        linears = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        for pattern in self.layers or ():
+            if not any(fnmatchcase(name, pattern) for name in linears):
+                raise ConfigError(f"telemetry: {pattern!r} matches no Linear of this model; {nearest(pattern, linears)}")
+        self._linears = {name: module for name, module in linears.items()
+                         if self.layers is None or any(fnmatchcase(name, pattern) for pattern in self.layers)}
+        if self.path is not None:
+            _mend(self.path)
+
+    def onto(self, job: JobLike) -> JobLike:
+        """The same job, looked at."""
+        return replace(job, step=self.around(job.step), data=self.counting(job.data))
+
+    def around(self, step: Step) -> Step:
+        """The same step, looked at when it is time."""
+        def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            if (self.step - 1) % self.every:
+                return step(model, x, y)
+            with self._hooks(), _eagerly(model):
+                loss = step(model, x, y)
+            self._write()
+            return loss
+
+        return watched
+
+    def counting(self, data: DataPolicy) -> DataPolicy:
+        """The same batches; says which step is next, so that a resumed run samples the steps of an uninterrupted one."""
+        return _Counting(data, self)
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        self._batch, done = [], set()
+        handles = [module.register_forward_hook(self._forward(name, done)) for name, module in self._linears.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _forward(self, name: str, done: set[tuple[str, str]]) -> Callable[..., None]:
+        """The first micro-batch counts; a forward that is recomputed is the first one again."""
+        def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
+            for tensor, value in (("x", args[0]), ("w", module.weight)):
+                if (name, tensor) not in done:
+                    done.add((name, tensor))
+                    self._sample(name, module, tensor, value, out.dtype)
+            if out.requires_grad and (name, "dy") not in done:
+                done.add((name, "dy"))
+                out.register_hook(lambda dy: self._sample(name, module, "dy", dy, out.dtype))
+
+        return look
+
+    def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor, dtype: torch.dtype) -> None:
+        matrix = value.detach().reshape(-1, value.shape[-1])
+        with torch.no_grad(), torch.autocast(matrix.device.type, enabled=False):
+            for role in self.roles:
+                if TENSOR_OF[ROLES[role][1]] == tensor:
+                    self._batch.append(self._look(name, module, role, matrix.T if role.endswith(".T") else matrix, dtype))
+
+    def _look(self, name: str, module: nn.Linear, role: str, x: Tensor, dtype: torch.dtype) -> Sample:
+        ours = getattr(module, "recipe", None) or Recipe(compute=dtype, dtype="", source="")
+        recipes = {"": ours, **self._others}
+        casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
+        generator = torch.Generator().manual_seed(self.step)
+        drawn = draw(x, casts.values(), self.rows, generator)
+        histories = {key: self._history(name, module, role, recipe, drawn) for key, recipe in recipes.items()}
+        self._amaxes[name, role] = torch.maximum(drawn.amax, self._amaxes.get((name, role), drawn.amax))
+        rows: dict[tuple, Tensor] = {}      # recipes that cast alike are measured once
+        for key, cast in casts.items():
+            if (cast, id(histories[key])) not in rows:
+                rows[cast, id(histories[key])] = measure(drawn, cast, amax=histories[key])
+        facts = torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device)))
+        (amax, nonfinite), *numbers = _lists([facts, *rows.values()])
+        found = dict(zip(rows, map(quality, numbers))) if not nonfinite else {}
+        return Sample(
+            step=self.step, layer=name, role=role, cast=asdict(casts[""]), total_rows=drawn.total_rows,
+            sampled_rows=min(drawn.rows, drawn.total_rows), amax=amax if math.isfinite(amax) else None,
+            nonfinite=int(nonfinite), exponents=exponents(drawn.x[:drawn.rows]),
+            own=found.get((casts[""], id(histories[""]))),
+            others={key: found[casts[key], id(histories[key])] for key in self._others if found})
+
+    def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe, drawn: Drawn) -> Tensor | None:
+        """What delayed scaling would scale by: the layer's own history; in other runs, what earlier samples have seen."""
+        if recipe.delayed is None or getattr(recipe, ROLES[role][0]) is None:
+            return None
+        history = getattr(module, "amax_history", None)
+        if history is None:
+            return self._amaxes.get((name, role), drawn.amax) * 2.0**recipe.delayed.margin
+        delayed = module.recipe.delayed
+        return HISTORY_RULES[delayed.rule](history[OPERANDS.index(ROLES[role][1]), 1:]) * 2.0**delayed.margin
+
+    def _write(self) -> None:
+        self.samples += self._batch
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write("".join(json.dumps(sample.to_dict()) + "\n" for sample in self._batch))
+        self._batch = []
+
+
+class _Counting(DataPolicy):
+    def __init__(self, data: DataPolicy, telemetry: Telemetry):
+        self.data, self.telemetry = data, telemetry
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        self.telemetry.step = step + 1
+        return self.data.batch(step)
+
+
+def attach(job: JobLike, run_dir: str | Path | None = None, **settings: Any) -> JobLike:
+    """`job` with telemetry: `fit` it into the same `run_dir`. Settings are those of `Telemetry`. Raises ConfigError."""
+    return Telemetry(model=job.model, path=None if run_dir is None else Path(run_dir) / FILE, **settings).onto(job)
+
+
+def read(path: str | Path) -> list[Sample]:
+    """The samples of a run folder, in the order of the steps. A step that was done again counts once, the last time; a
+    last line torn by a kill is left out. Raises ConfigError when there are none."""
+    path = Path(path)
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps for example")
+    lines = file.read_text().splitlines(keepends=True)
+    samples = [Sample.from_dict(json.loads(line)) for line in lines if line.endswith("\n")]
+    last = {(sample.step, sample.layer, sample.role): sample for sample in samples}
+    return sorted(last.values(), key=lambda sample: sample.step)
+
+
+def nonfinite_report(samples: Iterable[Sample]) -> str:
+    """Where NaN or Inf was met first, by layer; empty when it never was."""
+    bad = [sample for sample in samples if sample.nonfinite]
+    if not bad:
+        return ""
+    first = [sample for sample in bad if sample.step == bad[0].step]
+    named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}" for sample in first[:3])
+    more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
+    return f"NaN or Inf at step {first[0].step}: {named}{more}"
+
+
+def _lists(tensors: list[Tensor]) -> list[list[float]]:
+    """To the host at once."""
+    lengths = [len(tensor) for tensor in tensors]
+    values = iter(torch.cat(tensors).tolist())
+    return [[next(values) for _ in range(length)] for length in lengths]
+
+
+def _mend(path: Path) -> None:
+    """A line torn by a kill would swallow the next."""
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _eagerly(model: nn.Module) -> AbstractContextManager:
+    """Hooks are not seen by what was compiled without them."""
+    if getattr(model, "_compiled_call_impl", None) is None:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

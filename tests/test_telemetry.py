@@ -1,0 +1,275 @@
+"""Telemetry: each statistic against loops in float64 and ml_dtypes' casts; nothing of the run changes; off is off."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from lpkit.assembly import assemble
+from lpkit.config import Config, ConfigError
+from lpkit.precision import telemetry
+from lpkit.precision.formats import FORMATS
+from lpkit.precision.recipes import RECIPES
+from lpkit.precision.scaled import hadamard_matrix, quantise
+from lpkit.precision.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
+from lpkit.trainer import fit
+
+TINY = Config().replace({
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 5, "eval_batches": 1,
+    "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp8-tensorwise", "precision.backend": "emulated"})
+ROWS_OF = [(name, role) for name, recipe in RECIPES.items() if recipe.products for role in ROLES]
+GRIDS = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
+
+
+def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
+    """A scale per block, from its largest magnitude."""
+    largest, one = FORMATS[cast.format].largest, np.float32(1)
+    if cast.scale == "float32":
+        return np.maximum(amax, np.float32(2.0**-100)) / np.float32(largest)
+    if cast.scale == "power-of-two":
+        return np.array([[2.0 ** math.ceil(math.log2(a / largest)) if a else 2.0**-127 for a in row] for row in amax])
+    tensor = amax.max() / np.float32(largest * 448)
+    return (amax / np.float32(largest) / tensor).clip(2.0**-6 * one, 448 * one).astype(ml_dtypes.float8_e4m3fn) \
+        .astype(np.float32) * tensor
+
+
+def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
+    """The statistics by loops over blocks."""
+    x = x.double().numpy().astype(np.float32)
+    if cast.transform == "hadamard":
+        x = (x.reshape(len(x), -1, 16) @ hadamard_matrix().numpy()).reshape(x.shape)
+    r, c = cast.block[0] or x.shape[0], cast.block[1] or x.shape[1]
+    fmt = FORMATS[cast.format]
+    tiles = [[x[i:i + r, j:j + c] for j in range(0, x.shape[1], c)] for i in range(0, x.shape[0], r)]
+    amax = np.array([[abs(t).max() for t in row] for row in tiles]) if fixed_amax is None else np.float32([[fixed_amax]])
+    scales = naive_scales(amax, cast)
+    top = fmt.largest + 2.0 ** (math.floor(math.log2(fmt.largest)) - fmt.mantissa_bits) / 2
+    elements = vanished = beyond = signal = noise = 0
+    per_block = []
+    for i, row in enumerate(tiles):
+        for j, tile in enumerate(row):
+            scaled = tile.astype(np.float32) / np.float32(scales[i, j])
+            clipped = scaled.clip(-fmt.largest, fmt.largest)
+            grid = np.rint(clipped) if cast.format == "int8" else clipped.astype(GRIDS[cast.format]).astype(np.float64)
+            y = grid.astype(np.float64) * float(scales[i, j])
+            some = tile != 0
+            s, n = (tile.astype(np.float64) ** 2).sum(), ((tile - y) ** 2).sum()
+            elements, vanished = elements + some.sum(), vanished + (some & (y == 0)).sum()
+            over = (abs(tile.astype(np.float64)) > top * float(scales[i, j])).sum()
+            beyond, signal, noise = beyond + over, signal + s, noise + n
+            if some.any():
+                per_block.append((s, n, over, (y != 0).sum(), scales[i, j]))
+    high, low = (math.log2(f(b[4] for b in per_block)) for f in (max, min))
+    return {
+        "sqnr_db": 10 * math.log10(signal / noise), "underflow": vanished / elements, "saturated": beyond / elements,
+        "scale_octaves": high - low, "worst_block_db": min(10 * math.log10(s / n) for s, n, *_ in per_block if n),
+        "saturated_blocks": np.mean([b[2] > 0 for b in per_block]), "zeroed_blocks": np.mean([b[3] == 0 for b in per_block]),
+        "window": (high + math.log2(fmt.smallest), high + math.log2(fmt.largest))}
+
+
+def wild(rows: int = 256, columns: int = 256) -> torch.Tensor:
+    """Six decades of magnitudes, outliers, zeros and a block of zeros."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, columns, generator=g) * 10 ** (3 * torch.randn(rows, columns, generator=g).clamp(-1, 1))
+    x[:, 7] *= 300
+    x[5] = 0
+    x[128:, 128:] *= 1e-5
+    x[:16, 32:64] = 0
+    return x
+
+
+@pytest.mark.parametrize("name, role", ROWS_OF)
+def test_every_statistic_is_its_definition(name, role):
+    cast = replace(cast_of(RECIPES[name], role), rounding="nearest-even")
+    x = wild()
+    found = quality(measure(draw(x, [cast], None), cast).tolist())
+    for field, want in naive(x, cast).items():
+        exact = field in ("underflow", "saturated", "saturated_blocks", "zeroed_blocks")
+        # Mixing by a Hadamard matrix in another order moves elements that lie on a midpoint.
+        tolerance = 1e-12 if exact and cast.transform == "none" else 1e-3
+        assert getattr(found, field) == pytest.approx(want, rel=tolerance, abs=1e-3 if cast.transform != "none" else 1e-4), field
+
+
+def test_a_stale_scale_saturates():
+    cast, x = cast_of(RECIPES["fp8-delayed"], "x"), wild()
+    amax = x.abs().max() / 64
+    found = quality(measure(draw(x, [cast], None), cast, amax=amax).tolist())
+    want = naive(x, cast, fixed_amax=amax.item())
+    assert found.saturated == want["saturated"] > 0.001
+    assert found.sqnr_db == pytest.approx(want["sqnr_db"], rel=1e-4)
+    fresh = quality(measure(draw(x, [cast], None), cast).tolist())
+    assert fresh.saturated == 0 and fresh.sqnr_db > found.sqnr_db + 10
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_tensors_have_the_same_ratio(size):
+    cast, x = cast_of(RECIPES["fp8-tensorwise"], "x"), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    one, other = (quality(measure(draw(t, [cast], None), cast).tolist()) for t in (x, x * size))
+    assert other.sqnr_db == pytest.approx(one.sqnr_db, abs=0.1) and one.worst_block_db == one.sqnr_db
+
+
+def test_stochastic_rounding_is_seen_as_noise():
+    down = cast_of(RECIPES["nvfp4"], "dy")
+    nearest = replace(down, rounding="nearest-even")
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    drawn = draw(x, [down], None)
+    assert measure(drawn, down)[0] < measure(drawn, nearest)[0] - 1
+
+
+def test_exponents_are_counted():
+    x = torch.tensor([0.0, 1.0, 1.99, -2.0, 0.25, 3e-39, math.inf, math.nan, -6.5])
+    assert telemetry.exponents(x) == {0: 2, 1: 1, -2: 1, 2: 1}
+
+
+def test_padding_counts_nowhere():
+    x = wild(120, 100)
+    cast = cast_of(RECIPES["mxfp8"], "x")
+    padded = torch.nn.functional.pad(x, (0, 28, 0, 8))
+    assert torch.equal(measure(draw(x, [cast], None), cast), measure(draw(padded, [cast], None), cast))
+
+
+def test_a_draw_is_unbiased_and_keeps_the_scale_of_the_whole():
+    """The mean over draws is the value over all rows, for every granularity; the tensor's amax is never lost."""
+    x, rng = wild(512, 256), torch.Generator().manual_seed(1)
+    x[:, 7] = x[:, 8]
+    casts = [cast_of(RECIPES[name], "x") for name in ("fp8-tensorwise", "mxfp8", "nvfp4")]
+    whole = [measure(draw(x, casts, None), cast) for cast in casts]
+    drawn = [draw(x, casts, 64, rng) for _ in range(400)]
+    assert all(d.rows == 64 and d.amax == x.abs().max() for d in drawn)
+    for cast, want in zip(casts, whole):
+        found = torch.stack([measure(d, cast) for d in drawn])
+        error = found[:, 1].std() / 20
+        assert abs(found[:, 1].mean() - want[1]) < 4 * error + 1e-9          # underflow, a mean over elements
+        assert (found[:, 8] <= want[8]).all() and (cast.block != (0, 0) or (found[:, 8] == want[8]).all())
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_a_row_that_was_not_drawn_still_sets_the_scale(columns):
+    x = torch.ones(1024, 64)
+    x[700, 3] = 448.0 * 4
+    cast = cast_of(RECIPES["fp8-tensorwise"], "x")
+    found = draw(x, [cast], 16, torch.Generator().manual_seed(0))
+    assert found.x.abs().max() == 1792 and len(found.x) == 32
+    assert quality(measure(found, cast).tolist()).window[1] == math.log2(1792)
+
+
+# ---- a run ------------------------------------------------------------------------------------------------------------
+
+def trained(tmp_path: Path, config: Config, name: str, **settings):
+    folder = tmp_path / name
+    folder.mkdir()
+    job = assemble(config)
+    if settings:
+        job = telemetry.attach(job, folder, **settings)
+    return fit(job, folder), job
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "bf16"])
+def test_telemetry_changes_no_bit(tmp_path, recipe):
+    config = TINY.replace({"precision.recipe": recipe, "precision.backend": "auto", "precision.keep": "head", "accumulate": 2})
+    plain, _ = trained(tmp_path, config, "plain")
+    looked, job = trained(tmp_path, config, "looked", every=2, rows=16)
+    assert [line["loss"] for line in plain.metrics] == [line["loss"] for line in looked.metrics]
+    assert plain.summary["val_loss"] == looked.summary["val_loss"]
+    samples = read(tmp_path / "looked")
+    layers = [f"blocks.{i}.{part}" for i in range(2) for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
+    assert {s.step for s in samples} == {1, 3, 5}
+    assert len(samples) == 3 * 3 * 9 and {s.layer for s in samples} == {*layers, "head"}
+    assert all(not module._forward_hooks for module in job.model.modules())
+    assert samples == sorted(job.data.telemetry.samples, key=lambda s: s.step)
+
+
+def test_off_is_a_call_and_a_remainder(tmp_path):
+    job = telemetry.attach(assemble(TINY), tmp_path, every=20)
+    x, y = job.data.batch(1)        # step 2
+    job.step(job.model, x, y)
+    assert not (tmp_path / telemetry.FILE).exists() and not job.data.telemetry.samples
+    assert all(not module._forward_hooks and not module._backward_hooks for module in job.model.modules())
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "mxfp8", "int8"])
+def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
+    """The sample's own quality, and the counterfactual of its own recipe, are those of the layer's cast."""
+    job = telemetry.attach(assemble(TINY.replace({"precision.recipe": recipe})), None, every=1, rows=None,
+                           roles=tuple(ROLES), layers=("blocks.1.mlp.up",))
+    layer, taken = job.model.blocks[1].mlp.up, {}
+
+    def take(module, args, out):
+        taken.update(x=args[0].flatten(0, 1), w=module.weight.clone(), history=getattr(module, "amax_history", out).clone())
+        out.register_hook(lambda dy: taken.update(dy=dy.flatten(0, 1)))
+
+    layer.register_forward_hook(take)
+    for step in range(3):
+        x, y = job.data.batch(step)
+        job.step(job.model, x, y)
+    samples = job.data.telemetry.samples
+    for role in ROLES:
+        sample = next(s for s in samples if (s.step, s.role) == (3, role))
+        t = taken[role.removesuffix(".T")].detach().float()
+        t = t.T.contiguous() if role.endswith(".T") else t
+        amax = taken["history"][["x", "w", "dy"].index(role.removesuffix(".T")), 1:].max() if recipe == "fp8-delayed" else None
+        y = quantise(t, cast_of(RECIPES[recipe], role), amax=amax).dequantise(torch.float64)
+        want = 10 * torch.log10(t.double().square().sum() / (t.double() - y).square().sum()).item()
+        assert sample.own.sqnr_db == pytest.approx(want, abs=1e-4) and sample.amax == t.abs().max()
+        assert sample.own == sample.others[recipe]
+        assert sample.total_rows == len(t) and sum(sample.exponents.values()) == (t.abs() >= 2.0**-126).sum()
+
+
+def test_other_recipes_are_what_those_would_have_said():
+    taken = {}
+    for recipe in ("fp8-tensorwise", "mxfp8", "nvfp4"):
+        job = telemetry.attach(assemble(TINY.replace({"precision.recipe": recipe, "precision.keep": "head"})), None,
+                               every=1, rows=None, roles=("x", "w"), layers=("blocks.0.attention.qkv",))
+        job.step(job.model, *job.data.batch(0))
+        taken[recipe] = job.data.telemetry.samples
+    for asked in taken:
+        for other in taken:     # the first layer's inputs do not depend on the recipe
+            assert [s.others[other] for s in taken[asked]] == [s.own for s in taken[other]]
+
+
+def test_not_a_number_is_counted_and_named(tmp_path):
+    job = telemetry.attach(assemble(TINY), tmp_path, every=1, rows=16)
+    with torch.no_grad():
+        job.model.blocks[1].mlp.up.weight[3, 5] = math.nan
+        job.model.blocks[1].mlp.up.weight[9, 5] = math.inf
+    job.step(job.model, *job.data.batch(0))
+    samples = read(tmp_path)
+    bad = next(s for s in samples if s.layer == "blocks.1.mlp.up" and s.role == "w")
+    assert bad.nonfinite == 2 and bad.amax is None and bad.own is None and bad.others == {}
+    assert "2 in w of blocks.1.mlp.up" in telemetry.nonfinite_report(samples)
+    assert telemetry.nonfinite_report([s for s in samples if not s.nonfinite]) == ""
+    assert all("NaN" not in line for line in (tmp_path / telemetry.FILE).read_text().splitlines())
+
+
+def test_a_torn_line_is_left_out_and_written_over(tmp_path):
+    _, job = trained(tmp_path, TINY, "run", every=4, rows=16)
+    path = tmp_path / "run" / telemetry.FILE
+    whole = read(tmp_path / "run")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read(tmp_path / "run") == whole[:-1]
+    again = Telemetry(model=job.model, path=path, every=4)
+    assert path.read_bytes().endswith(b"\n")
+    again._batch = [whole[-1], replace(whole[0], amax=7.0)]
+    again._write()
+    assert read(path) == [*[s if (s.step, s.layer, s.role) != (1, whole[0].layer, whole[0].role) else replace(s, amax=7.0)
+                            for s in whole[:-1]], whole[-1]]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"every": 0}, "every N >= 1"), ({"rows": 0}, "rows=0"), ({"roles": ("y",)}, "there is no role 'y'"),
+    ({"layers": ("block.*",)}, "matches no Linear"), ({"counterfactuals": ("mxfp9",)}, "mxfp8"),
+])
+def test_bad_settings(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        Telemetry(model=assemble(TINY).model, **settings)
+
+
+def test_a_folder_without_samples_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no telemetry\.jsonl"):
+        read(tmp_path)
