@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -395,11 +396,16 @@ def device_here() -> torch.device:
 
 
 def examine(checks: tuple[Check, ...] = CHECKS) -> dict[str, Any]:
-    """The whole report, JSON-ready: the machine, the device that was tried, one row per check, and which dtype a run
-    takes here by itself. That bf16 works says nothing of its speed, so that choice comes from a race."""
+    """The whole report, JSON-ready: the machine, the device that was tried, one row per check, which dtype a run takes
+    here by itself, and every precision recipe with every backend. That bf16 works says nothing of its speed, so that
+    choice comes from a race."""
     from lpkit.measure import bf16_choice
+    from lpkit.precision import matrix
 
     device = device_here()
     choice = bf16_choice(device)    # first, while the machine is quiet
-    return {"machine": machine(), "device": str(device), "probes": [asdict(probe(check, device)) for check in checks],
+    with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
+        recipes = beside.submit(matrix.probe, device)
+        probes = [asdict(probe(check, device)) for check in checks]
+    return {"machine": machine(), "device": str(device), "probes": probes, "recipes": matrix.to_dicts(recipes.result()),
             "chosen": {"precision": asdict(choice)}}

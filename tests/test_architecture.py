@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ui": BASE | {"predict"},
     "notebooks": BASE | {"ui"},
     "lab": BASE,
-    "doctor": BASE | {"measure"},
+    "doctor": BASE | {"measure", "precision"},
     "cli": BASE | {"commands", "runs"},
     "__main__": {"cli"},
 }

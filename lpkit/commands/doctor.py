@@ -38,8 +38,17 @@ def text(result: dict[str, Any]) -> str:
         for row in probes:
             nearest = f" -> {row['nearest']}" if row["nearest"] else ""
             lines.append(_row(("+ " if row["works"] else "- ") + row["name"], row["detail"] or row["why"] + nearest, 16))
+    lines += ["", "Recipes, forward and backward; the reasons are in --json", *_recipes(result["recipes"])]
     choice = result["chosen"]["precision"]
     return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
+
+
+def _recipes(cells: list[dict[str, Any]]) -> list[str]:
+    from lpkit.precision import matrix
+
+    heads, rows = matrix.grid([matrix.Cell(**cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    return ["  " + "  ".join(f"{word:<{width}}" for word, width in zip(row, widths)).rstrip() for row in (heads, *rows)]
 
 
 def _row(name: str, value: str, width: int = 10) -> str:

@@ -1,0 +1,138 @@
+"""The support matrix: this machine's part is run, the rules agree with what the backends say, the page with the rules."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lpkit.precision import matrix
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.recipes import RECIPES
+from lpkit.predict.machines import CATALOGUE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def here():
+    return matrix.probe(CPU)
+
+
+def status(cells, recipe, backend, feature="forward"):
+    (cell,) = [c for c in cells if (c.recipe, c.backend, c.feature) == (recipe, backend, feature)]
+    return cell.status
+
+
+def test_every_recipe_is_emulated_here_in_every_way(here):
+    """Run, against the definition in float64: the README may say that each recipe trains on a CPU."""
+    for name, recipe in RECIPES.items():
+        backend, want = ("emulated", "emulated") if recipe.products else ("pytorch", "native")
+        for feature in matrix.FEATURES:
+            assert status(here, name, backend, feature) == want, (name, feature)
+
+
+def test_every_pair_is_answered_and_a_no_says_why_and_what_instead(here):
+    pairs = {(c.recipe, c.backend, c.feature) for c in here}
+    assert len(pairs) == len(here) == len(matrix.FEATURES) * sum(len(matrix.backends_of(r)) for r in RECIPES.values())
+    for cell in here:
+        assert cell.why and cell.source == matrix.HERE, cell
+        assert bool(cell.nearest) == (cell.status == "no"), cell
+    assert json.loads(json.dumps(matrix.to_dicts(here))) == matrix.to_dicts(here)
+
+
+def test_on_a_cpu_rules_and_probes_agree(here):
+    """Where a library is not installed only the rule can answer."""
+    for ruled in matrix.by_rule("cpu"):
+        (run,) = [c for c in here if (c.recipe, c.backend, c.feature) == (ruled.recipe, ruled.backend, ruled.feature)]
+        assert run.status == ruled.status or "not installed" in run.why, (ruled, run)
+
+
+@pytest.mark.parametrize("machine, recipe, backend, want", [
+    # NVIDIA's own table, https://nvidia.github.io/TransformerEngine/support_matrix.html
+    ("a100-80", "fp8-tensorwise", "transformer-engine", "no"), ("l4", "fp8-tensorwise", "transformer-engine", "native"),
+    ("l40s", "fp8-delayed", "transformer-engine", "native"), ("l4", "fp8-blockwise", "transformer-engine", "no"),
+    ("h200", "fp8-blockwise", "transformer-engine", "native"), ("h200", "mxfp8", "transformer-engine", "no"),
+    ("b200", "mxfp8", "transformer-engine", "native"), ("b200", "nvfp4", "transformer-engine", "native"),
+    ("rtx-5090", "mxfp8", "transformer-engine", "no"),
+    # PyTorch: "only supported on CUDA devices with compute capability >= 9.0 or 8.9"
+    ("t4", "fp8-tensorwise", "scaled_mm", "no"), ("rtx-4090", "fp8-rowwise", "scaled_mm", "native"),
+    ("h100", "fp8-blockwise", "scaled_mm", "native"), ("b200", "fp8-blockwise", "scaled_mm", "no"),
+    ("h200", "nvfp4", "scaled_mm", "no"), ("b200", "nvfp4", "scaled_mm", "native"),
+    ("t4", "int8", "scaled_mm", "native"), ("t4", "bf16", "pytorch", "emulated"), ("t4", "fp16", "pytorch", "native"),
+    ("mi300x", "fp8-tensorwise", "scaled_mm", "no"), ("t4", "nvfp4", "emulated", "emulated"),
+])
+def test_rules_are_the_libraries_own(machine, recipe, backend, want):
+    assert status(matrix.by_rule(machine), recipe, backend) == want
+
+
+def test_every_machine_of_the_catalogue_has_a_rule():
+    assert set(matrix.CAPABILITY) == {*CATALOGUE, "cpu"}
+    for machine in matrix.CAPABILITY:
+        for cell in matrix.by_rule(machine):
+            assert cell.source and cell.why and bool(cell.nearest) == (cell.status == "no"), cell
+
+
+def test_the_nearest_thing_works_on_that_machine():
+    for machine in matrix.CAPABILITY:
+        for cell in matrix.by_rule(machine):
+            if " with " in cell.nearest:
+                recipe, backend = cell.nearest.split(" with ")
+                assert status(matrix.by_rule(machine), recipe, backend) == "native"
+
+
+def test_the_page_is_up_to_date():
+    """`python -m lpkit.precision.matrix --page > docs/matrix.md`"""
+    assert (Path(__file__).parents[1] / "docs" / "matrix.md").read_text() == matrix.page()
+
+
+def test_wrong_numbers_are_a_no(monkeypatch):
+    """A backend that answers is not a backend that works."""
+    class Wrong(type(BACKENDS["emulated"])):
+        def product(self, a, b, dtype, bias=None):
+            return super().product(a, b, dtype, bias) * 1.1
+
+    monkeypatch.setitem(BACKENDS, "emulated", Wrong())
+    cells = {cell.feature: cell for cell in matrix._try("fp8-tensorwise", "emulated", CPU)}
+    assert cells["forward"].status == cells["backward"].status == "no"
+    assert "not the recipe's" in cells["forward"].why and cells["forward"].nearest
+
+
+def test_state_that_moves_twice_is_seen(monkeypatch):
+    from lpkit.precision.linear import ScaledLinear
+
+    once = ScaledLinear.forward
+
+    def forward(self, x):
+        self.amax_history += 1      # as a recomputed forward would
+        return once(self, x)
+
+    monkeypatch.setattr(ScaledLinear, "forward", forward)
+    with pytest.raises(ArithmeticError, match="moved twice"):
+        matrix._recomputes("fp8-delayed", "emulated", CPU)
+
+
+@pytest.mark.parametrize("ends, why", [("import os; os.kill(os.getpid(), 9)", "ended with -9"),
+                                       ("import time; time.sleep(60)", "no answer within 0.5 s")])
+def test_a_crash_or_a_hang_is_one_row(monkeypatch, ends, why):
+    real, calls = subprocess.run, []
+
+    def run(command, **options):
+        calls.append(command)
+        program = ends if len(calls) == 1 else "print('[{}]')".replace(
+            "{}", json.dumps(matrix.to_dicts(matrix._refused("mxfp8", "emulated", "cpu", "x"))[0]))
+        return real([sys.executable, "-c", program], **options | {"timeout": 0.5 if len(calls) == 1 else 60})
+
+    monkeypatch.setattr(subprocess, "run", run)
+    cells = matrix.probe(CPU, seconds=0.5, only=[("nvfp4", "emulated"), ("mxfp8", "emulated")])
+    assert [cell.recipe for cell in cells] == ["nvfp4"] * len(matrix.FEATURES) + ["mxfp8"]
+    assert why in cells[0].why and len(calls) == 2
+
+
+def test_the_grid_says_what_fails():
+    cells = [matrix.Cell(machine="this", recipe="fp8-tensorwise", backend=backend, feature=feature, source="x", why="y",
+                         status="no" if (backend, feature) == ("torchao", "compile") else "native")
+             for backend in ("scaled_mm", "torchao") for feature in matrix.FEATURES]
+    assert matrix.grid(cells) == (("recipe", "scaled_mm", "torchao"), [("fp8-tensorwise", "native", "native, no compile")])
