@@ -246,3 +246,8 @@ def values(fmt: Format) -> Tensor:
         raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are listed: "
                           f"{', '.join(f.name for f in FORMATS.values() if f.bits <= 8)}")
     return decode(torch.arange(1 << fmt.bits), fmt)
+
+
+def listed() -> dict[str, tuple[Format, list[float]]]:
+    """The formats of at most 8 bits, each with its values by code, for a figure."""
+    return {name: (fmt, values(fmt).tolist()) for name, fmt in FORMATS.items() if fmt.bits <= 8}

@@ -1,16 +1,20 @@
 """Widgets and figures: show a pure function, hold a guess, follow a run. The notebook hands this room its numbers."""
 
 _WHERE = {
+    "Bits": "formats",
     "Explorer": "explorer",
     "Figure": "figure",
     "Guess": "guess",
     "LiveRun": "live",
     "comparison_figure": "comparison",
+    "exponents_figure": "formats",
     "html_table": "style",
     "memory_figure": "memory",
     "memory_view": "memory",
+    "ranges_figure": "formats",
     "roofline_figure": "roofline",
     "training_figure": "live",
+    "value_figure": "formats",
     "without_widgets": "figure",
 }
 __all__ = sorted(_WHERE)

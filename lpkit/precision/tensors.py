@@ -1,0 +1,105 @@
+"""The tensors of a real training step, and what a number format makes of them: measured, and expected by formula.
+
+    found = operands(assemble(config), steps=40)        # {"weights": [...], "activations": [...], "gradients": [...]}
+    sqnr_db(x, fmt)   expected_sqnr_db(fmt, crest=crest(x))
+    zero_share(x, fmt)   expected_zero_share(fmt, sigma=...)
+
+Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an
+error that is uniform over a spacing d has the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.config import ConfigError
+from lpkit.kernels import cast
+from lpkit.precision.formats import Format
+
+ROLES = ("weights", "activations", "gradients")
+
+
+def operands(job: Any, *, steps: int) -> dict[str, list[Tensor]]:
+    """Train `job` (a trainer.Job) for `steps` updates; then what each nn.Linear multiplies in the next one.
+
+    By role, one float32 tensor a layer: its weights, its input, and the gradient of its output.
+    """
+    if steps < 1:
+        raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 or more, got {steps}")
+    for step in range(steps):
+        _step(job, step)
+        for group in job.optimizer.param_groups:
+            group["lr"] = job.config.optimizer.lr * job.schedule(step)
+        nn.utils.clip_grad_norm_(job.model.parameters(), job.config.optimizer.clip)
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+    found: dict[str, list[Tensor]] = {role: [] for role in ROLES}
+
+    def keep(role: str, x: Tensor) -> None:
+        found[role].append(x.detach().float().flatten(0, -2))
+
+    def forward(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        keep("weights", layer.weight)
+        keep("activations", inputs[0])
+        y.register_hook(lambda dy: keep("gradients", dy))
+
+    hooks = [layer.register_forward_hook(forward) for layer in job.model.modules() if isinstance(layer, nn.Linear)]
+    try:
+        _step(job, steps)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        job.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def _step(job: Any, step: int) -> None:
+    x, y = (t.to(job.device) for t in job.data.batch(step))
+    job.step(job.model, x, y)
+
+
+def sqnr_db(x: Tensor, fmt: Format) -> float:
+    """Signal over quantisation noise, after scaling the largest magnitude of x to the format's largest value."""
+    scale = cast.amax(x).values / fmt.largest
+    error = (cast.qdq(x, fmt, scale, dtype=torch.float32) - x).double().square().sum()
+    return 10 * math.log10(x.double().square().sum() / error)
+
+
+def crest(x: Tensor) -> float:
+    """Largest magnitude over root mean square."""
+    return (x.abs().max() / x.double().square().mean().sqrt()).item()
+
+
+def zero_share(x: Tensor, fmt: Format) -> float:
+    """Share of the elements other than zero that become zero when nothing is scaled."""
+    return ((x.abs() <= fmt.smallest / 2) & (x != 0)).sum().item() / (x != 0).sum().item()
+
+
+def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
+    """floor(log2 |x|) of all elements other than zero, and the share of each; from -60 to 20."""
+    x = torch.cat([t.flatten() for t in tensors])
+    e = torch.frexp(x[x != 0]).exponent.sub(1).clamp(-60, 20)
+    counts = torch.bincount(e + 60, minlength=81)
+    return {k - 60: n / e.numel() for k, n in enumerate(counts.tolist()) if n}
+
+
+def expected_sqnr_db(fmt: Format, *, crest: float) -> float:
+    """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the format's largest value.
+
+    Each binade holds a share of the numbers and has one spacing d; the error there has the energy d^2 / 12.
+    """
+    sigma, share_below, noise = fmt.largest / crest, 0.0, 0.0
+    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):   # the first holds the subnormals too
+        share = math.erf(2.0**(e + 1) / sigma / math.sqrt(2))
+        noise += (share - share_below) * 4.0**(e - fmt.mantissa_bits) / 12
+        share_below = share
+    return 10 * math.log10(sigma**2 / noise)
+
+
+def expected_zero_share(fmt: Format, *, sigma: float) -> float:
+    """Of a Gaussian of that standard deviation: what lies within half a spacing of zero."""
+    return math.erf(fmt.smallest / 2 / sigma / math.sqrt(2))
