@@ -248,6 +248,14 @@ def values(fmt: Format) -> Tensor:
     return decode(torch.arange(1 << fmt.bits), fmt)
 
 
-def listed() -> dict[str, tuple[Format, list[float]]]:
-    """The formats of at most 8 bits, each with its values by code, for a figure."""
-    return {name: (fmt, values(fmt).tolist()) for name, fmt in FORMATS.items() if fmt.bits <= 8}
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Listed:
+    """A format and all its values by code, for a figure. Compared by identity, because NaN is not equal to itself."""
+
+    format: Format
+    values: tuple[float, ...]
+
+
+def listed() -> dict[str, Listed]:
+    """The formats of at most 8 bits."""
+    return {name: Listed(format=fmt, values=tuple(values(fmt).tolist())) for name, fmt in FORMATS.items() if fmt.bits <= 8}

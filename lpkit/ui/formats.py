@@ -6,7 +6,7 @@ A format here is anything with the fields of `lpkit.precision.formats.Format`; v
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,10 +55,10 @@ class Bits(widgets.VBox):
                 button.observe(self._switched, names="value")
 
 
-def value_figure(listed: tuple[Any, Sequence[float]], code: int) -> dict:
-    """The plotly spec for one bit pattern of a format of at most 8 bits: `listed` is the format and its values by code.
+def value_figure(listed: Any, code: int) -> dict:
+    """The plotly spec for one bit pattern of a format of at most 8 bits (a `Listed`: `format`, and `values` by code).
     Bits above the format's own are ignored."""
-    fmt, values = listed
+    fmt, values = listed.format, listed.values
     code &= (1 << fmt.bits) - 1
     value = values[code]
     grid = sorted({v for v in values if 0 < v < math.inf})
