@@ -114,13 +114,14 @@ def _none(amax: Tensor, to: Format) -> Scales:
 class ScaleRule:
     make: Callable[[Tensor, Format], Scales]
     folds: bool               # scale times value has at most bf16's 8 significant bits
+    fused: str | None = None  # the kernel's name for it, where scale and values are found in one pass
     identity: bool = False    # no scale at all: overflow is infinite, as in the format's own arithmetic
 
 
 SCALES = {
     "float32": ScaleRule(make=_float32, folds=False),
-    "power-of-two": ScaleRule(make=_up, folds=True),
-    "power-of-two-floor": ScaleRule(make=_floor, folds=True),
+    "power-of-two": ScaleRule(make=_up, folds=True, fused="rceil"),
+    "power-of-two-floor": ScaleRule(make=_floor, folds=True, fused="floor"),
     "e4m3": ScaleRule(make=_e4m3, folds=True),
     "none": ScaleRule(make=_none, folds=False, identity=True),
 }
@@ -140,10 +141,7 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 
 def _hadamard(x: Tensor) -> Tensor:
     """Every 16 elements of the contracted axis are mixed: an outlier is shared out (Tseng et al. 2024, arXiv:2402.04396)."""
-    h = hadamard_matrix(x.device)
-    if _transposed(x):      # stays where it is: H.T from the left instead of H from the right
-        return (h.T @ x.T.float().unflatten(0, (-1, HADAMARD))).flatten(0, 1).T
-    return (x.float().unflatten(-1, (-1, HADAMARD)) @ h).flatten(-2)
+    return (x.float().unflatten(-1, (-1, HADAMARD)) @ hadamard_matrix(x.device)).flatten(-2)
 
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": _hadamard}
@@ -169,10 +167,15 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32, amax:
     Raises ConfigError when x does not tile.
     """
     x = TRANSFORMS[cast.transform](x)
-    if _transposed(x):      # cast where it lies
+    if _transposed(x) and cast.block[0] != 1:   # cast where it lies; blocks of one column are copied into rows instead
         flipped = replace(cast, block=cast.block[::-1], transform="none")
         return quantise(x.T, flipped, dtype=dtype, amax=amax, noise=noise, fold=fold).T
     to, rule = format_of(cast.format), SCALES[cast.scale]
+    if fold and rule.fused and cast.block[0] == 1 and cast.block[1] > 1 and x.device.type == "cpu":
+        made = kernel.mx(x, to, rule=rule.fused, block=cast.block[1], dtype=dtype, noise=noise)
+        if made.nonfinite:      # an infinity must not saturate in silence
+            made.values.fill_(torch.nan)
+        return Scaled(data=made.values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
     found, nonfinite = kernel.amax(x, cast.block)
     # A history that is still empty decides nothing, and does not hide a NaN that is there now.
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
