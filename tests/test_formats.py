@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from lpkit.config import ConfigError
-from lpkit.precision.formats import FORMATS, ROUNDINGS, decode, encode, format_of, round_to, values
+from lpkit.precision import tensors
+from lpkit.precision.formats import FORMATS, ROUNDINGS, decode, encode, format_of, listed, round_to, values
+from lpkit.ui import Bits, exponents_figure, ranges_figure, value_figure
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,
              "e4m3fn": ml_dtypes.float8_e4m3fn, "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
@@ -186,3 +188,61 @@ def test_bad_input_says_what_to_do():
     with pytest.raises(ConfigError, match=r"fp16 has 2\^16 values"):
         values(FORMATS["fp16"])
     assert list(ROUNDINGS) == ["nearest-even", "toward-zero", "stochastic"]
+
+
+# ---- what a format makes of a tensor, and how it is drawn ------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"])
+def test_expected_noise_is_that_of_a_gaussian(name):
+    """A million normal numbers, cut off at 4.5 standard deviations so that the crest factor is what it is said to be."""
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).clamp(-4.5, 4.5)
+    expected = tensors.expected_sqnr_db(FORMATS[name], crest=tensors.crest(x))
+    assert tensors.sqnr_db(x, FORMATS[name]) == pytest.approx(expected, abs=0.25)
+    assert tensors.crest(x) == pytest.approx(4.5, rel=0.01)
+
+
+def test_expected_zeros_are_those_of_a_gaussian():
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    for name in ("e4m3fn", "e5m2", "fp16"):
+        share = tensors.zero_share(x, FORMATS[name])
+        assert share == pytest.approx(tensors.expected_zero_share(FORMATS[name], sigma=1e-3), abs=0.002)
+        assert share == ((round_to(x, FORMATS[name]) == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
+
+
+def test_exponents_are_counted_as_math_does():
+    x = [0.0, 1.0, -1.5, 2.0, 3.9, 0.25, 1e-30, 1e30]
+    assert tensors.exponent_shares([torch.tensor(x)]) == {0: 2 / 7, 1: 2 / 7, -2: 1 / 7, -60: 1 / 7, 20: 1 / 7}
+
+
+def test_every_code_of_every_listed_format_is_drawn():
+    for name, one in listed().items():
+        for code in range(0, 256, 5):
+            spec = value_figure(one, code)
+            value = one.values[code % (1 << one.format.bits)]
+            title = spec["layout"]["title"]["text"]
+            assert title.startswith(f"{name.upper()}, code {code % (1 << one.format.bits)} of {1 << one.format.bits}: ")
+            drawn = [x for trace in spec["data"] if trace.get("name") == "this value" for x in trace["x"]
+                     ] if np.isfinite(value) and value else [abs(value)]
+            assert np.array_equal(drawn, [abs(value)], equal_nan=True)
+    assert "5.5, beside 5 and 6" in value_figure(listed()["e4m3fn"], 0b01001011)["layout"]["title"]["text"]
+
+
+def test_bits_and_code_are_one_number():
+    bits, seen = Bits(), []
+    bits.observe(lambda change: seen.append(change["new"]), names="value")
+    bits.buttons[0].value = True
+    assert bits.value == bits.slider.value == 128
+    bits.slider.value = 5
+    assert [button.value for button in bits.buttons] == [False] * 5 + [True, False, True] and bits.value == 5
+    bits.value = 255
+    assert bits.slider.value == 255 and all(button.description == "1" for button in bits.buttons)
+    assert seen == [128, 5, 255]
+
+
+def test_ranges_are_drawn_from_the_table():
+    spec = ranges_figure(FORMATS.values())
+    ends = {trace["name"]: (2 ** trace["x"][0], 2 ** trace["x"][-1]) for trace in spec["data"]}
+    for name, f in FORMATS.items():
+        assert ends[name] == pytest.approx((f.smallest, f.largest))
+    shares = exponents_figure({"weights": {-3: 0.5, 0: 0.5}}, [FORMATS["e4m3fn"]])
+    assert [trace["y"] for trace in shares["data"]] == [[0.5, 0.5], ["e4m3fn"] * 2]

@@ -61,33 +61,44 @@ def value_figure(listed: Any, code: int) -> dict:
     fmt, values = listed.format, listed.values
     code &= (1 << fmt.bits) - 1
     value = values[code]
-    grid = sorted({v for v in values if 0 < v < math.inf})
+    grid = sorted({abs(v) for v in values if 0 < abs(v) < math.inf})
     gaps = [above / v - 1 for v, above in itertools.pairwise(grid)]
     size, near, words = abs(value), [], _words(value)
     if 0 <= size < math.inf:
         at = bisect_left(grid, size)
         inside = at < len(grid) and grid[at] == size
         near = [grid[i] for i in ((at - 1, at + 1) if inside else (at,)) if 0 <= i < len(grid)]
+    gap_at = dict(zip(grid, [*gaps, gaps[-1]]))
+    chosen = [size] if size in gap_at else []
     data = [{"type": "scatter", "mode": "markers", "name": "every value", "x": grid[:-1], "y": gaps,
              "marker": {"color": COLOURS[3], "size": 7},
              "hovertemplate": "%{x:.6g}: the next is %{y:.1%} larger<extra></extra>"}]
-    by_value = dict(zip(grid, [*gaps, gaps[-1]]))
-    for name, points, colour, symbol in (("its neighbours", near, COLOURS[1], "diamond"),
-                                         ("this value", [size] if size in by_value else [], COLOURS[2], "circle")):
-        data.append({"type": "scatter", "mode": "markers", "name": name, "x": points,
-                     "y": [by_value[v] for v in points], "marker": {"color": colour, "size": 13, "symbol": symbol},
-                     "hovertemplate": "%{x:.6g}<extra>" + name + "</extra>"})
+    for name, points, colour in (("its neighbours", near, COLOURS[1]), ("this value", chosen, COLOURS[2])):
+        data.append({"type": "scatter", "mode": "markers", "name": name, "x": points, "y": [gap_at[v] for v in points],
+                     "marker": {"color": colour, "size": 12}, "hovertemplate": "%{x:.6g}<extra>" + name + "</extra>"})
+    middle = math.log10(chosen[0] if chosen else near[0] if near else 1.0)
+    for points, colour, shown in ((grid, COLOURS[3], False), (near, COLOURS[1], True), (chosen, COLOURS[2], True)):
+        data.append({"type": "scatter", "mode": "markers+text" if shown else "markers", "xaxis": "x2", "yaxis": "y2",
+                     "x": points, "y": [0] * len(points), "text": [_words(v) for v in points], "showlegend": False,
+                     "marker": {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": colour}},
+                     "textposition": "top center" if points is chosen else "bottom center",
+                     "hovertemplate": "%{x:.6g}<extra></extra>"})
     shapes, notes = _cells(fmt, code)
-    notes.append({"xref": "paper", "yref": "paper", "x": 0.052 * fmt.bits + 0.02, "y": 1.2, "xanchor": "left",
+    notes.append({"xref": "paper", "yref": "paper", "x": 0.052 * fmt.bits + 0.02, "y": 1.12, "xanchor": "left",
                   "yanchor": "middle", "showarrow": False, "font": {"size": 15, "color": INK},
                   "text": f"{_terms(fmt, code)} = {words}"})
-    beside = " and ".join(_words(v) for v in near)
+    beside = " and ".join(_words(math.copysign(v, value)) for v in near)
+    log = {"type": "log", "exponentformat": "power"}
     return {"data": data, "layout": {
         "title": {"text": f"{fmt.name.upper()}, code {code} of {len(values)}: {words}"
                           + (f", beside {beside}" if beside else "")},
-        "height": 440, "margin": {"t": 150}, "shapes": shapes, "annotations": notes, "legend": {"y": 1.02},
-        "xaxis": {"type": "log", "title": {"text": "magnitude"}, "exponentformat": "power"},
-        "yaxis": {"type": "log", "title": {"text": "gap to the next value"}, "tickformat": ".0~%", "dtick": "D2"}}}
+        "height": 560, "margin": {"t": 120}, "shapes": shapes, "annotations": notes,
+        "legend": {"y": 0.62, "yanchor": "bottom"},
+        "xaxis": {**log, "title": {"text": "magnitude"}, "anchor": "y"},
+        "yaxis": {"type": "log", "title": {"text": "gap to the next value"}, "tickformat": ".0~%", "dtick": "D2",
+                  "domain": [0, 0.6]},
+        "xaxis2": {**log, "anchor": "y2", "range": [middle - 0.35, middle + 0.35]},
+        "yaxis2": {"domain": [0.78, 1], "range": [-1, 1], "visible": False}}}
 
 
 def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
@@ -97,9 +108,9 @@ def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
     shapes, notes = [], []
     for i, colour in enumerate(colours):
         x = 0.052 * i
-        shapes.append({"type": "rect", "xref": "paper", "yref": "paper", "x0": x, "x1": x + 0.048, "y0": 1.13, "y1": 1.27,
+        shapes.append({"type": "rect", "xref": "paper", "yref": "paper", "x0": x, "x1": x + 0.048, "y0": 1.07, "y1": 1.17,
                        "fillcolor": colour, "line": {"width": 0}})
-        notes.append({"xref": "paper", "yref": "paper", "x": x + 0.024, "y": 1.2, "xanchor": "center", "yanchor": "middle",
+        notes.append({"xref": "paper", "yref": "paper", "x": x + 0.024, "y": 1.12, "xanchor": "center", "yanchor": "middle",
                       "showarrow": False, "text": str(code >> (fmt.bits - 1 - i) & 1),
                       "font": {"size": 16, "color": INK if colour == MANTISSA else "#ffffff"}})
     return shapes, notes
@@ -148,8 +159,10 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
                      "hovertemplate": "%{text}: off by at most %{y:.2%}<extra>" + fmt.name + "</extra>"})
     return {"data": data, "layout": {
         "title": {"text": title}, "height": 460,
-        "xaxis": {"title": {"text": "log2 of the magnitude"}, "dtick": 25},
-        "yaxis": {"type": "log", "title": {"text": "largest rounding error"}, "tickformat": ".1~%", "dtick": 1}}}
+        # 8 exponent bits reach to 127 on both sides: with all of it in sight, nothing else would be
+        "xaxis": {"title": {"text": "log2 of the magnitude"}, "dtick": 5, "range": [-27, 19]},
+        "yaxis": {"type": "log", "title": {"text": "largest rounding error"}, "tickvals": [10.0**-e for e in range(9)],
+                  "ticktext": [f"{10.0**(2 - e):g}%" for e in range(9)]}}}
 
 
 def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterable[Any], *, title: str = "") -> dict:
