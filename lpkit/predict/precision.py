@@ -35,6 +35,7 @@ class Efficiency:
     products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
     attention: float                    # of the 16-bit peak, by a flash kernel
     bandwidth: float
+    casts: float                        # of the bandwidth, by a cast: on a CPU it calculates more than it moves
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `pointwise_bytes`, left by a compiler
     source: str
@@ -42,13 +43,14 @@ class Efficiency:
 
 ASSUMED = Efficiency(
     products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78, "fp8": 0.68, "int8": 0.68, "fp4": 0.6},
-    attention=0.5, bandwidth=0.92, kernel_seconds=2e-6, fused=0.5,
+    attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, fused=0.5,
     source="assumed: 16-bit products, bandwidth and kernels as torchao's roofline has them for H100 (0.78, 0.92, 2 us); "
            "8-bit products 0.68, which gives torchao's published 1.39x at (4096, 8192, 16384); 4-bit ones, attention and "
            "fusion are round guesses")
 REACHED = Efficiency(
     products=dict.fromkeys(("fp32", "bf16", "fp16", "fp8", "int8", "fp4"), 1.0), attention=0.5, bandwidth=1.0,
-    kernel_seconds=5e-6, fused=1.0, source="ceilings that were measured here, so nothing is taken off")
+    casts=0.25, kernel_seconds=5e-6, fused=1.0,
+    source="ceilings that were measured here, so nothing is taken off; casts at a quarter of the bandwidth are assumed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class Recipe:
     casts: Mapping[str, tuple[Operand, Operand]] = field(default_factory=dict)   # y: (x, w), dx: (g, w), dw: (g, x)
     history: int = 0                                    # amaxes remembered: a cast does not look at its tensor first
     kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by product name
+    result_bytes: float = BF16                          # moved for each element of a product's result
 
     def operand(self, tensor: str, product: str) -> Operand | None:
         pair = self.casts.get(product)
@@ -199,12 +202,12 @@ def amdahl(share: float, speedup: float) -> float:
 
 
 def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Efficiency, *, dtype: str,
-                    bits: float) -> float:
-    """(M, K) x (K, N) with operands of `bits` and a 16-bit result, which is written after the sum is done."""
+                    bits: float, result_bytes: float = BF16) -> float:
+    """(M, K) x (K, N) with operands of `bits`; the result moves after the sum is done."""
     bandwidth = machine.bytes_per_second * efficiency.bandwidth
     arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.products[dtype])
     operands = (M * K + K * N) * bits / 8 / bandwidth
-    return max(max(arithmetic, operands) + M * N * BF16 / bandwidth, efficiency.kernel_seconds)
+    return max(max(arithmetic, operands) + M * N * result_bytes / bandwidth, efficiency.kernel_seconds)
 
 
 def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *, base: str = "bf16",
@@ -212,14 +215,13 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
     """A Linear's three products of the size of `p`, and their casts, beside the `base` dtype."""
     M, N, K = p.M, p.N, p.K
     shapes = {"y": (M, N, K), "dx": (M, K, N), "dw": (N, K, M)}
-    bandwidth = machine.bytes_per_second * efficiency.bandwidth
-
     def kernel(nbytes: float) -> float:
-        return max(nbytes / bandwidth, efficiency.kernel_seconds)
+        return max(nbytes / (machine.bytes_per_second * efficiency.casts), efficiency.kernel_seconds)
 
     low = {name: max(operand.bits for operand in pair) for name, pair in recipe.casts.items()}
     sixteen = {name: product_seconds(*shape, machine, efficiency, dtype=base, bits=16) for name, shape in shapes.items()}
-    mixed = [product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype, bits=low[name])
+    mixed = [product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype, bits=low[name],
+                             result_bytes=recipe.result_bytes)
              if name in low else seconds for name, seconds in sixteen.items()]
     return LinearCost(
         name=p.name, M=M, N=N, K=K, calls=p.calls if calls is None else calls,
@@ -271,8 +273,8 @@ def memory_change(recipe: Recipe, linears: Mapping[Product, int]) -> dict[str, f
     return rows
 
 
-def emulated(recipe: Recipe, *, dtype: str, bits: float) -> Recipe:
-    """The same casts, kept as values of a wider dtype and multiplied in it."""
-    casts = {name: tuple(replace(operand, bits=bits) for operand in pair) for name, pair in recipe.casts.items()}
-    return replace(recipe, dtype=dtype, casts=casts)
-
+def emulated(recipe: Recipe, *, dtype: str, bits: float, folded: bool = False) -> Recipe:
+    """The same casts, kept as values of a wider dtype and multiplied in it. `folded`: the scales are in the values."""
+    casts = {name: tuple(replace(operand, bits=bits, scale_bytes=0 if folded else operand.scale_bytes) for operand in pair)
+             for name, pair in recipe.casts.items()}
+    return replace(recipe, dtype=dtype, casts=casts, result_bytes=BF16)

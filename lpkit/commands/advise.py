@@ -1,0 +1,74 @@
+"""Will low precision be faster for me? A verdict for a preset or a config on a machine, and its reasons.
+
+    lpkit advise gpt2-124m --machine h200
+    lpkit advise cpu-3m --machine this --measure --seeds 3 --steps 60
+"""
+
+import argparse
+from typing import Any
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET|config.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
+    parser.add_argument("--machine", default="h200", help="a row of the catalogue, or `this`: the one at hand")
+    parser.add_argument("--recipe", action="append", metavar="NAME", help="consider only this one; repeatable")
+    parser.add_argument("--measure", action="store_true", help="settle it with short real runs on this machine")
+    parser.add_argument("--seeds", type=int, default=3, help="of the real runs (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="of each real run (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from lpkit.precision.advice import advise, claims
+    from lpkit.presets import resolve
+
+    config = resolve(args.target, args.set)
+    here = args.machine == "this" or args.measure
+    advice = advise(config, _here() if here else args.machine, recipes=args.recipe, seeds=args.seeds, steps=args.steps,
+                    train=_train if args.measure else None)
+    return {"target": args.target, **advice.to_dict(), "claims": claims().to_dict()}
+
+
+def _here():
+    """The GPU's row of the catalogue, or this machine, measured."""
+    import torch
+
+    from lpkit import measure
+    from lpkit.predict.machines import CATALOGUE
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    rows = [row for row in CATALOGUE.values() if name.startswith(" ".join(row.title.split()[:2])) and name]
+    return rows[0] if rows else measure.machine()
+
+
+def _train(config, *, out):
+    import sys
+
+    import lpkit
+
+    print(f"advise: {out.name}, {config.steps} steps", file=sys.stderr)
+    return lpkit.train(config, out=out)
+
+
+def text(result: dict[str, Any]) -> str:
+    from lpkit.predict.units import duration, quantity
+
+    rows = [("recipe", "runs", "step", "speed", "Linears", "memory")]
+    for plan in result["plans"]:
+        more = plan["more_bytes"]
+        rows.append((plan["recipe"], f"{plan['status']} ({plan['backend']})", duration(plan["step_seconds"]),
+                     f"{plan['speedup']:.2f}x", f"{plan['linear_speedup']:.2f}x",
+                     f"{'-' if more < 0 else '+'}{quantity(abs(more), 'bytes')}"))
+    measured = [f"  {one['recipe']}: {duration(one['step_seconds'])} a step, losses "
+                f"{', '.join(f'{loss:.3f}' for loss in one['losses'])}; at equal loss "
+                f"{', '.join('not reached' if s is None else f'{s:.2f}x' for s in one['speedups'])}"
+                for one in result["measured"]]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    first = result["plans"][0]
+    return "\n".join([
+        result["sentence"], "",
+        f"{result['target']} on {result['machine']}; a step in {result['base']} takes "
+        f"{duration(first['base_step_seconds'])}, by formula",
+        *("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows),
+        *(["", "measured, seed by seed:", *measured] if measured else []),
+        "", f"  efficiency: {result['efficiency']['source']}", *(f"  {source}" for source in result["sources"])])
