@@ -1,8 +1,8 @@
 """What each recipe costs in loss: `cpu-3m` for 300 steps, the same batches, as many seeds as there are rounds.
 
 The ratio is a recipe's validation loss over bf16's of the same seed: at most 1.01 for 8 bits, 1.025 for NVFP4.
-Three seeds of all recipes take over an hour of two cores. fp16, which most CPUs compute at a hundredth of the speed of
-bf16, is left out.
+Three seeds of all recipes take over an hour of two cores. fp16 is left out: a CPU without the instructions
+computes it so slowly that the rest would wait for it.
 """
 
 import tempfile
