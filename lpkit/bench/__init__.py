@@ -22,6 +22,7 @@ BENCHES = {
     "fp8-step": "lpkit.bench.fp8_step",
     "import": "lpkit.bench.imports",
     "loader": "lpkit.bench.loader",
+    "low-precision-cpu": "lpkit.bench.low_precision_cpu",
     "mx-qdq": "lpkit.bench.mx_qdq",
     "qdq": "lpkit.bench.qdq",
     "redraw": "lpkit.bench.redraw",

@@ -26,13 +26,15 @@ from lpkit.contracts import Choice, pick
 from lpkit.kernels.cast import Noise
 from lpkit.precision import scaled
 from lpkit.precision.formats import format_of
-from lpkit.precision.linear import ScaledLinear
+from lpkit.precision.linear import Float16Linear, ScaledLinear
 from lpkit.precision.recipes import RECIPES, Recipe
 from lpkit.precision.scaled import ALL, Cast, Scaled, quantise
 
 
 class Backend(ABC):
-    automatic: tuple[str, ...] = ()     # kinds of device on which `auto` takes it
+    def automatic(self, recipe: Recipe, device: torch.device) -> bool:
+        """Whether `auto` may take it, where nothing speaks against it."""
+        return False
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
@@ -44,7 +46,8 @@ class Backend(ABC):
 
 
 class PyTorch(Backend):
-    automatic = ("cpu", "cuda")
+    def automatic(self, recipe: Recipe, device: torch.device) -> bool:
+        return not _slow_float16(recipe, device)
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
         return f"{name} casts the operands of its products, nn.Linear does not" if recipe.products else ""
@@ -54,13 +57,14 @@ class PyTorch(Backend):
 
 
 class Emulated(Backend):
-    automatic = ("cpu", "cuda")
+    def automatic(self, recipe: Recipe, device: torch.device) -> bool:
+        return True
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        return "" if recipe.products else f"{name} casts nothing that could be emulated"
+        return "" if recipe.products or _slow_float16(recipe, device) else f"{name} casts nothing that could be emulated"
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
+        return Float16Linear.wrap(linear) if not recipe.products else ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
@@ -68,6 +72,11 @@ class Emulated(Backend):
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return scaled.product(a, b, dtype, bias)
+
+
+def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
+    """Few CPUs multiply float16; PyTorch then takes 15 times bf16's time."""
+    return recipe.compute == torch.float16 and device.type == "cpu"
 
 
 # Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least compute capability and
@@ -91,7 +100,8 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 class ScaledMM(Backend):
     """Operands stored in their 8 or 4 bits, multiplied by the device."""
 
-    automatic = ("cuda",)       # a CPU multiplies float8 slower than it emulates it
+    def automatic(self, recipe: Recipe, device: torch.device) -> bool:
+        return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
         if not recipe.products:
@@ -297,10 +307,12 @@ BACKENDS: dict[str, Backend] = {
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
     """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or it cannot, and what can."""
     able = {key: backend.why_not(name, recipe, device) for key, backend in BACKENDS.items()}
-    order = [key for key, backend in BACKENDS.items() if device.type in backend.automatic and not able[key]]
+    order = [key for key, backend in BACKENDS.items() if not able[key] and backend.automatic(recipe, device)]
     if asked == "auto":
         if not recipe.products:
-            return Choice(asked=asked, used=order[0], why="nothing is cast but by autocast")
+            why = {"pytorch": "nothing is cast but by autocast", "emulated": "float16 values in float32 products, which a "
+                   "CPU has: the same numbers, several times faster than PyTorch's float16 products there"}
+            return Choice(asked=asked, used=order[0], why=why[order[0]])
         passed = (f"a {device.type.upper()} is slower with it" if not able["scaled_mm"] else able["scaled_mm"])
         why = {"emulated": f"the same numbers in bf16 products; not scaled_mm: {passed}"}
         return Choice(asked=asked, used=order[0], why=why.get(order[0], "this device multiplies these formats itself"))

@@ -164,6 +164,22 @@ class ScaledMatmul(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
+class Float16Linear(nn.Linear):
+    """nn.Linear under float16 autocast, for CPUs without float16 products: operands and results are rounded to float16,
+    the products are float32's."""
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear) -> Float16Linear:
+        new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x, w, b = (t if t is None else t.half().float() for t in (x, self.weight, self.bias))
+            return F.linear(x, w, b).half()
+
+
 def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
     return (module for module in model.modules() if isinstance(module, ScaledLinear))
 

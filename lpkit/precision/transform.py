@@ -16,7 +16,8 @@ from lpkit.precision.recipes import Recipe, kept, untiled
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
     """Replaces each Linear but those that `recipe.keep` names. `tokens` of a micro-batch: what will not tile is refused
-    now. Raises ConfigError."""
+    now. Raises ConfigError.
+    """
 
     recipe: Recipe
     backend: Backend
@@ -25,8 +26,6 @@ class LowPrecision(Transform):
     stage = Stage.PRECISION
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        if not self.recipe.products:
-            return model
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         stay = kept(linears, self.recipe.keep)
         for name in linears.keys() - stay:

@@ -1,0 +1,43 @@
+"""Training under low-precision recipes on a CPU, emulated, beside the same steps in bf16.
+
+Runs of one Config, which differ in `precision.recipe` alone, take turns step by step on the same batches. What a recipe
+costs is its casts: the products are bf16's own. The loss at the end is the check: a step that is fast and wrong does not
+count. An "at most" figure: the share of bf16's step time.
+"""
+
+import statistics
+import time
+
+from lpkit.assembly import assemble
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance
+from lpkit.bench.train_cpu import _update
+from lpkit.config import Config
+
+RECIPES = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
+LEAST_STEPS = 20
+LOSS_TOLERANCE = 0.01       # relative, of the mean over the last 5 steps
+
+
+def run(rounds: int = ROUNDS) -> list[Result]:
+    steps = max(rounds, LEAST_STEPS)
+    base = Config().replace({"system.device": "cpu", "steps": steps})
+    names = ["bf16", *RECIPES]
+    jobs = {name: assemble(base.replace({"precision.recipe": name})) for name in names}
+    updates = {name: _update(job) for name, job in jobs.items()}
+    seconds, losses = {name: [] for name in names}, {name: [] for name in names}
+    for step in range(steps + 1):       # the first one compiles the casts and touches the memory: it is not counted
+        for name in names[step % len(names):] + names[:step % len(names)]:
+            start = time.perf_counter()
+            losses[name].append(updates[name](step))
+            seconds[name].append(time.perf_counter() - start)
+    last = {name: statistics.fmean(values[-5:]) for name, values in losses.items()}
+    results, facts = [], provenance(["torch"]) | {
+        "losses": last, "steps": steps, "backends": {name: jobs[name].chosen["backend"].used for name in names}}
+    for name, target in RECIPES.items():
+        if abs(last[name] / last["bf16"] - 1) > LOSS_TOLERANCE:
+            raise AssertionError(f"after {steps} steps {name} is at {last[name]:.4f}, bf16 at {last['bf16']:.4f}: "
+                                 f"over {LOSS_TOLERANCE:.0%}")
+        results.append(paired("low-precision-cpu", ours=seconds[name][1:], peer=seconds["bf16"][1:],
+                              peer_name="the same steps in bf16", target=target, better="lower",
+                              facts=facts, case=f"cpu-3m, {name}"))
+    return results
