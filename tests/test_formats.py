@@ -3,6 +3,8 @@
 NaN is compared as NaN with its sign: payloads are nobody's promise.
 """
 
+from pathlib import Path
+
 import gfloat
 import gfloat.formats
 import ml_dtypes
@@ -246,3 +248,20 @@ def test_ranges_are_drawn_from_the_table():
         assert ends[name] == pytest.approx((f.smallest, f.largest))
     shares = exponents_figure({"weights": {-3: 0.5, 0: 0.5}}, [FORMATS["e4m3fn"]])
     assert [trace["y"] for trace in shares["data"]] == [[0.5, 0.5], ["e4m3fn"] * 2]
+
+
+def test_the_page_has_the_table():
+    """docs/formats.md, row by row."""
+    page = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")]
+    rows = {row[0].strip("`"): row[1:] for row in rows if row[0].strip("`") in FORMATS}
+    assert list(rows) == list(FORMATS)
+    for f in FORMATS.values():
+        bits, exponent, mantissa, largest, normal, subnormal, infinities, nans = rows[f.name]
+        assert [int(bits), int(exponent), int(mantissa)] == [f.bits, f.exponent_bits, f.mantissa_bits]
+        for text, value in ((largest, f.largest), (normal, f.smallest_normal), (subnormal, f.smallest_subnormal)):
+            said = None if text == "none" else 2.0**int(text[2:]) if text.startswith("2^") else float(text)
+            assert said == (None if value is None else pytest.approx(value, rel=1e-6))
+        assert (infinities == "yes") == f.has_infinities
+        count = 0 if f.first_nan is None else (1 << (f.bits - f.signed)) - f.first_nan
+        assert nans == (f"{count:,}" if count else "none")
