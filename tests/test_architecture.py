@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "presets": BASE,
     "trainer": BASE | {"checkpoint", "measure", "runs"},    # the loop meets only contracts
     "assembly": BASE | {"datasets", "measure", "nn", "optim", "precision", "predict", "steps", "trainer"},
+    "bisect": BASE | {"assembly", "precision", "trainer"},  # short runs, to find which product fails
     "handle": BASE | {"assembly", "runs", "trainer"},
     "sampling": BASE | {"checkpoint", "datasets", "nn", "runs"},
     "exercises": BASE | {"predict", "precision", "nn"},

@@ -7,7 +7,7 @@ Needs no cooperation of a layer: on a sampled step a hook on each nn.Linear sees
 (rows of data) are applied to them on the side. Between samples there are no hooks. Nothing here draws from a random
 generator of the run or writes to a tensor of it, so a loss is the same bit for bit with and without.
 
-Shares count elements that are neither zero nor padding; blocks, those that hold any. Ratios are in dB, scales in powers
+Shares count elements that are not zero; of blocks, those that hold any. Ratios are in dB, scales in powers
 of two. The largest magnitude and the NaNs are counted over the whole tensor. The rest, over `rows` rows of it, drawn anew
 at each sample in groups that no block crosses, each group as likely as the other; the group of the largest magnitude is
 cast along, so that tensor scales are those of the whole. `sampled_rows` of `total_rows` is kept with every number.
@@ -65,6 +65,7 @@ class Quality:
     worst_block_db: float | None    # the least SQNR of a block
     saturated_blocks: float         # share of blocks with a saturated element
     zeroed_blocks: float            # share of blocks of which nothing is left
+    zero_blocks: float              # of all blocks, those that were zero before
     window: tuple[float, float]     # log2 of the least and the largest magnitude that the largest scale can express
 
 
@@ -133,7 +134,7 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None, generator: torch.Ge
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
-    """The fields of a `Quality`, in its order, (9,) float64 on the tensor's device. `amax`: as in `quantise`."""
+    """The fields of a `Quality`, in its order, (10,) float64 on the tensor's device. `amax`: as in `quantise`."""
     to, rows = format_of(cast.format), drawn.rows
     mixed = TRANSFORMS[cast.transform](drawn.x)
     made = quantise(mixed, replace(cast, transform="none"), amax=amax,
@@ -162,7 +163,7 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     return torch.stack([value.double() for value in (
         10 * torch.log10(signal.sum() / noise.sum()), (some - left).sum() / elements, beyond.sum() / elements,
         high - used.min().double().log2(), share.min(), ((beyond > 0) & there).sum() / blocks,
-        ((left == 0) & there).sum() / blocks, high + math.log2(to.smallest), high + math.log2(to.largest))])
+        ((left == 0) & there).sum() / blocks, (~there).double().mean(), high + math.log2(to.smallest), high + math.log2(to.largest))])
 
 
 @cache
@@ -173,10 +174,10 @@ def _limit(name: str) -> float:
 
 
 def quality(numbers: list[float]) -> Quality:
-    total, underflow, saturated, octaves, worst, saturated_blocks, zeroed_blocks, low, high = numbers
+    total, underflow, saturated, octaves, worst, saturated_blocks, zeroed_blocks, zero_blocks, low, high = numbers
     return Quality(sqnr_db=total if math.isfinite(total) else None, underflow=underflow, saturated=saturated,
                    scale_octaves=octaves, worst_block_db=worst if math.isfinite(worst) else None,
-                   saturated_blocks=saturated_blocks, zeroed_blocks=zeroed_blocks, window=(low, high))
+                   saturated_blocks=saturated_blocks, zeroed_blocks=zeroed_blocks, zero_blocks=zero_blocks, window=(low, high))
 
 
 def exponents(x: Tensor) -> dict[int, int]:

@@ -1,0 +1,136 @@
+"""The failure lab: each fault shows in the telemetry where its row says, and the search finds what was planted."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from lpkit.assembly import assemble
+from lpkit.bisect import bisect, train
+from lpkit.config import Config, ConfigError
+from lpkit.precision import telemetry
+from lpkit.precision.faults import FAULTS, Plant, plant, promote, search, units
+
+TINY = Config().replace({
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 60,
+    "optimizer.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1, "system.compile": False})
+LAYER = "blocks.0.attention.qkv"
+
+
+def job_with(fault: str | None, recipe: str, **settings):
+    job = assemble(TINY.replace({"precision.recipe": recipe, "precision.keep": "head", "precision.backend": "emulated"}))
+    if fault is not None:
+        plant(job.model, Plant(fault=fault, layers=(LAYER,)))
+    return telemetry.attach(job, None, every=1, rows=None, layers=(LAYER,), counterfactuals=(), **settings)
+
+
+def seen(fault: str | None, recipe: str, role: str, number: str) -> float:
+    job = job_with(fault, recipe, roles=(role,))
+    train(job, 0, 6)
+    values = [getattr(sample.own, number) for sample in job.data.telemetry.samples if sample.own]
+    return statistics.fmean(value for value in values if value is not None)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_shows_where_its_row_says(name):
+    fault = FAULTS[name]
+    role, number, sign = fault.shows
+    without, with_it = (seen(planted, fault.recipe, role, number) for planted in (None, name))
+    assert sign * (with_it - without) > 0, f"{number} of {role}: {without} without, {with_it} with it"
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name != "zero-amax-block"])
+def test_in_16_bits_a_fault_changes_no_bit(name):
+    losses = []
+    for planted in (None, name):
+        job = job_with(planted, FAULTS[name].recipe)
+        promote(job.model, units(job.model))
+        losses.append(train(job, 0, 1))
+    assert losses[0] == losses[1]
+
+
+def test_a_zero_block_is_harmless_to_the_kit_itself():
+    job = job_with(None, "mxfp8", roles=("w",))
+    with torch.no_grad():
+        job.model.blocks[0].attention.qkv.weight[:32, :32] = 0
+    assert all(math.isfinite(loss) for loss in train(job, 0, 2))
+    assert job.data.telemetry.samples[0].own.zero_blocks > 0
+    broken = job_with("zero-amax-block", "mxfp8")
+    assert not math.isfinite(train(broken, 0, 1)[0])
+
+
+@pytest.mark.parametrize("settings, said", [
+    (Plant(fault="stale-max"), "stale-amax"),
+    (Plant(fault="stale-amax", layers=("blocks.9.*",)), "matches no low-precision Linear"),
+    (Plant(fault="stale-amax"), "has no history to spoil"),
+])
+def test_a_plant_that_cannot_be(settings, said):
+    model = assemble(TINY.replace({"precision.recipe": "fp8-tensorwise"})).model
+    with pytest.raises(ConfigError, match=said):
+        plant(model, settings)
+
+
+# ---- the search, on losses made up ---------------------------------------------------------------------------------------
+
+LAYERS = [f"blocks.{i}.{part}" for i in range(3) for part in ("qkv", "out", "up", "down")]
+UNITS = [(layer, product) for layer in LAYERS for product in ("y", "dx", "dw")]
+
+
+def made_up(damage: dict, noise: float = 1e-3):
+    """Each product that is not promoted costs its damage; a nudge moves the loss by the noise."""
+    calls = []
+
+    def loss(promoted, seed, nudge):
+        calls.append(promoted)
+        return 2 + 0.1 * seed + sum(cost for unit, cost in damage.items() if unit not in promoted) + noise * (-1) ** nudge * (nudge > 0)
+
+    return loss, calls
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_every_single_culprit_is_found(unit):
+    loss, calls = made_up({unit: 0.1})
+    found = search("it", UNITS, loss)
+    assert found.culprits == (unit,) and found.certainty == "high"
+    assert found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3) and found.recovery == pytest.approx(1)
+    assert found.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
+    assert unit[0] in str(found) and f"({unit[1]})" in str(found)
+
+
+def test_products_that_share_a_fault_are_named_together():
+    loss, _ = made_up({(LAYERS[5], "dx"): 0.1, (LAYERS[5], "y"): 0.1})
+    found = search("it", UNITS, loss)
+    assert {layer for layer, _ in found.culprits} == {LAYERS[5]} and found.certainty == "high"
+    assert {(LAYERS[5], "dx"), (LAYERS[5], "y")} <= set(found.culprits)
+
+
+@pytest.mark.parametrize("damage", [{}, {UNITS[3]: 2e-3}, dict.fromkeys(UNITS, 0.01),
+                                    {UNITS[0]: 0.1, UNITS[20]: 0.1}])
+def test_nothing_or_everything_is_no_culprit(damage):
+    loss, _ = made_up(damage)
+    assert search("it", UNITS, loss).certainty == "low"
+
+
+# ---- on real runs ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, layer", [("stale-amax", "blocks.0.mlp.down"), ("zero-amax-block", "blocks.1.mlp.up")])
+def test_bisect_finds_what_was_planted(fault, layer):
+    found = bisect(TINY, Plant(fault=fault, layers=(layer,)), seeds=2, warm_steps=60, steps=6)
+    assert {name for name, _ in found.culprits} == {layer} and found.certainty != "low"
+
+
+@pytest.mark.slow
+def test_bisect_finds_nothing_where_nothing_is():
+    found = bisect(TINY, "fp8-tensorwise", seeds=2, warm_steps=30, steps=4)
+    assert found.certainty == "low"
+    again = bisect(TINY, "fp8-tensorwise", seeds=2, warm_steps=30, steps=4)
+    assert found == again
+
+
+@pytest.mark.parametrize("suspect, said", [("mxfp9", "mxfp8"), ("bf16", "no low-precision product"),
+                                           (Plant(fault="x"), "no fault")])
+def test_a_suspect_that_cannot_be(suspect, said):
+    with pytest.raises(ConfigError, match=said):
+        bisect(TINY, suspect, seeds=1, warm_steps=0, steps=1)
