@@ -149,7 +149,7 @@ class PrecisionConfig:
 
     recipe: str = "auto"                # auto: bf16 where this machine does it fast, else fp32; the Run records why
     backend: str = "auto"               # auto: the fastest that runs this recipe here; the Run records why
-    keep: tuple[str, ...] | None = None     # Linears left in 16 bits: first, last, head, or patterns of names
+    keep: tuple[str, ...] | None = None     # Linears left in 16 bits: first, last, head, patterns of names; ",": none
     pad: bool | None = None             # with zeros, where a shape does not tile; otherwise it is refused
     forward_format: Literal["e4m3fn", "e5m2"] | None = None      # of activations and weights
     gradient_format: Literal["e4m3fn", "e5m2"] | None = None

@@ -96,8 +96,9 @@ def untiled(recipe: Recipe, sizes: dict[str, int]) -> str:
             rows, along, mixed = cast.tile
             for side, needed in ((sides[0], rows), (sides[1], max(along, mixed))):
                 if side in sizes and sizes[side] % needed:
-                    up = -(-sizes[side] // needed) * needed
-                    return f"{sizes[side]} {words[side]} do not tile by {needed} (nearest: {up - needed or up} or {up})"
+                    below = sizes[side] // needed * needed
+                    near = " or ".join(str(size) for size in (below, below + needed) if size)
+                    return f"{sizes[side]} {words[side]} do not tile by {needed} (nearest: {near})"
     return ""
 
 

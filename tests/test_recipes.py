@@ -1,0 +1,269 @@
+"""Recipes as rows and settings, and every one of them in the trainer: what it learns, what it saves, what it refuses."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lpkit import checkpoint
+from lpkit.assembly import assemble
+from lpkit.config import Config, ConfigError, PrecisionConfig, flat
+from lpkit.handle import start, train
+from lpkit.precision.backends import BACKENDS, choose
+from lpkit.precision.formats import FORMATS
+from lpkit.precision.linear import ScaledLinear, scaled_linears
+from lpkit.precision.recipes import RECIPES, kept, resolve
+from lpkit.precision.scaled import SCALES, TRANSFORMS
+from lpkit.runs import RunFailedError
+from lpkit.steps import LossScaler, accumulate
+
+TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(20):
+        (folder / f"{i}.py").write_text(TEXT[i * 1000:(i + 30) * 1000])
+    return folder
+
+
+@pytest.fixture
+def tiny(corpus, monkeypatch):
+    """Every side is a multiple of 128, so that every recipe tiles."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return Config().replace({
+        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.mlp_width": 128, "model.context": 32,
+        "data.source": str(corpus / "*.py"), "steps": 6, "batch": 4, "eval_every": 4, "eval_batches": 1,
+        "checkpoint_every": 3, "optimizer.warmup_steps": 2, "system.device": "cpu"})
+
+
+def losses(run) -> list[float]:
+    return [line["loss"] for line in run.metrics]
+
+
+# ---- rows
+
+def test_rows_are_made_of_names_that_exist():
+    for recipe in RECIPES.values():
+        assert recipe.source
+        for casts in recipe.products.values():
+            for cast in casts:
+                assert cast.format in FORMATS and cast.scale in SCALES and cast.transform in TRANSFORMS
+                assert all(side == 0 or math.log2(side).is_integer() for side in cast.block)
+        assert recipe.products.keys() in ({"y", "dx", "dw"}, set())
+
+
+def test_the_published_rows():
+    """DeepSeek-V3 section 3.3; NVIDIA's NVFP4 paper, section 4; Micikevicius et al. on E5M2."""
+    deepseek, nvidia, hybrid = RECIPES["fp8-blockwise"], RECIPES["nvfp4"], RECIPES["fp8-tensorwise"]
+    assert [cast.block for cast in (*deepseek.y, *deepseek.dx, *deepseek.dw)] == \
+        [(1, 128), (128, 128), (1, 128), (128, 128), (1, 128), (1, 128)]
+    assert {cast.format for casts in deepseek.products.values() for cast in casts} == {"e4m3fn"}
+    assert [cast.rounding for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == \
+        ["nearest-even", "nearest-even", "stochastic", "nearest-even", "stochastic", "nearest-even"]
+    assert [cast.transform for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == ["none"] * 4 + ["hadamard"] * 2
+    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16) and "last" in nvidia.keep
+    assert [cast.format for cast in hybrid.y + hybrid.dx] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn"]
+
+
+def test_settings_win_over_the_row():
+    row = resolve(PrecisionConfig(recipe="fp8-delayed", gradient_format="e4m3fn", scale="power-of-two", history=4,
+                                  history_rule="most-recent", margin=2, gradient_rounding="stochastic", keep=("first",)))
+    assert [cast.format for cast in row.dx] == ["e4m3fn", "e4m3fn"] and row.dx[0].rounding == "stochastic"
+    assert {cast.scale for casts in row.products.values() for cast in casts} == {"power-of-two"}
+    assert (row.delayed.history, row.delayed.rule, row.delayed.margin, row.keep) == (4, "most-recent", 2, ("first",))
+    assert resolve(PrecisionConfig(recipe="mxfp8")) == RECIPES["mxfp8"]
+    assert resolve(PrecisionConfig(recipe="nvfp4", transform="none", gradient_rounding="nearest-even")).stochastic is False
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    (dict(recipe="fp8-tensorwize"), "did you mean 'fp8-tensorwise'"),
+    (dict(recipe="mxfp8", history=4), "fp8-delayed"),
+    (dict(recipe="nvfp4", gradient_format="e5m2"), "not to an 8-bit floating format"),
+    (dict(recipe="nvfp4", scale="float32"), "part of its format"),
+    (dict(recipe="mxfp8", scale="float32"), "E8M0"),
+    (dict(recipe="bf16", gradient_rounding="stochastic"), "casts no gradient"),
+    (dict(recipe="bf16", loss_scale=8.0), "use fp16"),
+])
+def test_what_has_no_meaning_is_refused_with_the_way_out(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(PrecisionConfig(**settings))
+
+
+def test_settings_round_trip():
+    config = Config().replace({"precision.recipe": "nvfp4", "precision.keep": "first,blocks.1.*", "precision.history": "none"})
+    assert config.precision.keep == ("first", "blocks.1.*") and config.precision.history is None
+    assert Config.from_yaml(config.to_yaml()) == config and Config.from_yaml(Config().to_yaml()) == Config()
+    assert Config().replace({"precision.keep": ","}).precision.keep == () and flat(Config())["precision.keep"] is None
+
+
+# ---- which layers, which backend
+
+def test_layers_that_stay():
+    names = [f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("attention.qkv", "mlp.down")] + ["head"]
+    assert kept(names, ("head", "last")) == {"head", "blocks.2.attention.qkv", "blocks.2.mlp.down"}
+    assert kept(names, ("first",)) == {"blocks.0.attention.qkv", "blocks.0.mlp.down"}
+    assert kept(names, ("*.down",)) == {f"blocks.{i}.mlp.down" for i in range(3)}
+    with pytest.raises(ConfigError, match=r"precision\.keep=haed .*did you mean 'head'"):
+        kept(names, ("haed",))
+
+
+def test_a_model_gets_them_by_name_and_keeps_its_parameters(tiny):
+    model = assemble(tiny.replace({"precision.recipe": "fp8-tensorwise", "precision.keep": "head,first"})).model
+    assert [layer.name for layer in scaled_linears(model)] == \
+        [f"blocks.1.{leaf}" for leaf in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
+    plain = assemble(tiny.replace({"precision.recipe": "bf16"})).model
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert model.head.weight is model.embed.weight and not isinstance(model.head, ScaledLinear)
+    with pytest.raises(ConfigError, match="leaves no Linear"):
+        assemble(tiny.replace({"precision.recipe": "mxfp8", "precision.keep": "*"}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_auto_always_finds_a_backend_and_says_why(recipe):
+    choice = choose("auto", recipe, RECIPES[recipe], CPU)
+    assert choice.asked == "auto" and choice.why
+    assert choice.used == ("pytorch" if recipe in ("fp32", "bf16") else "emulated")
+
+
+@pytest.mark.parametrize(("backend", "recipe", "said"), [
+    ("emulatd", "mxfp8", "did you mean 'emulated'"),
+    ("scaled_mm", "mxfp8", r"compute capability 10\.0.*the nearest that can: emulated"),
+    ("transformer-engine", "mxfp8", "the nearest that can: emulated"),
+    ("torchao", "fp8-delayed", "it has fp8-tensorwise, fp8-rowwise, int8"),
+    ("pytorch", "int8", "casts the operands"),
+])
+def test_a_backend_that_cannot_says_why_and_what_can(backend, recipe, said):
+    with pytest.raises(ConfigError, match=said):
+        choose(backend, recipe, RECIPES[recipe], CPU)
+
+
+def test_a_library_does_not_run_a_row_that_settings_changed():
+    changed = resolve(PrecisionConfig(recipe="fp8-tensorwise", gradient_format="e4m3fn"))
+    assert "settings change it" in BACKENDS["torchao"].why_not("fp8-tensorwise", changed, CPU)
+
+
+def test_what_does_not_tile_is_refused_before_training(tiny):
+    with pytest.raises(ConfigError, match=r"mlp\.down.*96 input features do not tile by 128.*precision\.pad=true"):
+        assemble(tiny.replace({"precision.recipe": "fp8-blockwise", "model.mlp_width": 96,
+                               "precision.keep": "*.up"}))
+    with pytest.raises(ConfigError, match="16 tokens do not tile by 32"):
+        assemble(tiny.replace({"precision.recipe": "mxfp8", "batch": 1, "model.context": 16}))
+
+
+# ---- in the trainer
+
+@pytest.fixture(scope="module")
+def sixteen_bits():
+    return {}
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("bf16", "fp32")])
+def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_path, recipe, sixteen_bits):
+    settings = {"precision.recipe": recipe, "precision.loss_scale": 1024.0 if recipe == "fp16" else None,
+                "accumulate": 2 if recipe in ("fp8-delayed", "nvfp4") else 1}
+    if "bf16" not in sixteen_bits:
+        sixteen_bits["bf16"] = losses(train(tiny.replace({"precision.recipe": "bf16"}), out=tmp_path / "bf16"))
+    config = tiny.replace(settings)
+    whole = train(config, out=tmp_path / "whole")
+    assert losses(whole) == pytest.approx(sixteen_bits["bf16"], rel=0.025 if recipe == "nvfp4" else 0.01)
+    assert losses(whole)[-1] < 0.9 * losses(whole)[0]
+    assert whole.summary["chosen"]["backend"]["used"] == "emulated"
+
+    handle = start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
+    handle.result()
+    parts = train(config, out=tmp_path / "parts", resume=True)
+    assert losses(parts) == losses(whole)
+    same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
+    assert same[0].keys() == same[1].keys()
+    assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+    assert any("amax_history" in name for name in same[0]) == (recipe == "fp8-delayed")
+    assert any("draws" in name for name in same[0]) == (recipe == "nvfp4")
+    assert ("state/scale" in same[0]) == (recipe == "fp16")
+
+
+def test_history_moves_on_with_each_micro_batch_and_stays_still_in_evaluation(tiny):
+    job = assemble(tiny.replace({"precision.recipe": "fp8-delayed", "precision.history": 4, "accumulate": 2}))
+    job.step(job.model, *job.data.batch(0))
+    layer = next(scaled_linears(job.model))
+    assert (layer.amax_history[0] > 0).tolist() == [False, True, True, False, False]
+    before = layer.amax_history.clone()
+    from lpkit.trainer import evaluate
+
+    evaluate(job)
+    assert torch.equal(layer.amax_history, before)
+
+
+def test_a_saved_history_of_another_length_is_refused(tiny, tmp_path):
+    config = tiny.replace({"precision.recipe": "fp8-delayed", "precision.history": 4})
+    train(config, out=tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("history: 4", "history: 6"))
+    with pytest.raises(RunFailedError, match=r"amax_history as \(3, 5\).*\(3, 7\)"):
+        train(config.replace({"precision.history": 6}), out=tmp_path / "run", resume=True)
+
+
+def test_a_nan_is_named_by_layer(tiny, tmp_path):
+    with pytest.raises(RunFailedError, match=r"NaN or Inf met in casts: \d+ in the activations of blocks\.\d"):
+        train(tiny.replace({"precision.recipe": "fp8-tensorwise", "optimizer.lr": 1e30}), out=tmp_path / "run")
+
+
+# ---- loss scaling
+
+class Square(nn.Module):
+    """Logits whose gradient is known: one row of zeros but for w."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.w.expand(*x.shape, 4)
+
+
+def test_scaled_and_unscaled_gradients_are_the_same():
+    from contextlib import nullcontext
+
+    x, y = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
+    grads = []
+    for scaler in (None, LossScaler(initial=2.0**10, growth_steps=2)):
+        model = Square()
+        loss = accumulate(2, nullcontext(), scaler=scaler)(model, x, y)
+        grads.append(model.w.grad)
+        assert loss.item() == pytest.approx(math.log(4))
+    assert torch.allclose(grads[0], grads[1], rtol=1e-6) and scaler.good_steps == 1
+
+
+def test_an_overflow_is_skipped_and_halves_the_scale_and_calm_doubles_it():
+    model, scaler = Square(), LossScaler(initial=8.0, growth_steps=2)
+    model.w.grad = torch.tensor([1.0, torch.inf, 0, 0])
+    scaler.unscale(model)
+    assert model.w.grad is None and scaler.scale == 4.0
+    for _ in range(2):
+        model.w.grad = torch.full((4,), 8.0)
+        scaler.unscale(model)
+        assert model.w.grad.tolist() == [2.0] * 4
+        model.w.grad = None
+    assert scaler.scale == 8.0 and scaler.good_steps == 0
+
+
+def test_at_the_least_scale_divergence_is_no_longer_hidden():
+    model, scaler = Square(), LossScaler(initial=1.0, growth_steps=2)
+    model.w.grad = torch.full((4,), torch.nan)
+    scaler.unscale(model)
+    assert model.w.grad.isnan().all()
+
+
+def test_a_skipped_update_changes_nothing_and_is_not_divergence(tiny, tmp_path):
+    config = tiny.replace({"precision.recipe": "fp16", "precision.loss_scale": 2.0**30, "steps": 4})
+    run = train(config, out=tmp_path / "run")
+    assert [line["loss_scale"] for line in run.metrics] == [2.0**29, 2.0**28, 2.0**27, 2.0**26]
+    assert [line["grad_norm"] for line in run.metrics] == [0.0] * 4
+    fresh = dict(assemble(config).model.named_parameters())
+    saved = checkpoint.load_latest(run.checkpoints)[0].tensors
+    assert all(torch.equal(p, saved[f"model/{name}"]) for name, p in fresh.items())
+    assert not any(name.startswith("optimizer/") for name in saved)

@@ -1,0 +1,345 @@
+"""The low-precision Linear: casts and products against float64, PyTorch, torchao, and autograd's own machinery."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lpkit.config import ConfigError, PrecisionConfig
+from lpkit.kernels.cast import Noise
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.formats import format_of, round_to, values
+from lpkit.precision.linear import advance, nonfinite_report
+from lpkit.precision.recipes import RECIPES, resolve
+from lpkit.precision.scaled import ALL, SCALES, Cast, Scaled, product, quantise, reference, spread
+
+CAST = [name for name, recipe in RECIPES.items() if recipe.products]
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sqnr_db(x: torch.Tensor, y: torch.Tensor) -> float:
+    """20 log10(|x| / |x - y|)."""
+    return (20 * torch.log10(x.double().norm() / (x.double() - y.double()).norm())).item()
+
+
+def linear(recipe: str, inputs: int = 128, outputs: int = 256, *, backend: str = "emulated", **settings) -> nn.Module:
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, outputs)
+    row = resolve(PrecisionConfig(recipe=recipe, **settings))
+    return BACKENDS[backend].wrap(plain, row, name="blocks.0.up", seed=0)
+
+
+def three(module: nn.Module, *, autocast: bool = False, tokens: int = 128, scale: float = 1.0,
+          call: Callable | None = None) -> list[torch.Tensor]:
+    """y, dx, dw and db of one call with leading dimensions (2, tokens)."""
+    x = (noise(2, tokens, module.in_features) * scale).requires_grad_()
+    module.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = (call or module)(x)
+    y.backward(noise(2, tokens, module.out_features, seed=1).to(y.dtype))
+    return [y.detach(), x.grad, module.weight.grad, module.bias.grad]
+
+
+# ---- casts
+
+@pytest.mark.parametrize("block", [(ALL, ALL), (1, ALL), (1, 128), (128, 128), (1, 32)])
+def test_error_is_at_most_half_a_mantissa_step(block):
+    x = noise(256, 256)
+    error = (quantise(x, Cast(format="e4m3fn", block=block)).dequantise() - x).abs()
+    normal = x.abs() * 2**-4                    # 3 mantissa bits: half a step is 2^-4, relative
+    subnormal = x.abs().max() / 448 * 2**-10    # and below 2^-6 the step is fixed
+    assert (error <= normal + subnormal).all()
+
+
+@pytest.mark.parametrize("recipe", CAST)
+def test_casts_are_the_format_s_own_rounding_at_the_stated_scale(recipe):
+    x = noise(128, 128) * torch.logspace(-3, 3, 128)
+    for casts in RECIPES[recipe].products.values():
+        for cast in casts:
+            plain = Cast(format=cast.format, block=cast.block, scale=cast.scale)
+            got, to = quantise(x, plain), format_of(cast.format)
+            wide = spread(got.scale, x.shape) * (1 if got.tensor is None else got.tensor)
+            assert torch.equal(got.data, round_to(x / wide, to))
+            assert torch.isin(got.data.abs(), values(to).abs()).all()
+
+
+@pytest.mark.parametrize("recipe", CAST)
+def test_folded_operands_are_the_same_numbers_and_exact_in_bf16(recipe):
+    x = noise(128, 128) * torch.logspace(-6, 6, 128)
+    for casts in RECIPES[recipe].products.values():
+        for cast in casts:
+            random = Noise(seed=1) if cast.rounding == "stochastic" else None
+            want = quantise(x, cast, noise=random)
+            got = quantise(x, cast, noise=random, dtype=torch.bfloat16, fold=True)
+            assert torch.equal(got.dequantise(torch.float64), want.dequantise(torch.float64))
+
+
+@pytest.mark.parametrize("block", [(ALL, ALL), (16, 16), (1, 16), (1, ALL)])
+def test_the_cast_of_a_transposed_view_is_that_of_its_copy(block):
+    x, cast = noise(64, 128), Cast(format="e4m3fn", block=block, scale="power-of-two")
+    one, two = quantise(x.T, cast), quantise(x.T.contiguous(), cast)
+    assert torch.equal(one.data, two.data) and torch.equal(one.scale, two.scale)
+    if cast.transposes:
+        assert torch.equal(one.data, quantise(x, cast).T.data)
+
+
+@pytest.mark.parametrize("recipe", CAST)
+def test_zero_is_exactly_zero_and_finds_no_fault(recipe):
+    module = linear(recipe)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.zero_()
+    y, dx, dw, _ = three(module, scale=0.0)
+    assert y.eq(0).all() and dx.eq(0).all() and dw.eq(0).all() and nonfinite_report(module) == ""
+
+
+def test_a_zero_block_beside_a_full_one_stays_zero():
+    x = noise(4, 64)
+    x[:, :32] = 0
+    for scale in ("power-of-two", "power-of-two-floor", "float32"):
+        back = quantise(x, Cast(format="e4m3fn", block=(1, 32), scale=scale)).dequantise()
+        assert back[:, :32].eq(0).all() and sqnr_db(x, back) > 25
+
+
+def test_both_rounding_rules_of_the_mx_scale():
+    """amax 7.5 with e4m3: 7.5 / 448 lies between 2^-6 and 2^-5.9: up gives 2^-5; floor 2^(2 - 8) = 2^-6, saturating at 7."""
+    x = torch.full((1, 32), 7.5)
+    up, floor = (quantise(x, Cast(format="e4m3fn", block=(1, 32), scale=s)) for s in ("power-of-two", "power-of-two-floor"))
+    assert up.scale.item() == 2**-5 and floor.scale.item() == 2**-6
+    assert up.dequantise()[0, 0] == 7.5 and floor.dequantise()[0, 0] == 7.0
+
+
+def test_finer_blocks_shield_small_values_from_an_outlier():
+    x = noise(128, 256) * 1e-3
+    x[7, 11] = 1e3
+    rest = x < 1
+    score = {name: sqnr_db(x[rest], quantise(x, RECIPES[name].y[0]).dequantise()[rest])
+             for name in ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise")}
+    assert score["fp8-tensorwise"] < 5 < 20 < score["fp8-rowwise"] < score["fp8-blockwise"]
+
+
+def test_stochastic_rounding_is_unbiased_and_repeats():
+    x = torch.full((64, 4096), 1.1)
+    cast = Cast(format="e2m1", scale="power-of-two", rounding="stochastic")
+    x[0, 0] = 6.0       # the scale is one
+    made = [quantise(x, cast, noise=Noise(seed=3, counter=c)).dequantise() for c in (0, 0, 1 << 32)]
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+    assert set(made[0].unique().tolist()) == {1.0, 1.5, 6.0}
+    # 262,143 draws of a variance of 0.04: the mean's standard deviation is 4e-4
+    assert abs(made[0].flatten()[1:].mean().item() - 1.1) < 5 * 4e-4
+
+
+def test_hadamard_cancels_in_the_product_and_shares_out_an_outlier():
+    x, g = noise(128, 64), noise(128, 96, seed=1)
+    x[5, 7] = 300.0
+    plain = Cast(format="e2m1", block=(1, 16), scale="e4m3")
+    mixed = Cast(format="e2m1", block=(1, 16), scale="e4m3", transform="hadamard")
+    want = g.T.double() @ x.double()
+    error = {c.transform: sqnr_db(want, reference(quantise(g.T, c), quantise(x.T, c))) for c in (plain, mixed)}
+    assert error["hadamard"] > 12 and error["none"] > 8     # mixed operands differ, their product does not
+    spiky = torch.zeros(16, 16)
+    spiky[:, 3] = 100.0
+    assert quantise(spiky, mixed).amax.max() == pytest.approx(25.0, rel=1e-3)
+
+
+# ---- products
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", CAST)
+def test_emulated_products_are_the_float64_definition_but_for_accumulation(recipe, dtype):
+    """float32 sums of K terms: K 2^-24 of the sum of magnitudes; plus half an ulp of the output, and a second half for row
+    scales, which come after the rounding."""
+    sides = {"M": 128, "K": 256, "N": 384}
+    for name, (one, two) in RECIPES[recipe].products.items():
+        from lpkit.precision.recipes import SIDES
+
+        (m, k), (n, _) = SIDES[name]
+        operands = []
+        for i, (cast, rows) in enumerate(((one, m), (two, n))):
+            random = Noise(seed=i) if cast.rounding == "stochastic" else None
+            x = noise(sides[rows], sides[k], seed=i)
+            operands.append((quantise(x, cast, noise=random), quantise(x, cast, noise=random, dtype=dtype, fold=True)))
+        (a, fast_a), (b, fast_b) = operands
+        want, got = reference(a, b), product(fast_a, fast_b, dtype)
+        sums = a.dequantise(torch.float64).abs() @ b.dequantise(torch.float64).abs().T
+        bound = sums * sides[k] * 2**-24 + want.abs() * (2 * 2**-8 if dtype == torch.bfloat16 else 4 * 2**-24)
+        assert ((got.double() - want).abs() <= bound).all(), (name, ((got.double() - want).abs() / bound).max())
+
+
+def test_bf16_holds_every_value_of_the_narrow_formats():
+    for name in ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"):
+        all_of_them = values(format_of(name))
+        assert torch.equal(all_of_them.bfloat16().float().nan_to_num(-1), all_of_them.nan_to_num(-1))
+    codes = values(format_of("e4m3fn"))
+    scales, four = codes[codes.isfinite()], values(format_of("e2m1"))
+    both = torch.outer(scales, four)
+    assert torch.equal(both.bfloat16().float(), both)       # NVFP4's block scales fold
+
+
+FLOORS = {      # dB against float32: y, dx, dw of Gaussian operands; the tensorwise gradients are E5M2, one bit less
+    "fp8-tensorwise": (27, 23.5, 23.5), "fp8-delayed": (27, 23.5, 23.5), "fp8-rowwise": (27, 27, 27),
+    "fp8-blockwise": (27, 27, 27), "mxfp8": (27, 27, 27), "nvfp4": (15, 13.5, 13.5), "int8": (38, 38, 37)}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("recipe", CAST)
+def test_three_products_against_fp32(recipe, autocast):
+    module = linear(recipe)
+    plain = nn.Linear(128, 256)
+    plain.weight, plain.bias = nn.Parameter(module.weight.detach()), nn.Parameter(module.bias.detach())
+    *want, want_db = three(plain)
+    *got, got_db = three(module, autocast=autocast)
+    for floor, one, two in zip(FLOORS[recipe], want, got, strict=True):
+        assert floor < sqnr_db(one, two) < floor + 6
+    assert got[0].dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert got[1].dtype == got[2].dtype == torch.float32 and sqnr_db(want_db, got_db) > 50
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-rowwise", "int8"])
+def test_emulation_is_pytorch_s_own_scaled_product(recipe):
+    """torch._scaled_mm and torch._int_mm on the same operands: the order of the sum, and one bf16 rounding or two."""
+    for ours, theirs in zip(three(linear(recipe), autocast=True), three(linear(recipe, backend="scaled_mm"), autocast=True)):
+        assert sqnr_db(theirs, ours) > 45
+        assert (theirs - ours).abs().max() <= theirs.abs().max() * 2**-7
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "int8"])
+def test_emulation_is_torchao(recipe):
+    """torchao divides by a scale where we multiply by its inverse, or the other way round: a value beside a tie may move."""
+    pytest.importorskip("torchao")
+    for ours, theirs in zip(three(linear(recipe), autocast=True), three(linear(recipe, backend="torchao"), autocast=True)):
+        assert sqnr_db(theirs, ours) > 40
+
+
+def test_swapping_the_roles_of_e4m3_and_e5m2_costs_a_bit():
+    plain, swapped = linear("fp8-tensorwise"), linear("fp8-tensorwise", forward_format="e5m2", gradient_format="e4m3fn")
+    want = three(linear("int8"))[0]
+    assert sqnr_db(want, three(plain)[0]) - sqnr_db(want, three(swapped)[0]) > 4
+
+
+# ---- state
+
+def test_delayed_scaling_uses_the_history_and_the_margin():
+    module = linear("fp8-delayed", history=3, margin=1, gradient_rounding="nearest-even")
+    for scale in (1.0, 4.0, 2.0):
+        three(module, scale=scale)
+        advance(module)
+    top = noise(2, 128, 128).abs().max().item()
+    assert module.amax_history[0].tolist() == pytest.approx([0, 2 * top, 4 * top, 1 * top])
+    made = module.cast("y", "x", noise(4, 128), torch.float32)
+    assert made.scale.item() == pytest.approx(4 * top * 2 / 448)     # the largest of them, and a factor of 2 of room
+    recent = linear("fp8-delayed", history=3, history_rule="most-recent")
+    recent.amax_history.copy_(module.amax_history)
+    assert recent.cast("y", "x", noise(4, 128), torch.float32).scale.item() == pytest.approx(2 * top / 448)
+
+
+def test_what_outgrows_its_history_saturates():
+    module = linear("fp8-delayed", history=1)
+    three(module)
+    advance(module)
+    x = noise(2, 128, 128) * 100
+    made = module.cast("y", "x", x.flatten(0, 1), torch.float32)
+    assert made.data.abs().max() == 448 and made.dequantise().abs().max() < 0.1 * x.abs().max()
+
+
+def test_evaluation_leaves_the_history_alone():
+    module = linear("fp8-delayed")
+    three(module)
+    advance(module)
+    before = module.amax_history.clone()
+    module.eval()
+    with torch.no_grad():
+        module(noise(3, 128) * 100)
+    assert torch.equal(module.amax_history, before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "mxfp8"])
+def test_recomputation_gives_the_same_numbers_and_one_entry(recipe, reentrant):
+    plain = linear(recipe)
+    again = copy.deepcopy(plain)
+
+    for _ in range(3):
+        want, got = three(plain), three(again, call=lambda x: checkpoint(again, x, use_reentrant=reentrant))
+        assert all(torch.equal(a, b) for a, b in zip(want, got))
+        advance(plain)
+        advance(again)
+    for one, two in zip(plain.buffers(), again.buffers()):
+        assert torch.equal(one, two) or one.dtype == torch.int64    # what is counted is seen twice
+
+
+def test_a_checkpointed_layer_goes_on_bit_for_bit():
+    one = linear("nvfp4")
+    three(one)
+    advance(one)
+    two = linear("nvfp4")
+    two.load_state_dict(one.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(three(one), three(two)))
+    assert not torch.equal(three(one)[1], three(linear("nvfp4"))[1])    # another draw
+
+
+def test_a_history_of_another_length_is_refused():
+    with pytest.raises(RuntimeError, match=r"amax_history.*\[3, 5\].*\[3, 3\]"):
+        linear("fp8-delayed", history=2).load_state_dict(linear("fp8-delayed", history=4).state_dict())
+
+
+@pytest.mark.slow
+def test_compiled_numbers_are_the_eager_ones():
+    module = linear("fp8-tensorwise")
+    compiled = torch.compile(nn.Sequential(module, nn.ReLU()), backend="aot_eager")
+    x = noise(32, 128)
+    assert torch.equal(compiled(x), module(x).relu())
+    compiled(x).sum().backward()
+    got = module.weight.grad.clone()
+    module.zero_grad()
+    module(x).relu().sum().backward()
+    assert torch.equal(got, module.weight.grad)
+
+
+# ---- bad input
+
+@pytest.mark.parametrize("recipe", CAST)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_inf_are_loud_counted_and_named(recipe, bad):
+    module = linear(recipe)
+    three(module)
+    advance(module)
+    x = noise(128, 128)
+    x[3, 5] = bad
+    y = module(x)
+    assert not y[3].isfinite().any()
+    assert "in the activations of blocks.0.up" in nonfinite_report(module)
+
+
+def test_shapes_that_do_not_tile_say_which_and_what_would():
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up: 96 input features do not tile by 128 \(nearest: 128\).*mxfp8"):
+        linear("fp8-blockwise", 96, 128)(noise(128, 96))
+    with pytest.raises(ConfigError, match=r"100 tokens do not tile by 32.*precision\.pad=true"):
+        linear("mxfp8")(noise(100, 128))
+
+
+@pytest.mark.parametrize("recipe", CAST)
+def test_padding_with_zeros_when_asked(recipe):
+    module = linear(recipe, 72, 40, pad=True)
+    plain = nn.Linear(72, 40)
+    plain.weight, plain.bias = nn.Parameter(module.weight.detach()), nn.Parameter(module.bias.detach())
+    for floor, one, two in zip(FLOORS[recipe], three(plain, tokens=25), three(module, tokens=25)):
+        assert one.shape == two.shape and sqnr_db(one, two) > floor - 1
+
+
+def test_every_scale_rule_keeps_a_nan_in_its_block():
+    amax = torch.tensor([[1.0, torch.nan]])
+    for name in ("float32", "power-of-two", "power-of-two-floor"):
+        scale, _ = SCALES[name].make(amax, format_of("e4m3fn"))
+        assert scale[0, 0].isfinite() and scale[0, 1].isnan()
+
+
+def test_scaled_transposes():
+    made = quantise(noise(32, 64), Cast(format="e4m3fn", block=(16, 16)))
+    assert isinstance(made.T, Scaled) and torch.equal(made.T.dequantise(), made.dequantise().T)
