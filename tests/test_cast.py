@@ -217,6 +217,8 @@ def test_strides_and_out():
     column_major = cast.qdq(x.T, E4M3, 0.5)
     assert column_major.stride() == x.T.stride()    # a dense view keeps its order
     same(column_major, cast.qdq(x.T.contiguous(), E4M3, 0.5))
+    for wide in (x, x.bfloat16(), spread(33, 70)):
+        same(cast.qdq(wide.T, E4M3, noise=Noise(seed=1)), cast.qdq(wide.T.contiguous(), E4M3, noise=Noise(seed=1)))
     same(cast.mx(x.T, E4M3).values, cast.mx(x.T.contiguous(), E4M3).values)
     same(cast.qdq(x[:, ::2], E4M3), cast.qdq(x[:, ::2].contiguous(), E4M3))
     deep = x.view(4, 16, 512)

@@ -135,7 +135,7 @@ def qdq(x: Tensor, fmt: Grid, scale: Tensor | float | None = None, *, block: tup
         out: Tensor | None = None) -> Tensor:
     """round(x / scale) on the grid of `fmt`, multiplied by the scale again unless `rescale` is False. Like x.
 
-    scale: one number or 0-dim tensor; with `block`, float32 (R / r, C / c). `out` is written to when given: it has the
+    scale: one positive number or 0-dim tensor; with `block`, float32 (R / r, C / c). (A scale of 0 makes NaN of zeros.) `out` is written to when given: it has the
     shape and dtype of the result and is contiguous. Raises ConfigError.
     """
     dtype = _check(x, fmt, dtype)

@@ -24,8 +24,12 @@ from lpkit.files import sync
 
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction: a multiply-add rounds once where the definition rounds twice.
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
-THREADS = (("-fopenmp",), ())       # tried in this order; without OpenMP one thread works
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
+ATTEMPTS = {                        # the first that compiles is taken; not every compiler knows every flag
+    "for this processor, with OpenMP": ("-march=native", "-fopenmp"),
+    "for this processor, without OpenMP and so on one thread": ("-march=native",),
+    "for this kind of processor, without OpenMP and so on one thread": (),
+}
 SECONDS = 120                       # for one compilation
 
 
@@ -55,16 +59,15 @@ def open_library(source: Path, cache: Path, compilers: tuple[str, ...] = COMPILE
         return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, for example gcc")
     why = "it did not compile"
     try:
-        key = hashlib.sha256("\0".join((source.read_text(), repr(FLAGS), _version(compiler), _processor())).encode())
+        text, version = source.read_text(), _version(compiler)
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for threads in THREADS:
-            path = cache / f"{source.stem}-{key.hexdigest()[:16]}{'-threads' if threads else ''}.so"
+        for how, more in ATTEMPTS.items():
+            key = hashlib.sha256("\0".join((text, *FLAGS, *more, version, _processor())).encode()).hexdigest()
+            path = cache / f"{source.stem}-{key[:16]}.so"
             if not path.exists():
-                why = _compile([compiler, *FLAGS, *threads, str(source), "-lm"], path)
+                why = _compile([compiler, *FLAGS, *more, str(source), "-lm"], path)
             if path.exists():
-                how = "with OpenMP" if threads else f"without OpenMP, so on one thread ({why})"
-                return ctypes.CDLL(str(path)), Choice(asked="native", used="native",
-                                                      why=f"compiled by {_version(compiler)} {how}")
+                return ctypes.CDLL(str(path)), Choice(asked="native", used="native", why=f"compiled by {version} {how}")
     except (OSError, subprocess.SubprocessError) as error:
         why = str(error)
     return None, _torch(f"{compiler}: {why}")
