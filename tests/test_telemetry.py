@@ -18,6 +18,7 @@ from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import hadamard_matrix, quantise
 from lpkit.precision.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
 from lpkit.trainer import fit
+from lpkit.ui import heat_map, telemetry_explorer
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 5, "eval_batches": 1,
@@ -276,3 +277,66 @@ def test_bad_settings(settings, said):
 def test_a_folder_without_samples_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no telemetry\.jsonl"):
         read(tmp_path)
+
+
+# ---- the pictures -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def samples():
+    job = telemetry.attach(assemble(TINY), None, every=1, rows=16)
+    for step in range(2):
+        job.step(job.model, *job.data.batch(step))
+    return job.data.telemetry.samples
+
+
+def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):
+    spec = heat_map(samples, metric="underflow", role="dy", recipe="nvfp4", layer="blocks.1.mlp.up", step=1)
+    cells, bars = spec["data"]
+    assert cells["x"] == ["1", "2"] and len(cells["y"]) == 9
+    for row, layer in zip(cells["z"], cells["y"]):
+        for value, step in zip(row, (1, 2)):
+            sample = next(s for s in samples if (s.layer, s.step, s.role) == (layer, step, "dy"))
+            assert value == 100 * sample.others["nvfp4"].underflow
+    one = next(s for s in samples if (s.layer, s.step, s.role) == ("blocks.1.mlp.up", 1, "dy"))
+    assert bars["x"] == [e + 0.5 for e in sorted(one.exponents)] and sum(bars["y"]) == pytest.approx(100)
+    window = next(shape for shape in spec["layout"]["shapes"] if shape.get("fillcolor"))
+    assert (window["x0"], window["x1"]) == one.others["nvfp4"].window
+
+
+def test_a_cell_is_chosen_by_a_click(samples):
+    explorer = telemetry_explorer(lambda: samples)
+    assert explorer.choices["step"] == 2
+    explorer.figure.clicked = {"curve": 0, "x": "1", "y": "blocks.1.mlp.down"}
+    assert (explorer.choices["layer"], explorer.choices["step"]) == ("blocks.1.mlp.down", 1)
+    assert "x of blocks.1.mlp.down, step 1" in explorer.figure.spec["layout"]["annotations"][0]["text"]
+    explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is no cell
+    assert explorer.choices["step"] == 1
+
+
+def test_a_map_grows_with_its_run(samples):
+    class Handle:
+        def subscribe(self, observer):
+            self.tell = observer
+
+        def on_done(self, callback):
+            self.done = callback
+
+    held, handle = [s for s in samples if s.step == 1], Handle()
+    explorer = telemetry_explorer(lambda: held, handle=handle)
+    assert explorer.choices["step"] == 1
+    held[:] = samples
+    handle.done()
+    assert explorer.choices["step"] == 2 and explorer.figure.spec["data"][0]["x"] == ["1", "2"]
+
+
+def test_what_is_not_finite_is_written_into_its_cell(samples):
+    broken = [replace(s, nonfinite=3, amax=None, own=None, others={}) if s.role == "w" else s for s in samples]
+    spec = heat_map(broken, role="w")
+    assert spec["data"][0]["text"][0] == ["NaN", "NaN"] and "3 NaN or Inf" in spec["layout"]["annotations"][-1]["text"]
+
+
+def test_a_map_of_nothing_says_what_there_is(samples):
+    with pytest.raises(ConfigError, match="there are x, w, dy"):
+        heat_map(samples, role=r"x.T")
+    with pytest.raises(ConfigError, match="first comes with step 1"):
+        telemetry_explorer([])

@@ -49,6 +49,10 @@ async function render({ model, el }) {
   });
   model.on("change:spec", draw);
   await draw();
+  place.on?.("plotly_click", ({ points: [{ curveNumber, x, y }] }) => {
+    model.set("clicked", { curve: curveNumber, x, y });
+    model.save_changes();
+  });
   resized.observe(place);
   return () => {
     gone = true;

@@ -104,6 +104,7 @@ class Figure(Stored, anywidget.AnyWidget):
 
     figure.update(spec)   replace it, in one message; from any thread. What comes faster than `max_hz` is coalesced:
                           the latest wins, and the last always arrives
+    figure.clicked        {"curve", "x", "y"} of the point that was clicked last: observe it
     figure.spec           what is shown: plain lists and numbers, in the house style, at most 5000 points per trace
                           (a longer line keeps its ends and the extremes of every stretch between)
     """
@@ -111,6 +112,7 @@ class Figure(Stored, anywidget.AnyWidget):
     _esm = Path(__file__).with_name("figure.js")
     spec = traitlets.Dict().tag(sync=True)
     config = traitlets.Dict(CONFIG).tag(sync=True)
+    clicked = traitlets.Dict().tag(sync=True)
     library = traitlets.Instance(Library).tag(sync=True, **widgets.widget_serialization)
 
     def __init__(self, spec: Any = None, *, max_hz: float = 8.0):

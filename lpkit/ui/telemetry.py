@@ -1,0 +1,179 @@
+"""What number formats do to the tensors of a run, drawn: layers by steps in colour, and one cell as a histogram.
+
+The functions take the samples of `lpkit.precision.telemetry.read` and know nothing else about them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Protocol
+
+from lpkit.config import ConfigError
+from lpkit.contracts import pick
+from lpkit.ui.explorer import Explorer
+from lpkit.ui.style import COLOURS, FAINT, INK, WARNING, html_table
+from lpkit.ui.throttle import Throttle
+
+AS_RUN = "as it ran"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    title: str
+    value: Callable[[Any, Any], float | None]      # of a sample and a quality
+    form: str
+    colours: str = "Cividis"                       # light: high
+
+
+def _of(field: str, scale: float = 1) -> Callable[[Any, Any], float | None]:
+    def value(sample: Any, quality: Any) -> float | None:
+        found = getattr(quality, field, None)
+        return None if found is None else scale * found
+
+    return value
+
+
+METRICS = {
+    "SQNR": Metric(title="signal to quantisation noise (dB)", value=_of("sqnr_db"), form=".1f"),
+    "worst block": Metric(title="SQNR of the worst block (dB)", value=_of("worst_block_db"), form=".1f"),
+    "underflow": Metric(title="became zero (% of elements)", value=_of("underflow", 100), form=".2f"),
+    "saturated": Metric(title="saturated (% of elements)", value=_of("saturated", 100), form=".3f"),
+    "saturated blocks": Metric(title="blocks with a saturated element (%)", value=_of("saturated_blocks", 100), form=".2f"),
+    "zeroed blocks": Metric(title="blocks of which nothing is left (%)", value=_of("zeroed_blocks", 100), form=".2f"),
+    "scale spread": Metric(title="largest over smallest scale (octaves)", value=_of("scale_octaves"), form=".1f"),
+    "amax": Metric(title="largest magnitude", value=lambda sample, quality: sample.amax, form=".3g"),
+}
+
+
+def quality_of(sample: Any, recipe: str) -> Any:
+    """What the run's own cast did to it, or what another recipe's would have; None where NaN or Inf were met."""
+    return sample.own if recipe == AS_RUN else sample.others.get(recipe)
+
+
+def heat_map(samples: Sequence[Any], *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN, layer: str | None = None,
+             step: int | None = None, title: str = "") -> dict:
+    """The plotly spec of layers (top: the first) by steps; beside it the cell of `layer` and `step`, by default the last.
+
+    Raises ConfigError when there are no samples of `role`.
+    """
+    what, some = pick(METRICS, metric, "metric"), [sample for sample in samples if sample.role == role]
+    if not some:
+        there = ", ".join(dict.fromkeys(sample.role for sample in samples))
+        raise ConfigError(f"there are no samples of {role!r}" + (f"; there are {there}" if there else " yet"))
+    steps, layers = (list(dict.fromkeys(getattr(sample, key) for sample in some)) for key in ("step", "layer"))
+    cells = {(sample.layer, sample.step): sample for sample in some}
+    shown = chosen(some, layer, step)
+    values = [[cells[one, at] and what.value(cells[one, at], quality_of(cells[one, at], recipe)) if (one, at) in cells else None
+               for at in steps] for one in layers]
+    words = [["" if (one, at) not in cells else "NaN" if cells[one, at].nonfinite else "" for at in steps] for one in layers]
+    hover = [["" if value is None else f"{value:{what.form}}" for value in row] for row in values]
+    column, row = steps.index(shown.step), layers.index(shown.layer)
+    bars, layout = histogram(shown, recipe)
+    return {"data": [
+        {"type": "heatmap", "x": [str(at) for at in steps], "y": layers, "z": values, "text": words, "texttemplate": "%{text}",
+         "customdata": hover, "colorscale": what.colours, "xgap": 1, "ygap": 1, "hoverongaps": False,
+         "colorbar": {"orientation": "h", "thickness": 10, "len": 0.56, "x": 0.28, "y": 1.01, "yanchor": "bottom",
+                      "title": {"text": what.title, "side": "top", "font": {"size": 12}}},
+         "hovertemplate": f"%{{y}}, step %{{x}}<br>{what.title}: %{{customdata}}<extra></extra>"},
+        *bars], "layout": {
+            "title": {"text": escape(title)}, "height": max(420, 150 + 22 * len(layers)), "showlegend": False,
+            "margin": {"t": 96 + 24 * bool(title)},
+            "xaxis": {"domain": [0, 0.56], "type": "category", "title": {"text": "step"}, "showgrid": False},
+            "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
+            "xaxis2": {"domain": [0.68, 1], "anchor": "y2", **layout["xaxis"]},
+            "yaxis2": {"anchor": "x2", **layout["yaxis"]},
+            "shapes": [{"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
+                        "line": {"color": WARNING, "width": 2.5}}, *layout["shapes"]],
+            "annotations": layout["annotations"]}}
+
+
+def chosen(samples: Sequence[Any], layer: str | None = None, step: int | None = None) -> Any:
+    """The sample of `layer` at the last sampled step up to `step`; without a layer, of the first."""
+    layer = samples[0].layer if layer is None or all(sample.layer != layer for sample in samples) else layer
+    ours = [sample for sample in samples if sample.layer == layer]
+    return max((sample for sample in ours if step is None or sample.step <= step), key=lambda s: s.step, default=ours[0])
+
+
+def histogram(sample: Any, recipe: str = AS_RUN) -> tuple[list[dict], dict]:
+    """Traces and layout (of axes x2 and y2) of the exponents of one tensor, and the window of the format over them."""
+    exponents = sorted(sample.exponents)
+    total = sum(sample.exponents.values()) or 1
+    quality = quality_of(sample, recipe)
+    bars = [{"type": "bar", "x": [e + 0.5 for e in exponents], "y": [100 * sample.exponents[e] / total for e in exponents],
+             "xaxis": "x2", "yaxis": "y2", "marker": {"color": COLOURS[0]}, "width": 1,
+             "hovertemplate": "2^%{x}: %{y:.3g}%<extra></extra>"}]
+    head = {"xref": "x2 domain", "yref": "y2 domain", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "align": "left",
+            "showarrow": False, "font": {"size": 12}, "text": f"{escape(sample.role)} of {escape(sample.layer)}, step {sample.step}"
+            + ("" if quality is None else f"<br>window of {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}")}
+    layout = {"xaxis": {"title": {"text": "log2 |x|"}}, "shapes": [], "annotations": [head],
+              "yaxis": {"type": "log", "title": {"text": "% of elements"}, "exponentformat": "power", "dtick": 1}}
+    if quality is not None:
+        low, high = quality.window
+        reach = [*exponents, high]
+        layout["xaxis"]["range"] = [max(min([*reach, low]), high - 48) - 1, max(reach) + 2]
+        layout["shapes"] = [{"type": "rect", "xref": "x2", "yref": "y2 domain", "x0": low, "x1": high, "y0": 0, "y1": 1,
+                             "fillcolor": COLOURS[1], "opacity": 0.28, "line": {"width": 0}, "layer": "below"},
+                            *({"type": "line", "xref": "x2", "yref": "y2 domain", "x0": x, "x1": x, "y0": 0, "y1": 1,
+                               "line": {"color": INK, "width": 1, "dash": "dot"}} for x in (low, high))]
+    else:
+        layout["annotations"].append({"xref": "x2 domain", "yref": "y2 domain", "x": 0.5, "y": 0.5, "showarrow": False,
+                                      "font": {"color": FAINT}, "text": f"{sample.nonfinite:,} NaN or Inf"})
+    return bars, layout
+
+
+def quality_table(sample: Any) -> str:
+    """The cell under its own cast and under every other recipe's."""
+    def line(name: str, quality: Any) -> tuple[str, ...]:
+        ratio = "exact" if quality.sqnr_db is None else f"{quality.sqnr_db:.1f}"
+        return name, ratio, f"{quality.underflow:.2%}", f"{quality.saturated:.2%}"
+
+    rows = [] if sample.own is None else [line(AS_RUN, sample.own), *(line(*item) for item in sample.others.items())]
+    drawn = f"{sample.sampled_rows:,} of {sample.total_rows:,} rows"
+    return html_table(("cast", "SQNR (dB)", "to zero", "saturated"), rows,
+                      caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
+
+
+class Handle(Protocol):
+    def subscribe(self, observer: Callable[[Any], None]) -> None: ...
+    def on_done(self, callback: Callable[[], None]) -> None: ...
+
+
+def telemetry_explorer(read: Callable[[], Sequence[Any]] | Sequence[Any], *, handle: Handle | None = None,
+                       start: Mapping[str, Any] | None = None, title: str = "") -> Explorer:
+    """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the map.
+
+    `read` returns the samples, or is them. With a `handle`, what is read is read again while the run goes on.
+    Raises ConfigError when there is nothing to show and no run that could bring it.
+    """
+    held = list(read()) if callable(read) else list(read)
+    if not held:
+        raise ConfigError("there are no samples to show; the first comes with step 1")
+    roles, layers, steps = (list(dict.fromkeys(getattr(s, key) for s in held)) for key in ("role", "layer", "step"))
+
+    def show(metric: str, role: str, recipe: str, layer: str, step: int) -> tuple[dict, str]:
+        some = [sample for sample in held if sample.role == role]
+        return (heat_map(held, metric=metric, role=role, recipe=recipe, layer=layer, step=step, title=title),
+                quality_table(chosen(some, layer, step)) if some else "")
+
+    explorer = Explorer(show, metric=list(METRICS), role=roles, recipe=[AS_RUN, *held[-1].others], layer=layers, step=steps,
+                        start={"step": steps[-1], **(start or {})})
+
+    def clicked(change: dict) -> None:
+        point = change["new"]
+        if point.get("curve") == 0:
+            explorer.set(layer=point["y"], step=int(point["x"]))
+
+    explorer.figure.observe(clicked, names="clicked")
+    if handle is not None and callable(read):
+        def again(_record: Any = None) -> None:
+            held[:] = read()
+            control = explorer.controls["step"]
+            last = control.value == control.options[-1][1]
+            if (now := list(dict.fromkeys(sample.step for sample in held))) != [value for _, value in control.options]:
+                control.options = [(f"{at:,}", at) for at in now]
+                explorer.set(step=now[-1] if last else control.value)
+
+        throttled = Throttle(again, max_hz=2)
+        handle.subscribe(throttled)
+        handle.on_done(lambda: (throttled.flush(), again(), explorer.refresh_output()))
+    return explorer
