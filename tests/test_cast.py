@@ -12,6 +12,7 @@ from lpkit.config import ConfigError
 from lpkit.kernels import cast, native
 from lpkit.kernels.cast import Noise
 from lpkit.precision.formats import FORMATS, encode, round_to
+from tests.test_formats import hard_cases
 
 ELEMENTS = ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"]
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
@@ -92,6 +93,8 @@ def test_ragged_sizes_and_threads(threads, in_torch):
 def test_qdq_is_the_formats_own_rounding(name):
     f, x = FORMATS[name], spread()
     x[1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    hard = hard_cases(name)     # every bf16 pattern, every midpoint and the float32 values beside it
+    same(cast.qdq(hard, f), round_to(hard, f))
     same(cast.qdq(x, f, 0.5, rescale=False), round_to(x / 0.5, f))
     finite = x[2:]
     same(cast.qdq(finite, f, 0.5), round_to(finite / 0.5, f) * 0.5)
