@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lpkit.config import ConfigError, PrecisionConfig
 from lpkit.kernels.cast import Noise
-from lpkit.precision.backends import BACKENDS
+from lpkit.precision.backends import BACKENDS, swizzled
 from lpkit.precision.formats import format_of, round_to, values
 from lpkit.precision.linear import advance, nonfinite_report
 from lpkit.precision.recipes import RECIPES, resolve
@@ -223,6 +223,14 @@ def test_swapping_the_roles_of_e4m3_and_e5m2_costs_a_bit():
     assert sqnr_db(want, three(plain)[0]) - sqnr_db(want, three(swapped)[0]) > 4
 
 
+def test_blackwell_s_scale_layout_is_torchao_s():
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    for rows, columns in ((128, 4), (256, 12), (130, 5), (7, 3)):
+        scale = torch.arange(rows * columns).remainder(250).to(torch.uint8).view(rows, columns)
+        want = utils.to_blocked(scale.view(torch.float8_e8m0fnu), use_triton_kernel=False).view(torch.uint8).flatten()
+        assert torch.equal(swizzled(scale), want)
+
+
 # ---- state
 
 def test_delayed_scaling_uses_the_history_and_the_margin():
@@ -290,9 +298,11 @@ def test_a_history_of_another_length_is_refused():
 
 
 @pytest.mark.slow
-def test_compiled_numbers_are_the_eager_ones():
-    module = linear("fp8-tensorwise")
-    compiled = torch.compile(nn.Sequential(module, nn.ReLU()), backend="aot_eager")
+@pytest.mark.parametrize(("recipe", "backend"), [("fp8-tensorwise", "emulated"), ("fp8-delayed", "emulated"),
+                                                 ("fp8-tensorwise", "scaled_mm"), ("fp8-rowwise", "scaled_mm")])
+def test_compiled_numbers_are_the_eager_ones(recipe, backend):
+    module = linear(recipe, backend=backend)
+    compiled = torch.compile(nn.Sequential(module, nn.ReLU()), backend="aot_eager", fullgraph=backend == "scaled_mm")
     x = noise(32, 128)
     assert torch.equal(compiled(x), module(x).relu())
     compiled(x).sum().backward()
@@ -300,6 +310,9 @@ def test_compiled_numbers_are_the_eager_ones():
     module.zero_grad()
     module(x).relu().sum().backward()
     assert torch.equal(got, module.weight.grad)
+    x[3, 5] = torch.nan
+    compiled(x)
+    assert "1 in the activations of blocks.0.up" in nonfinite_report(module)
 
 
 # ---- bad input
@@ -314,7 +327,7 @@ def test_nan_and_inf_are_loud_counted_and_named(recipe, bad):
     x[3, 5] = bad
     y = module(x)
     assert not y[3].isfinite().any()
-    assert "in the activations of blocks.0.up" in nonfinite_report(module)
+    assert nonfinite_report(module) == "NaN or Inf met in casts: 1 in the activations of blocks.0.up"
 
 
 def test_shapes_that_do_not_tile_say_which_and_what_would():

@@ -57,6 +57,8 @@ class PyTorch(Backend):
 
 
 class Emulated(Backend):
+    traceable = False       # its casts are C
+
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return True
 
@@ -100,6 +102,8 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 class ScaledMM(Backend):
     """Operands stored in their 8 or 4 bits, multiplied by the device."""
 
+    traceable = True
+
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
 
@@ -127,10 +131,11 @@ class ScaledMM(Backend):
         if to.bits < 8 or noise is not None:    # the values first, which hold exactly in bf16
             made = quantise(x, cast, dtype=torch.bfloat16, amax=amax, noise=noise)
             return made if to.torch_dtype is None else replace(made, data=made.data.to(getattr(torch, to.torch_dtype)))
-        return quantise(x, cast, dtype=getattr(torch, to.torch_dtype), amax=amax, noise=noise)
+        made = quantise(x, cast, dtype=getattr(torch, to.torch_dtype), amax=amax, noise=noise)
+        return replace(made, scale=made.scale.to(torch.float8_e8m0fnu)) if cast.block == (1, 32) else made
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if a.data.dtype == dtype:       # a product that the recipe leaves in 16 bits
+        if a.data.dtype == dtype and a.tensor is None:      # a product that the recipe leaves in 16 bits
             return scaled.product(a, b, dtype, bias)
         if a.data.dtype == torch.int8:
             y = torch._int_mm(a.data.contiguous(), b.data.contiguous().T) * a.scale * b.scale.T
@@ -152,12 +157,11 @@ def _layout(a: Scaled) -> Tensor:
     """Scales as the kernels want them: 0-dim for a tensor, (M, 1) for rows, outer-dim-major for 1x128, swizzled E8M0 for MX."""
     if a.scale.numel() == 1:
         return a.scale.reshape(())
-    rows, columns = a.data.shape[0] // a.scale.shape[0], a.data.shape[1] // a.scale.shape[1]
-    if (rows, columns) == (1, 32):
-        return swizzled(a.scale.to(torch.float8_e8m0fnu))
+    if a.scale.dtype == torch.float8_e8m0fnu:
+        return swizzled(a.scale)
     if a.scale.shape[1] == 1:
         return a.scale.reshape(-1).view(-1, 1)      # a stride of 1, which contiguous() does not promise for one column
-    return a.scale.T.contiguous().T if (rows, columns) == (1, 128) else a.scale.contiguous()
+    return a.scale.T.contiguous().T if a.scale.shape[0] == a.data.shape[0] else a.scale.contiguous()
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
 class Arithmetic(Protocol):
     """What a backend does: cast an operand (rows, contracted axis last), and multiply two, a @ b.T + bias."""
 
+    traceable: bool     # by torch.compile
+
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled: ...
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor: ...
@@ -63,10 +65,15 @@ class ScaledLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
+        # torch.compile fuses the casts of hardware formats. It must not see state that backward writes, nor host code.
+        state = self.recipe.delayed is not None or self.recipe.stochastic
+        apply = _apply if self.arithmetic.traceable and not state else _apply_eager
+        return apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
 
-    def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *, record: bool = False) -> Scaled:
-        """The operand `role` of `product`, (rows, contracted axis). `record`: its amax goes into the history."""
+    def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *, first: bool = False) -> Scaled:
+        """The operand `role` of `product`, (rows, contracted axis). `first`: of the casts of this tensor, the one that is
+        counted, and whose amax goes into the history.
+        """
         casts = getattr(self.recipe, product)
         if casts is None:       # this product is not low-precision: one more Scaled, with a scale of one
             return Scaled(data=x.to(dtype), scale=torch.ones(1, 1, device=x.device))
@@ -78,8 +85,9 @@ class ScaledLinear(nn.Linear):
             key = zlib.crc32(f"{self.name} {product} {role}".encode())
             noise = Noise(seed=self.seed << 32 | key, counter=int(self.draws) << 32)
         made = self.arithmetic.cast(x, cast, dtype, amax=amax, noise=noise)
-        self.nonfinite[i] += made.nonfinite
-        if record and delayed is not None:
+        if first:
+            self.nonfinite[i] += made.nonfinite
+        if first and self.training and delayed is not None:
             now = self.amax_history[i, 0]
             now.copy_(torch.maximum(now, made.amax.view(()).nan_to_num(0, 0)))
         return made
@@ -102,7 +110,6 @@ class ScaledLinear(nn.Linear):
             self.draws += 1
 
 
-@torch.compiler.disable     # the state is written inside, and the casts of a CPU are not PyTorch's
 def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
     sizes = {"M": x.shape[0], "K": layer.in_features, "N": layer.out_features}
     if not torch.is_grad_enabled():
@@ -115,6 +122,9 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
         x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
         bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
     return ScaledMatmul.apply(x, w, bias, layer, dtype)[:M, :layer.out_features]
+
+
+_apply_eager = torch.compiler.disable(_apply)
 
 
 def refuse(name: str, problem: str, sizes: dict[str, int]) -> None:
@@ -130,9 +140,8 @@ class ScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            training = layer.training
-            cast_x = layer.cast("y", "x", x, dtype, record=training)
-            cast_w = layer.cast("y", "w", w, dtype, record=training)
+            cast_x = layer.cast("y", "x", x, dtype, first=True)
+            cast_w = layer.cast("y", "w", w, dtype, first=True)
             y = layer.arithmetic.product(cast_x, cast_w, dtype, bias)
             kept = []
             if ctx.needs_input_grad[0]:
@@ -154,11 +163,11 @@ class ScaledMatmul(torch.autograd.Function):
         dx = dw = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                cast_g = layer.cast("dx", "g", g, dtype, record=True)                               # (M, N)
+                cast_g = layer.cast("dx", "g", g, dtype, first=True)                               # (M, N)
                 dx = layer.arithmetic.product(cast_g, kept(), dtype).to(ctx.dtypes[0])              # (M, K)
             if ctx.needs_input_grad[1]:
                 cast_gt = (layer.transposed(cast_g, "dx", "dw", "g", g, dtype) if dx is not None
-                           else layer.cast("dw", "g", g.T, dtype, record=True))                     # (N, M)
+                           else layer.cast("dw", "g", g.T, dtype, first=True))                     # (N, M)
                 dw = layer.arithmetic.product(cast_gt, kept(), dtype).to(ctx.dtypes[1])             # (N, K)
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None
