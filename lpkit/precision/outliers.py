@@ -1,0 +1,107 @@
+"""One outlier in a Gaussian tensor: what every other element pays for it, by recipe. Expected by formula, and measured.
+
+    x = gaussian(1000.0)                        # standard deviation 1, one element at 1000
+    sqnr_db(x, cast)                            # of the others: the outlier itself is always represented well
+    expected_db(cast, x.shape, outlier=1000.0)
+
+A scale serves a block. In the block that holds the outlier every element is cast as if the tensor were that large; in all
+others the largest of n Gaussian numbers sets the scale. So the damage is (share of the tensor in the outlier's block) x
+(noise at that crest factor): the smaller the block, the less is hit. The noise of rounding is spacing^2 / 12 in each
+binade (Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 where x becomes zero.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist, fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.precision.formats import Format, format_of
+from lpkit.precision.recipes import RECIPES
+from lpkit.precision.scaled import Cast, quantise
+
+SHAPE = (256, 512)
+SHOWN = (32, 128)       # of a picture
+COARSE = 0.1            # relative error beyond which an element counts as coarse
+KINDS = ("fine", "coarse", "flushed to zero", "the outlier")
+FLOOR = {"e4m3": 2.0**-6 / 448}     # a two-level scale cannot be a smaller share of the largest in the tensor
+NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8")
+
+
+def casts() -> dict[str, Cast]:
+    """How each recipe casts activations."""
+    return {name: RECIPES[name].y[0] for name in NAMES}
+
+
+def gaussian(outlier: float, *, shape: tuple[int, int] = SHAPE, at: tuple[int, int] = (3, 40), seed: int = 0) -> Tensor:
+    """N(0, 1), but `outlier` at one place. float32."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[at] = outlier
+    return x
+
+
+def sqnr_db(x: Tensor, cast: Cast, *, at: tuple[int, int] = (3, 40)) -> float:
+    """Signal over noise of every element but the one at `at`."""
+    others = torch.ones_like(x, dtype=torch.bool)
+    others[at] = False
+    error = quantise(x, cast).dequantise() - x
+    return 10 * math.log10(x[others].double().square().sum() / error[others].double().square().sum())
+
+
+def hit_share(cast: Cast, shape: tuple[int, int]) -> float:
+    """Of the tensor, what shares a scale with one element."""
+    high, wide = (size or whole for size, whole in zip(cast.block, shape))
+    return high * wide / math.prod(shape)
+
+
+def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
+    """Of the other elements of a Gaussian of standard deviation 1 with one element of that size."""
+    fmt, share = format_of(cast.format), hit_share(cast, shape)
+    count = max(2, round(share * math.prod(shape)))
+    floor = outlier * FLOOR.get(cast.scale, 0)
+    return -10 * math.log10(share * _noise(fmt, cast, outlier) + (1 - share) * fmean(
+        _noise(fmt, cast, max(largest, floor)) for largest in _largest(count)))
+
+
+def _largest(count: int) -> list[float]:
+    """The largest magnitude of `count` Gaussian numbers, at nine evenly spaced probabilities."""
+    return [NormalDist().inv_cdf((1 + (u / 10) ** (1 / count)) / 2) for u in range(1, 10)]
+
+
+def _noise(fmt: Format, cast: Cast, amax: float) -> float:
+    """Energy of the error of an element of energy 1, when `amax` decides the scale.
+
+    A power of two leaves between none and half of the range unused: eight cases in between.
+    """
+    spare = [2 ** ((i + 0.5) / 8) for i in range(8)] if "power-of-two" in cast.scale else [1.0]
+    return fmean(rounding_noise(fmt, fmt.largest / (amax * unused)) * (amax * unused / fmt.largest) ** 2 for unused in spare)
+
+
+def rounding_noise(fmt: Format, sigma: float) -> float:
+    """E[(x - rounded x)^2] for x of N(0, sigma), sigma small against the largest value."""
+    below = lambda x: math.erf(x / sigma / math.sqrt(2))        # P(|x| < ...)
+    half = fmt.smallest / 2
+    t = half / sigma
+    energy = sigma**2 * (below(half) - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2))      # what becomes zero
+    share_below = below(half)
+    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):      # the first holds the subnormals
+        share = below(2.0 ** (e + 1))
+        energy += (share - share_below) * 4.0 ** (e - fmt.mantissa_bits) / 12
+        share_below = share
+    return energy
+
+
+def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
+    """For `lpkit.ui.outlier_map`: of a small tensor, what becomes of each element. Kinds by their place in KINDS."""
+    cast, x = casts()[recipe], gaussian(outlier, shape=SHOWN, at=(row, column), seed=seed)
+    y = quantise(x, cast).dequantise()
+    kinds = ((y - x).abs() > COARSE * x.abs()).int()
+    kinds[y == 0] = 2
+    kinds[row, column] = 3
+    return {"kinds": kinds.tolist(), "names": KINDS, "values": x.tolist(), "becomes": y.tolist(), "recipe": recipe,
+            "sqnr_db": sqnr_db(x, cast, at=(row, column)), "block": cast.block}
+
+
