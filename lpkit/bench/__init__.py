@@ -25,6 +25,8 @@ BENCHES = {
     "low-precision-cpu": "lpkit.bench.low_precision_cpu",
     "mx-qdq": "lpkit.bench.mx_qdq",
     "qdq": "lpkit.bench.qdq",
+    "recipe-losses": "lpkit.bench.recipe_losses",
     "redraw": "lpkit.bench.redraw",
+    "telemetry": "lpkit.bench.telemetry",
     "train-cpu": "lpkit.bench.train_cpu",
 }

@@ -104,10 +104,18 @@ def _outlier(layer: ScaledLinear) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Unguarded:
+class _Unguarded(Arithmetic):
     """A backend that divides by the scale of a block of zeros: 0 / 0."""
 
     inner: Arithmetic
+
+    @property
+    def traceable(self) -> bool:
+        return self.inner.traceable
+
+    @property
+    def alignment(self) -> int:
+        return self.inner.alignment
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
         made = self.inner.cast(x, cast, dtype, amax=amax, noise=noise)

@@ -42,8 +42,8 @@ from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe
 from lpkit.precision.scaled import ALL, TRANSFORMS, Cast, quantise
 
 FILE = "telemetry.jsonl"
-ROWS = 64               # of each tensor, for the statistics that are not exact over all of it
-GROUP = 16              # at least so many neighbouring rows are drawn together
+ROWS = 32               # of each tensor, for the statistics that are not exact over all of it
+GROUP = 4               # at least so many neighbouring rows are drawn together
 
 ROLES = {               # the product in which a tensor is looked at, and the operand that it is there
     "x": ("y", "x"), "w": ("y", "w"), "dy": ("dx", "g"),
@@ -111,6 +111,29 @@ class Drawn:
     total_rows: int
     amax: Tensor                # () float32, of the whole operand
     nonfinite: Tensor           # ()
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)     # what several casts share
+
+    @property
+    def unit(self) -> Tensor:
+        """Times a power of two: squares of small gradients would vanish in float32."""
+        return self._once("unit", lambda: torch.ldexp(
+            torch.ones((), device=self.x.device), -torch.frexp(self.amax).exponent.clamp(-120, 120)))
+
+    def mixed(self, transform: str) -> Tensor:
+        return self._once(transform, lambda: TRANSFORMS[transform](self.x))
+
+    def blocks(self, transform: str, r: int, c: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that count in units of `unit`, (R, r, C, c); per block the sum of squares, and how many are not zero."""
+        def made() -> tuple[Tensor, Tensor, Tensor]:
+            x = (self.mixed(transform)[:self.rows] * self.unit).view(self.rows // r, r, -1, c)
+            return x, x.square().sum((1, 3)), x.count_nonzero((1, 3))
+
+        return self._once((transform, r, c), made)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 def draw(x: Tensor, casts: Iterable[Cast], rows: int | None, generator: torch.Generator | None = None) -> Drawn:
@@ -134,36 +157,27 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None, generator: torch.Ge
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
-    """The fields of a `Quality`, in its order, (10,) float64 on the tensor's device. `amax`: as in `quantise`."""
-    to, rows = format_of(cast.format), drawn.rows
-    mixed = TRANSFORMS[cast.transform](drawn.x)
+    """Sums and counts for `quality`, (12,) float64 on the tensor's device. `amax`: as in `quantise`."""
+    mixed = drawn.mixed(cast.transform)
     made = quantise(mixed, replace(cast, transform="none"), amax=amax,
                     noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
     scale = made.scale if made.tensor is None else made.scale * made.tensor
     r, c = cast.block[0] or len(mixed), cast.block[1] or mixed.shape[1]
-    kept = -(-rows // r)                                # rows of blocks that count
-    scale, top, r = scale[:kept], made.amax[:kept], min(r, rows)
-    x, data = (t[:rows].view(-1, r, mixed.shape[1] // c, c) for t in (mixed, made.data))
-    # Squares of small gradients would vanish in float32; a power of two is exact.
-    unit = torch.ldexp(torch.ones((), device=x.device), -torch.frexp(drawn.amax).exponent.clamp(-120, 120))
-    x_units = x * unit
-    noise = (x_units - data * (scale * unit)[:, None, :, None]).square_().sum((1, 3)).double()
-    signal = x_units.square_().sum((1, 3)).double()
-    some = (x != 0).sum((1, 3))                         # elements that are not zero, per block
-    left = (data != 0).sum((1, 3))
-    there = some > 0
-    limit = _limit(cast.format) * scale.double()
+    kept = -(-drawn.rows // r)                              # rows of blocks that count
+    scale, top, r = scale[:kept], made.amax[:kept], min(r, drawn.rows)
+    x, signal, some = drawn.blocks(cast.transform, r, c)
+    data = made.data[:drawn.rows].view(x.shape)
+    noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None], value=-1).square_().sum((1, 3))
+    left = data.count_nonzero((1, 3))
+    there, limit = some > 0, _limit(cast.format) * scale.double()
     beyond = torch.zeros_like(some)
     if bool((top > limit).any()):
-        beyond = (x.abs().double() > limit[:, None, :, None]).sum((1, 3))
-    share = torch.where(there, 10 * torch.log10(signal / noise), torch.inf)     # noise 0: inf
-    elements, blocks = (count.sum().clamp(min=1).double() for count in (some, there))
-    used = scale[there] if there.any() else scale.new_ones(1)
-    high = used.max().double().log2()
-    return torch.stack([value.double() for value in (
-        10 * torch.log10(signal.sum() / noise.sum()), (some - left).sum() / elements, beyond.sum() / elements,
-        high - used.min().double().log2(), share.min(), ((beyond > 0) & there).sum() / blocks,
-        ((left == 0) & there).sum() / blocks, (~there).double().mean(), high + math.log2(to.smallest), high + math.log2(to.largest))])
+        beyond = (x.abs().double() > (limit * drawn.unit)[:, None, :, None]).sum((1, 3))
+    counts = torch.stack((some, left, beyond, there, (beyond > 0) & there, (left == 0) & there)).sum((1, 2))
+    ratio = torch.where(there, signal / noise, torch.inf)   # noise 0: inf
+    sums = torch.stack((signal.sum(), noise.sum(), ratio.amin(), torch.where(there, scale, 0).amax(),
+                        torch.where(there, scale, scale.amax()).amin()))
+    return torch.cat((counts.double(), sums.double(), sums.new_full((1,), some.numel()).double()))
 
 
 @cache
@@ -173,11 +187,20 @@ def _limit(name: str) -> float:
     return to.largest + 2.0**(to.max_exponent - to.mantissa_bits - 1)
 
 
-def quality(numbers: list[float]) -> Quality:
-    total, underflow, saturated, octaves, worst, saturated_blocks, zeroed_blocks, zero_blocks, low, high = numbers
-    return Quality(sqnr_db=total if math.isfinite(total) else None, underflow=underflow, saturated=saturated,
-                   scale_octaves=octaves, worst_block_db=worst if math.isfinite(worst) else None,
-                   saturated_blocks=saturated_blocks, zeroed_blocks=zeroed_blocks, zero_blocks=zero_blocks, window=(low, high))
+def quality(numbers: list[float], cast: Cast) -> Quality:
+    """From what `measure` has counted."""
+    elements, left, beyond, there, saturated, zeroed, signal, noise, worst, high, low, blocks = numbers
+    to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
+    top = math.log2(high or 1)
+    return Quality(
+        sqnr_db=_decibel(signal / noise if noise else math.inf), underflow=(elements - left) / elements if there else 0.0,
+        saturated=beyond / elements, scale_octaves=top - math.log2(low or 1), worst_block_db=_decibel(worst),
+        saturated_blocks=saturated / some, zeroed_blocks=zeroed / some, zero_blocks=1 - there / blocks,
+        window=(top + math.log2(to.smallest), top + math.log2(to.largest)))
+
+
+def _decibel(ratio: float) -> float | None:
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
 def exponents(x: Tensor) -> dict[int, int]:
@@ -294,23 +317,25 @@ class Telemetry:
         ours = getattr(module, "recipe", None) or Recipe(compute=dtype, dtype="", source="")
         recipes = {"": ours, **self._others}
         casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
-        generator = torch.Generator().manual_seed(self.step)
-        drawn = draw(x, casts.values(), self.rows, generator)
+        tall = {max(GROUP, cast.tile[0]) for cast in casts.values()}        # a draw for each height of blocks
+        draws = {group: draw(x, [cast for cast in casts.values() if max(GROUP, cast.tile[0]) == group], self.rows,
+                             torch.Generator().manual_seed(self.step)) for group in tall}
+        drawn = draws[min(tall)]
         histories = {key: self._history(name, module, role, recipe, drawn) for key, recipe in recipes.items()}
         self._amaxes[name, role] = torch.maximum(drawn.amax, self._amaxes.get((name, role), drawn.amax))
-        rows: dict[tuple, Tensor] = {}      # recipes that cast alike are measured once
+        alike = {key: (cast, None if histories[key] is None else id(histories[key])) for key, cast in casts.items()}
+        counted = {}        # recipes that cast alike are measured once
         for key, cast in casts.items():
-            if (cast, id(histories[key])) not in rows:
-                rows[cast, id(histories[key])] = measure(drawn, cast, amax=histories[key])
-        facts = torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device)))
-        (amax, nonfinite), *numbers = _lists([facts, *rows.values()])
-        found = dict(zip(rows, map(quality, numbers))) if not nonfinite else {}
+            if alike[key] not in counted:
+                counted[alike[key]] = measure(draws[max(GROUP, cast.tile[0])], cast, amax=histories[key])
+        (amax, nonfinite), *numbers = _lists([torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device))),
+                                              *counted.values()])
+        found = {} if nonfinite else {like: quality(values, like[0]) for like, values in zip(counted, numbers)}
         return Sample(
             step=self.step, layer=name, role=role, cast=asdict(casts[""]), total_rows=drawn.total_rows,
             sampled_rows=min(drawn.rows, drawn.total_rows), amax=amax if math.isfinite(amax) else None,
-            nonfinite=int(nonfinite), exponents=exponents(drawn.x[:drawn.rows]),
-            own=found.get((casts[""], id(histories[""]))),
-            others={key: found[casts[key], id(histories[key])] for key in self._others if found})
+            nonfinite=int(nonfinite), exponents=exponents(drawn.x[:drawn.rows]), own=found.get(alike[""]),
+            others={key: found[alike[key]] for key in self._others if found})
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe, drawn: Drawn) -> Tensor | None:
         """What delayed scaling would scale by: the layer's own history; in other runs, what earlier samples have seen."""
