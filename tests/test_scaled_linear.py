@@ -335,6 +335,9 @@ def test_shapes_that_do_not_tile_say_which_and_what_would():
         linear("fp8-blockwise", 96, 128)(noise(128, 96))
     with pytest.raises(ConfigError, match=r"100 tokens do not tile by 32.*precision\.pad=true"):
         linear("mxfp8")(noise(100, 128))
+    with pytest.raises(ConfigError, match=r"72 input features do not tile by 16"):      # the tensor cores', not the recipe's
+        linear("fp8-tensorwise", 72, 48, backend="scaled_mm")(noise(32, 72))
+    assert linear("fp8-tensorwise", 72, 40, backend="scaled_mm", pad=True)(noise(5, 72)).shape == (5, 40)
 
 
 @pytest.mark.parametrize("recipe", CAST)

@@ -32,6 +32,8 @@ from lpkit.precision.scaled import ALL, Cast, Scaled, quantise
 
 
 class Backend(ABC):
+    alignment = 0
+
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether `auto` may take it, where nothing speaks against it."""
         return False
@@ -102,7 +104,7 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 class ScaledMM(Backend):
     """Operands stored in their 8 or 4 bits, multiplied by the device."""
 
-    traceable = True
+    traceable, alignment = True, 16
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it

@@ -32,7 +32,8 @@ ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
 class Arithmetic(Protocol):
     """What a backend does: cast an operand (rows, contracted axis last), and multiply two, a @ b.T + bias."""
 
-    traceable: bool     # by torch.compile
+    traceable: bool = False     # by torch.compile
+    alignment: int = 0          # bytes of which the rows of operands must be a multiple; 0: any
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled: ...
 
@@ -115,10 +116,10 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.is_grad_enabled():
         sizes.pop("M")      # tokens are contracted in backward alone
     w, bias, M = layer.weight, layer.bias, x.shape[0]
-    if problem := untiled(layer.recipe, sizes):
+    if problem := untiled(layer.recipe, sizes, layer.arithmetic.alignment):
         if not layer.recipe.pad:
             refuse(layer.name, problem, sizes)
-        tile = layer.recipe.tile
+        tile = max(layer.recipe.tile, 2 * layer.arithmetic.alignment)    # of 4-bit elements, two to a byte
         x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
         bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
     return ScaledMatmul.apply(x, w, bias, layer, dtype)[:M, :layer.out_features]

@@ -87,7 +87,7 @@ SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_m
            "torchao": AO, "emulated": "lpkit.precision.scaled"}
 FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it works
     ("emulated", "compile"): "the Linear itself runs outside the graph",
-    ("scaled_mm", "compile"): "the Linear itself runs outside the graph",
+    ("scaled_mm", "compile"): "with a history or stochastic rounding, the Linear itself runs outside the graph",
     ("torchao", "compile"): "and needs it to be fast: without, its casts are separate kernels",
     ("transformer-engine", "compile"): "te.Linear runs outside the graph",
     ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
@@ -287,6 +287,8 @@ def _warm(recipe: str, backend: str, device: torch.device) -> nn.Module:
 
 class Definition:
     """The recipe itself: its casts, multiplied in float64."""
+
+    traceable, alignment = False, 0
 
     def cast(self, x: torch.Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise) -> Scaled:
         return quantise(x, cast, amax=amax, noise=noise)

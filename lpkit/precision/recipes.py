@@ -23,6 +23,7 @@ import torch
 
 from lpkit.config import ConfigError, PrecisionConfig, nearest
 from lpkit.contracts import pick
+from lpkit.precision.formats import format_of
 from lpkit.precision.scaled import Cast
 
 # M tokens, K input features, N output features: the sides of each operand, the contracted one last.
@@ -89,13 +90,16 @@ class Recipe:
         return any(cast.rounding == "stochastic" for casts in self.products.values() for cast in casts)
 
 
-def untiled(recipe: Recipe, sizes: dict[str, int]) -> str:
-    """Why a Linear with these sizes (of M, K and N, those that are known) cannot run; empty when it can."""
+def untiled(recipe: Recipe, sizes: dict[str, int], alignment: int = 0) -> str:
+    """Why a Linear with these sizes (of M, K and N, those that are known) cannot run; empty when it can.
+
+    alignment: bytes that a backend wants every row of its operands, and of the result, to be a multiple of.
+    """
     words = {"M": "tokens", "K": "input features", "N": "output features"}
     for name, casts in recipe.products.items():
-        for cast, sides in zip(casts, SIDES[name]):
-            rows, along, mixed = cast.tile
-            for side, needed in ((sides[0], rows), (sides[1], max(along, mixed))):
+        for i, (cast, sides) in enumerate(zip(casts, SIDES[name])):
+            (rows, along, mixed), elements = cast.tile, alignment * 8 // format_of(cast.format).bits
+            for side, needed in ((sides[0], max(rows, i * elements)), (sides[1], max(along, mixed, elements))):
                 if side in sizes and sizes[side] % needed:
                     below = sizes[side] // needed * needed
                     near = " or ".join(str(size) for size in (below, below + needed) if size)

@@ -31,7 +31,7 @@ class LowPrecision(Transform):
         for name in linears.keys() - stay:
             linear = linears[name]
             sizes = {"K": linear.in_features, "N": linear.out_features} | ({"M": self.tokens} if self.tokens else {})
-            if not self.recipe.pad and (problem := untiled(self.recipe, sizes)):
+            if not self.recipe.pad and (problem := untiled(self.recipe, sizes, self.backend.alignment)):
                 refuse(name, problem, sizes)
         if len(stay) == len(linears):
             raise ConfigError(f"precision.keep={','.join(self.recipe.keep)} leaves no Linear to the recipe; keep fewer, "
