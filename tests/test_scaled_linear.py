@@ -209,7 +209,7 @@ def test_emulation_is_pytorch_s_own_scaled_product(recipe):
         assert (theirs - ours).abs().max() <= theirs.abs().max() * 2**-7
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "int8"])
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-rowwise", "int8"])
 def test_emulation_is_torchao(recipe):
     """torchao divides by a scale where we multiply by its inverse, or the other way round: a value beside a tie may move."""
     pytest.importorskip("torchao")
