@@ -49,7 +49,7 @@ def test_the_picture_says_what_became_of_each():
     spec = outlier_map(**seen)
     (frame,) = spec["layout"]["shapes"]
     assert (frame["y0"], frame["y1"], frame["x0"], frame["x1"]) == (2.5, 3.5, -0.5, 127.5)
-    assert outlier_figure([1.0], {"a": [2.0]}, {"a": [2.1]})["data"][1]["y"] == [2.1]
+    assert outlier_figure([1.0], {"a": [2.0]}, [1.0], {"a": [2.1]})["data"][1]["y"] == [2.1]
 
 
 # Masters and loss scaling.
@@ -103,7 +103,7 @@ def test_underflow_from_exponents_alone():
 
 
 def test_the_figures_of_mixed_precision():
-    assert lost_figure([1e-4], [0.5], {1e-4: 0.4})["data"][1]["y"] == [40.0]
+    assert lost_figure([1e-4], {"noise": [0.5]}, {1e-4: 0.4})["data"][1]["y"] == [40.0]
     spec = scaling_view({-30: 0.25, -10: 0.75}, 2.0**-24, 65504.0)(0)
     assert "25.0%" in spec["layout"]["title"]["text"] and spec["data"][1]["x"] == [-30.0]
     assert "0.0%" in scaling_view({-30: 0.25, -10: 0.75}, 2.0**-24, 65504.0)(16)["layout"]["title"]["text"]

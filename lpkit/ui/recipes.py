@@ -32,33 +32,36 @@ def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str], values:
                         "line": {"color": INK, "width": 2}}]}}
 
 
-def outlier_figure(sizes: Sequence[float], formula: Mapping[str, Sequence[float]],
+def outlier_figure(axis: Sequence[float], formula: Mapping[str, Sequence[float]], sizes: Sequence[float],
                    measured: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
-    """Signal over noise of the other elements against the outlier's size: lines by formula, points measured."""
+    """Signal over noise of the other elements against the outlier's size: lines over `axis` by formula, points measured."""
     data = []
     for i, name in enumerate(formula):
-        colour = COLOURS[i % len(COLOURS)]
-        data += [{"type": "scatter", "mode": "lines", "name": name, "x": list(sizes), "y": list(formula[name]),
-                  "line": {"color": colour}, "legendgroup": name, "hovertemplate": "%{y:.1f} dB by formula<extra>" + name + "</extra>"},
+        colour, words = COLOURS[i % len(COLOURS)], f"<extra>{name}</extra>"
+        data += [{"type": "scatter", "mode": "lines", "name": name, "x": list(axis), "y": list(formula[name]),
+                  "line": {"color": colour}, "legendgroup": name, "hovertemplate": "%{y:.1f} dB by formula" + words},
                  {"type": "scatter", "mode": "markers", "name": name, "x": list(sizes), "y": list(measured[name]),
                   "marker": {"color": colour, "symbol": i}, "legendgroup": name, "showlegend": False,
-                  "hovertemplate": "%{y:.1f} dB measured<extra>" + name + "</extra>"}]
+                  "hovertemplate": "%{y:.1f} dB measured" + words}]
     return {"data": data, "layout": {
         "title": {"text": title}, "height": 440,
-        "xaxis": {"type": "log", "dtick": 1, "exponentformat": "power", "title": {"text": "outlier, in standard deviations of the others"}},
+        "xaxis": {"type": "log", "dtick": 1, "exponentformat": "power",
+                  "title": {"text": "outlier, in standard deviations of the others"}},
         "yaxis": {"title": {"text": "signal over noise of the others, dB"}, "rangemode": "tozero"}}}
 
 
-def lost_figure(rates: Sequence[float], formula: Sequence[float], measured: Mapping[float, float], *, title: str = "") -> dict:
-    """Share of the updates that a bf16 weight does not feel, against the learning rate."""
-    return {"data": [
-        {"type": "scatter", "mode": "lines", "name": "formula", "x": list(rates), "y": [100 * y for y in formula],
-         "line": {"color": COLOURS[0]}},
-        {"type": "scatter", "mode": "markers", "name": "measured", "x": list(measured), "y": [100 * y for y in measured.values()],
-         "marker": {"color": COLOURS[4], "size": 10}}],
-        "layout": {"title": {"text": title}, "height": 360,
-                   "xaxis": {"type": "log", "dtick": 1, "exponentformat": "power", "title": {"text": "learning rate"}},
-                   "yaxis": {"title": {"text": "updates lost, %"}, "range": [0, 105]}}}
+def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]], measured: Mapping[float, float], *,
+                title: str = "") -> dict:
+    """Share of the updates that a bf16 weight does not feel, against the learning rate: limits, and what was counted."""
+    lines = [{"type": "scatter", "mode": "lines", "name": name, "x": list(rates), "y": [100 * y for y in shares],
+              "line": {"color": COLOURS[i], "dash": ("solid", "dash")[i % 2]}}
+             for i, (name, shares) in enumerate(formula.items())]
+    points = {"type": "scatter", "mode": "markers", "name": "measured", "x": list(measured),
+              "y": [100 * y for y in measured.values()], "marker": {"color": COLOURS[4], "size": 10}}
+    return {"data": [*lines, points], "layout": {
+        "title": {"text": title}, "height": 360,
+        "xaxis": {"type": "log", "dtick": 1, "exponentformat": "power", "title": {"text": "learning rate"}},
+        "yaxis": {"title": {"text": "updates lost, %"}, "range": [0, 105]}}}
 
 
 def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
