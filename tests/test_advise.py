@@ -99,12 +99,10 @@ def test_wider_is_better_and_never_backwards():
 
 
 def test_published_figures():
-    """One scale a tensor: within 15% of every one, and on the same side of 1. (The second fixed the 0.68.)"""
+    """Within 15% of every one, and on the same side of 1. (The second fixed the 0.68; rowwise together, its 0.8.)"""
     for row in claims():
-        if "rowwise" not in row.name:
-            assert abs(row.error) < 0.15 and (row.formula > 1) == (row.measured > 1), (row.name, row.formula)
-        else:
-            assert -0.05 < row.error < 0.25, "the formula is known to be kind to rowwise"
+        assert abs(row.error) < 0.15, (row.name, row.formula)
+        assert (row.formula > 1) == (row.measured > 1), row.name
     assert claims_table() in (Path(__file__).parents[1] / "docs" / "advise.md").read_text()
     # "d12 was still slower with FP8", nanochat's log, on H100
     assert step_cost(gpt(12, 768), replace(TENSORWISE, kept={"head": 1}), CATALOGUE["h100"]).speedup < 1
@@ -122,10 +120,17 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
 
 @pytest.mark.parametrize("machine, config, choice, said", [
     ("a100-80", gpt(12, 768), "bf16", "casts cost more"),              # int8 is native there, and does not pay
-    ("t4", gpt(12, 768), "fp16", "fp16: "), ("b200", gpt(32, 4096), "nvfp4", "nvfp4: ")])
+    ("t4", gpt(12, 768), "fp16", "fp16: "), ("b200", gpt(32, 4096), "fp8-tensorwise", "times as fast")])
 def test_other_machines(machine, config, choice, said, tmp_path):
     got = advise(config, machine, measured=tmp_path)
     assert got.choice == choice and said in got.sentence
+
+
+def test_casts_that_are_not_fused_cost_more(tmp_path):
+    """A history or stochastic rounding keeps a Linear outside torch.compile."""
+    got = advise(gpt(26, 1664), "h200", measured=tmp_path)
+    assert got["fp8-delayed"].speedup < 1 < got["fp8-tensorwise"].speedup
+    assert "not fused, as transformer-engine does" in got["fp8-delayed"].why
 
 
 def test_a_cpu_is_told_that_emulation_is_slower():
@@ -197,7 +202,7 @@ def test_a_recorded_step_of_the_same_model_is_the_answer(tmp_path):
         {"case": "fp8-delayed, 12 x 768, 32 x 2048 tokens", "peer": "bf16", "ratio": 1.02}])
     got = advise(gpt(12, 768), "h200", measured=tmp_path)
     assert got.choice == "fp8-rowwise" and "recorded: fp8-step-h200.json" in got.sentence
-    assert got["fp8-delayed"].speedup == 1.02 and got["fp8-delayed"].cost.speedup > 1.05
+    assert got["fp8-delayed"].speedup == 1.02 != got["fp8-delayed"].cost.speedup
     assert advise(gpt(13, 768), "h200", measured=tmp_path)["fp8-rowwise"].source == "formula"
 
 

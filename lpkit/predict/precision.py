@@ -73,6 +73,8 @@ class Recipe:
     history: int = 0                                    # amaxes remembered: a cast does not look at its tensor first
     kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by product name
     result_bytes: float = BF16                          # moved for each element of a product's result
+    product_share: float = 1.0                          # of the efficiency of its dtype: scales inside cost something
+    cast_factor: float = 1.0                            # traffic of its casts over that of fused ones
 
     def operand(self, tensor: str, product: str) -> Operand | None:
         pair = self.casts.get(product)
@@ -222,11 +224,11 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
     sixteen = {name: product_seconds(*shape, machine, efficiency, dtype=base, bits=16) for name, shape in shapes.items()}
     mixed = [product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype, bits=low[name],
                              result_bytes=recipe.result_bytes)
-             if name in low else seconds for name, seconds in sixteen.items()]
+             / recipe.product_share if name in low else seconds for name, seconds in sixteen.items()]
     return LinearCost(
         name=p.name, M=M, N=N, K=K, calls=p.calls if calls is None else calls,
         base_seconds=sum(sixteen.values()) + kernel(N * K * (FP32 + BF16)), product_seconds=sum(mixed),
-        cast_seconds=sum(kernel(one.bytes) for one in cast_passes(recipe, M=M, N=N, K=K)))
+        cast_seconds=sum(kernel(one.bytes * recipe.cast_factor) for one in cast_passes(recipe, M=M, N=N, K=K)))
 
 
 def step_cost(config: Config, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
@@ -277,4 +279,4 @@ def emulated(recipe: Recipe, *, dtype: str, bits: float, folded: bool = False) -
     """The same casts, kept as values of a wider dtype and multiplied in it. `folded`: the scales are in the values."""
     casts = {name: tuple(replace(operand, bits=bits, scale_bytes=0 if folded else operand.scale_bytes) for operand in pair)
              for name, pair in recipe.casts.items()}
-    return replace(recipe, dtype=dtype, casts=casts, result_bytes=BF16)
+    return replace(recipe, dtype=dtype, casts=casts, result_bytes=BF16, product_share=1.0, cast_factor=1.0)
