@@ -19,9 +19,10 @@ import torch
 from lpkit.assembly import assemble
 from lpkit.config import Config, ConfigError, nearest
 from lpkit.contracts import pick
-from lpkit.precision.faults import FAULTS, NUDGES, Finding, Plant, Unit, plant, promote, search, units
+from lpkit.precision.faults import FAULTS, NUDGES, Finding, Plant, Unit, hidden, plant, promote, search, units
 from lpkit.precision.linear import scaled_linears
 from lpkit.precision.recipes import RECIPES
+from lpkit.precision.telemetry import Sample, Telemetry
 from lpkit.trainer import Job
 
 
@@ -55,6 +56,21 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
 
     name = suspect if planted is None else f"{planted.fault} in {recipe}"
     return search(name, candidates, loss, seeds=seeds)
+
+
+def watched(config: Config, planted: Plant, *, every: int = 5) -> list[Sample]:
+    """Train `config` with a fault in it, under the fault's recipe, and return what the telemetry saw; no other trace."""
+    job = assemble(config.replace({"precision.recipe": FAULTS[planted.fault].recipe, "system.compile": False}))
+    plant(job.model, planted)
+    telemetry = Telemetry(model=job.model, every=every)
+    train(telemetry.onto(job), 0, config.steps)
+    return telemetry.samples
+
+
+def hide(config: Config, fault: str, seed: int) -> Plant:
+    """`fault` in a layer of `config`'s model that only `seed` knows. Raises ConfigError for an unknown fault."""
+    recipe = pick(FAULTS, fault, "fault").recipe
+    return hidden(assemble(config.replace({"precision.recipe": recipe, "system.compile": False})).model, fault, seed)
 
 
 def warmed(config: Config, steps: int) -> Job:

@@ -11,6 +11,7 @@ the search on a Config.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -205,6 +206,11 @@ def plant(model: nn.Module, what: Plant) -> nn.Module:
     return model
 
 
+def hidden(model: nn.Module, fault: str, seed: int) -> Plant:
+    """The fault in one low-precision Linear, drawn from `seed`: for whoever wants to find it."""
+    return Plant(fault=fault, layers=(random.Random(seed).choice([layer.name for layer in scaled_linears(model)]),))
+
+
 Unit = tuple[str, str]      # layer, product
 
 
@@ -261,7 +267,7 @@ class Finding:
 
     def __str__(self) -> str:
         cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the noise between runs "
-                f"({self.noise:.4f})")
+                f"({self.noise:.1g})")
         after = f"certainty {self.certainty}, {self.runs} runs of {self.seeds} seeds"
         if self.effect < CLEAR:
             return f"Nothing to find: {cost}; {after}."

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -380,6 +381,26 @@ def read(path: str | Path) -> list[Sample]:
     samples = [Sample.from_dict(json.loads(line)) for line in lines if line.endswith("\n")]
     last = {(sample.step, sample.layer, sample.role): sample for sample in samples}
     return sorted(last.values(), key=lambda sample: sample.step)
+
+
+def lost(sample: Sample) -> float:
+    """Share of a tensor's elements that its cast did not keep: became zero, saturated, or were NaN or Inf already."""
+    return 1.0 if sample.own is None else sample.own.underflow + sample.own.saturated
+
+
+def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
+    """(layer, by how much), the worst first: what a layer loses beyond the median layer of the same role and step, in the
+    role where that is most, averaged over the steps."""
+    alike: dict[tuple[int, str], list[Sample]] = {}
+    for sample in samples:
+        alike.setdefault((sample.step, sample.role), []).append(sample)
+    excess: dict[str, dict[str, list[float]]] = {}
+    for (_, role), layers in alike.items():
+        usual = statistics.median(map(lost, layers))
+        for sample in layers:
+            excess.setdefault(sample.layer, {}).setdefault(role, []).append(lost(sample) - usual)
+    worst = {layer: max(map(statistics.fmean, roles.values())) for layer, roles in excess.items()}
+    return sorted(worst.items(), key=lambda item: -item[1])
 
 
 def nonfinite_report(samples: Iterable[Sample]) -> str:

@@ -133,6 +133,29 @@ def quality_table(sample: Any) -> str:
                       caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
 
 
+def search_figure(finding: Any, *, title: str = "") -> dict:
+    """The plotly spec of a `Finding`'s path, the first run on top: what was promoted, and what share of the loss it brought
+    back."""
+    def words(trial: Any) -> str:
+        layers = list(dict.fromkeys(layer for layer, _ in trial.promoted))
+        products = [product for _, product in trial.promoted]
+        if len(layers) > 1:
+            return f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
+        return f"{layers[0]}: {', '.join(products)}" if layers else "nothing"
+
+    names = [f"{i}. {words(trial)}" for i, trial in enumerate(finding.path, 1)]
+    if names:
+        names[-1] = f"{len(names)}. everything but the culprit"
+    shares = [100 * trial.recovery for trial in finding.path]
+    return {"data": [{"type": "bar", "orientation": "h", "y": names, "x": shares, "textposition": "outside", "cliponaxis": False,
+                      "text": [f"{share:.0f}%" for share in shares],
+                      "marker": {"color": [COLOURS[0] if share > 50 else COLOURS[3] for share in shares]},
+                      "hovertemplate": "%{y}: %{x:.1f}%<extra></extra>"}],
+            "layout": {"title": {"text": escape(title)}, "height": 140 + 30 * len(names), "showlegend": False,
+                       "xaxis": {"title": {"text": "of the lost loss that comes back (%)"}, "range": [min([0, *shares]) - 12, 120]},
+                       "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}}}
+
+
 class Handle(Protocol):
     def subscribe(self, observer: Callable[[Any], None]) -> None: ...
     def on_done(self, callback: Callable[[], None]) -> None: ...
