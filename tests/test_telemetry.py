@@ -313,7 +313,7 @@ def test_a_cell_is_chosen_by_a_click(samples):
     assert explorer.choices["step"] == 2
     explorer.figure.clicked = {"curve": 0, "x": "1", "y": "blocks.1.mlp.down"}
     assert (explorer.choices["layer"], explorer.choices["step"]) == ("blocks.1.mlp.down", 1)
-    assert "x of blocks.1.mlp.down, step 1" in explorer.figure.spec["layout"]["annotations"][0]["text"]
+    assert "blocks.1.mlp.down</b><br>x, step 1" in explorer.figure.spec["layout"]["annotations"][1]["text"]
     explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is no cell
     assert explorer.choices["step"] == 1
 

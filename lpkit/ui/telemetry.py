@@ -72,19 +72,20 @@ def heat_map(samples: Sequence[Any], *, metric: str = "SQNR", role: str = "x", r
     return {"data": [
         {"type": "heatmap", "x": [str(at) for at in steps], "y": layers, "z": values, "text": words, "texttemplate": "%{text}",
          "customdata": hover, "colorscale": what.colours, "xgap": 1, "ygap": 1, "hoverongaps": False,
-         "colorbar": {"orientation": "h", "thickness": 10, "len": 0.56, "x": 0.28, "y": 1.01, "yanchor": "bottom",
-                      "title": {"text": what.title, "side": "top", "font": {"size": 12}}},
+         "colorbar": {"thickness": 10, "len": 1, "lenmode": "fraction", "x": 0.565, "xanchor": "left", "ypad": 0,
+                      "tickfont": {"size": 11}},    # between the panels: outside, plotly moves the titles
          "hovertemplate": f"%{{y}}, step %{{x}}<br>{what.title}: %{{customdata}}<extra></extra>"},
         *bars], "layout": {
             "title": {"text": escape(title)}, "height": max(420, 150 + 22 * len(layers)), "showlegend": False,
-            "margin": {"t": 96 + 24 * bool(title)},
+            "margin": {"t": 64 + 28 * bool(title)},
             "xaxis": {"domain": [0, 0.56], "type": "category", "title": {"text": "step"}, "showgrid": False},
             "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
-            "xaxis2": {"domain": [0.68, 1], "anchor": "y2", **layout["xaxis"]},
+            "xaxis2": {"domain": [0.7, 1], "anchor": "y2", **layout["xaxis"]},
             "yaxis2": {"anchor": "x2", **layout["yaxis"]},
             "shapes": [{"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
                         "line": {"color": WARNING, "width": 2.5}}, *layout["shapes"]],
-            "annotations": layout["annotations"]}}
+            "annotations": [{"xref": "x domain", "yref": "y domain", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom",
+                             "showarrow": False, "text": what.title}, *layout["annotations"]]}}
 
 
 def chosen(samples: Sequence[Any], layer: str | None = None, step: int | None = None) -> Any:
@@ -103,10 +104,10 @@ def histogram(sample: Any, recipe: str = AS_RUN) -> tuple[list[dict], dict]:
              "xaxis": "x2", "yaxis": "y2", "marker": {"color": COLOURS[0]}, "width": 1,
              "hovertemplate": "2^%{x}: %{y:.3g}%<extra></extra>"}]
     head = {"xref": "x2 domain", "yref": "y2 domain", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "align": "left",
-            "showarrow": False, "font": {"size": 12}, "text": f"{escape(sample.role)} of {escape(sample.layer)}, step {sample.step}"
-            + ("" if quality is None else f"<br>window of {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}")}
+            "showarrow": False, "font": {"size": 12}, "text": f"<b>{escape(sample.layer)}</b><br>{escape(sample.role)}, step {sample.step}: % of elements"
+            + ("" if quality is None else f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}")}
     layout = {"xaxis": {"title": {"text": "log2 |x|"}}, "shapes": [], "annotations": [head],
-              "yaxis": {"type": "log", "title": {"text": "% of elements"}, "exponentformat": "power", "dtick": 1}}
+              "yaxis": {"type": "log", "exponentformat": "power", "dtick": 1}}
     if quality is not None:
         low, high = quality.window
         reach = [*exponents, high]
@@ -152,7 +153,7 @@ def search_figure(finding: Any, *, title: str = "") -> dict:
                       "marker": {"color": [COLOURS[0] if share > 50 else COLOURS[3] for share in shares]},
                       "hovertemplate": "%{y}: %{x:.1f}%<extra></extra>"}],
             "layout": {"title": {"text": escape(title)}, "height": 140 + 30 * len(names), "showlegend": False,
-                       "xaxis": {"title": {"text": "of the lost loss that comes back (%)"}, "range": [min([0, *shares]) - 12, 120]},
+                       "xaxis": {"title": {"text": "of the lost loss that comes back (%)"}, "range": [min([0, *shares]) - 20, 120]},
                        "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}}}
 
 
