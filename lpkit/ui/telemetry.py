@@ -80,7 +80,7 @@ def heat_map(samples: Sequence[Any], *, metric: str = "SQNR", role: str = "x", r
             "margin": {"t": 64 + 28 * bool(title)},
             "xaxis": {"domain": [0, 0.56], "type": "category", "title": {"text": "step"}, "showgrid": False},
             "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
-            "xaxis2": {"domain": [0.7, 1], "anchor": "y2", **layout["xaxis"]},
+            "xaxis2": {"domain": [0.68, 0.98], "anchor": "y2", **layout["xaxis"]},
             "yaxis2": {"anchor": "x2", **layout["yaxis"]},
             "shapes": [{"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
                         "line": {"color": WARNING, "width": 2.5}}, *layout["shapes"]],
@@ -107,7 +107,7 @@ def histogram(sample: Any, recipe: str = AS_RUN) -> tuple[list[dict], dict]:
             "showarrow": False, "font": {"size": 12}, "text": f"<b>{escape(sample.layer)}</b><br>{escape(sample.role)}, step {sample.step}: % of elements"
             + ("" if quality is None else f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}")}
     layout = {"xaxis": {"title": {"text": "log2 |x|"}}, "shapes": [], "annotations": [head],
-              "yaxis": {"type": "log", "exponentformat": "power", "dtick": 1}}
+              "yaxis": {"type": "log", "exponentformat": "none", "dtick": 1, "side": "right", "tickfont": {"size": 11}}}
     if quality is not None:
         low, high = quality.window
         reach = [*exponents, high]
