@@ -14,7 +14,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -395,17 +395,20 @@ def device_here() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def examine(checks: tuple[Check, ...] = CHECKS) -> dict[str, Any]:
+def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[str, Any]:
     """The whole report, JSON-ready: the machine, the device that was tried, one row per check, which dtype a run takes
     here by itself, and every precision recipe with every backend. That bf16 works says nothing of its speed, so that
-    choice comes from a race."""
+    choice comes from a race.
+
+    Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB for some seconds.
+    """
     from lpkit.measure import bf16_choice
     from lpkit.precision import matrix
 
     device = device_here()
     choice = bf16_choice(device)    # first, while the machine is quiet
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
-        recipes = beside.submit(matrix.probe, device)
+        cells = beside.submit(matrix.probe, device) if recipes else None
         probes = [asdict(probe(check, device)) for check in checks]
-    return {"machine": machine(), "device": str(device), "probes": probes, "recipes": matrix.to_dicts(recipes.result()),
-            "chosen": {"precision": asdict(choice)}}
+    return {"machine": machine(), "device": str(device), "probes": probes,
+            "recipes": matrix.to_dicts(cells.result()) if cells else [], "chosen": {"precision": asdict(choice)}}

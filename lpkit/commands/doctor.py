@@ -38,7 +38,8 @@ def text(result: dict[str, Any]) -> str:
         for row in probes:
             nearest = f" -> {row['nearest']}" if row["nearest"] else ""
             lines.append(_row(("+ " if row["works"] else "- ") + row["name"], row["detail"] or row["why"] + nearest, 16))
-    lines += ["", "Recipes, forward and backward; the reasons are in --json", *_recipes(result["recipes"])]
+    if result["recipes"]:
+        lines += ["", "Recipes, forward and backward; the reasons are in --json", *_recipes(result["recipes"])]
     choice = result["chosen"]["precision"]
     return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
 
