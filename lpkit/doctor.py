@@ -336,7 +336,9 @@ def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
     import psutil
 
-    return {"os": platform.platform(), "python": platform.python_version(), "cpu": _cpu_model(),
+    from lpkit.measure import cpu_name
+
+    return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in _cpu_flags()],
             "cores": cores(), "memory_bytes": psutil.virtual_memory().total,
             "memory_available_bytes": psutil.virtual_memory().available, "memory_limit_bytes": _memory_limit(),
@@ -360,10 +362,6 @@ def _cpuinfo() -> list[tuple[str, str]]:
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
-
-
-def _cpu_model() -> str:
-    return next((value for key, value in _cpuinfo() if key == "model name"), platform.processor() or platform.machine())
 
 
 def _cpu_flags() -> set[str]:

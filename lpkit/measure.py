@@ -105,7 +105,7 @@ def reset_peak(device: torch.device | str) -> bool:
 
 
 def cpu_name() -> str:
-    """As the system calls it, and how many of its cores this process may use."""
+    """As the system calls it."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines()
              if line.startswith("model name")] if info.exists() else []

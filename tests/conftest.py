@@ -1,6 +1,16 @@
-"""What several test files share: one served JupyterLab and one Chromium for every browser test."""
+"""What several test files share: a small corpus, and one served JupyterLab and one Chromium for every browser test."""
 
 import pytest
+
+TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(20):
+        (folder / f"{i}.py").write_text(TEXT[i * 1000:(i + 30) * 1000])
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -18,16 +18,7 @@ from lpkit.precision.scaled import SCALES, TRANSFORMS
 from lpkit.runs import RunFailedError
 from lpkit.steps import LossScaler, accumulate
 
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(20):
-        (folder / f"{i}.py").write_text(TEXT[i * 1000:(i + 30) * 1000])
-    return folder
 
 
 @pytest.fixture

@@ -15,16 +15,6 @@ from lpkit.handle import start, train
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.runs import Run, RunFailedError
 
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(20):
-        (folder / f"{i}.py").write_text(TEXT[i * 1000:(i + 30) * 1000])
-    return folder
-
 
 @pytest.fixture
 def tiny(corpus, tmp_path, monkeypatch):
