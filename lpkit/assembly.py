@@ -7,7 +7,7 @@ import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lpkit
-from lpkit import measure
+from lpkit import hardware
 from lpkit.config import Config, ConfigError
-from lpkit.contracts import Choice, Stage, Transform, pick
+from lpkit.contracts import Choice, OptimizerSpec, Stage, Step, Transform, pick
 from lpkit.datasets import POLICIES, prepare
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
@@ -69,7 +69,7 @@ def choose_recipe(asked: str, device: torch.device, before: str | None = None) -
     """`before`: what a run that goes on was begun with. A race may end otherwise the second time, and so would the run."""
     if asked == "auto":
         return (Choice(asked=asked, used=before, why="as this run was begun") if before in RECIPES
-                else measure.bf16_choice(str(device)))
+                else hardware.bf16_choice(str(device)))
     pick(RECIPES, asked, "precision.recipe")
     return Choice(asked=asked, used=asked, why="asked for")
 
@@ -94,19 +94,30 @@ def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
     return model
 
 
-def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Job:
-    """Everything that one run needs. `before` is the environment of a run that goes on.
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a run will use, before anything is allocated."""
 
-    Raises ConfigError for anything that cannot be.
-    """
+    device: torch.device
+    recipe: Recipe
+    chosen: dict[str, Choice]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What computes: the fields of a Job that need no data."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    state: nn.Module
+    more: Callable[[], dict[str, float]]
+
+
+def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decided:
+    """`before` is the environment of a run that goes on. Raises ConfigError for anything that cannot be."""
     begun = (before or {}).get("chosen", {})
-    o = config.optimizer
-    # Names first: a misspelt one should not wait for a corpus.
-    spec = pick(OPTIMIZERS, o.name, "optimizer.name")(
-        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
-    schedule = with_warmup(pick(SCHEDULES, o.schedule, "optimizer.schedule"), steps=config.steps,
-                           warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
-    policy = pick(POLICIES, config.data.policy, "data.policy")
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
     on = choose_device(config.system.device)
@@ -118,27 +129,56 @@ def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_d
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
-    _refuse_what_cannot_fit(config, device)
-    files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
-    context, micro_batch = config.model.context, config.batch // config.accumulate
-    data = policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed)
-    # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-    val = POLICIES["spread-windows"](tokens=files.val, batch=micro_batch, context=context)
+    return Decided(device=device, recipe=recipe, chosen=chosen)
+
+
+def build(config: Config, decided: Decided) -> Built:
+    """The model with its transforms, the optimizer and the step. Allocates; raises ConfigError."""
+    recipe, chosen, device = decided.recipe, decided.chosen, decided.device
     precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
-                             tokens=micro_batch * context)
+                             tokens=config.batch // config.accumulate * config.model.context)
     model = build_model(config, device, attend=chosen["attention"].used,
                         transforms=(precision, *((Compile(),) if chosen["compile"].used == "on" else ())))
     autocast, scaler = recipe.autocast(device), loss_scaler(recipe, device)
-    return Job(
-        config=config, device=device, model=model, optimizer=spec.build(model), schedule=schedule,
+    return Built(
+        model=model, optimizer=optimizer_spec(config).build(model),
         step=accumulate(config.accumulate, autocast, after=advance, scaler=scaler),
-        loss=partial(loss, autocast=autocast), data=data, val=val,
-        tokenizer=files.tokenizer.to_dict(), chosen=chosen, environment=environment(device, chosen),
+        loss=partial(loss, autocast=autocast), state=nn.Module() if scaler is None else scaler,
+        more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
+
+
+def optimizer_spec(config: Config) -> OptimizerSpec:
+    o = config.optimizer
+    return pick(OPTIMIZERS, o.name, "optimizer.name")(
+        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
+
+
+def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Job:
+    """Everything that one run needs. `before` is the environment of a run that goes on.
+
+    Raises ConfigError for anything that cannot be.
+    """
+    o = config.optimizer
+    # Names first: a misspelt one should not wait for a corpus.
+    optimizer_spec(config)
+    schedule = with_warmup(pick(SCHEDULES, o.schedule, "optimizer.schedule"), steps=config.steps,
+                           warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
+    policy = pick(POLICIES, config.data.policy, "data.policy")
+    decided = decide(config, before=before)
+    _refuse_what_cannot_fit(config, decided.device)
+    files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
+    context, micro_batch = config.model.context, config.batch // config.accumulate
+    built = build(config, decided)
+    return Job(
+        config=config, device=decided.device, chosen=decided.chosen, **vars(built), schedule=schedule,
+        data=policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed),
+        # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
+        val=POLICIES["spread-windows"](tokens=files.val, batch=micro_batch, context=context),
+        tokenizer=files.tokenizer.to_dict(), environment=environment(decided.device, decided.chosen),
         flops_per_token=training_flops_per_token(config.model),
         # Against the peak of 16 bits whatever the recipe, so that a recipe that is faster has a higher MFU.
-        peak_flops=lambda: measure.peak_flops("fp32" if recipe.compute is None else "bf16", str(device))[0],
-        state=nn.Module() if scaler is None else scaler, diagnose=nonfinite_report,
-        more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
+        peak_flops=lambda: hardware.peak_flops("fp32" if decided.recipe.compute is None else "bf16", str(decided.device))[0],
+        diagnose=nonfinite_report)
 
 
 def loss_scaler(recipe: Recipe, device: torch.device) -> LossScaler | None:
@@ -149,7 +189,7 @@ def loss_scaler(recipe: Recipe, device: torch.device) -> LossScaler | None:
 def _refuse_what_cannot_fit(config: Config, device: torch.device) -> None:
     """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
     needed = sum(row.bytes for row in model_states(parameter_count(config.model), precision="fp32"))
-    held = measure.memory_bytes(device)
+    held = hardware.memory_bytes(device)
     if needed > held:
         raise ConfigError(f"weights, gradients and optimizer state of this model take {needed / 1e9:,.1f} GB, and "
                           f"{device} has {held / 1e9:,.1f} GB; choose a smaller preset, or see what it takes with "
@@ -163,7 +203,7 @@ def environment(device: torch.device, chosen: Mapping[str, Choice]) -> dict[str,
         "command": shlex.join(sys.argv),
         "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "numpy": version("numpy"), "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else measure.cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name(),
         "threads": torch.get_num_threads(),
         "chosen": {key: asdict(choice) for key, choice in chosen.items()},
     }

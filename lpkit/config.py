@@ -160,10 +160,32 @@ class PrecisionConfig:
     history_rule: Literal["max", "most-recent"] | None = None
     margin: int | None = None           # fp8-delayed: the scale leaves 2^margin of room
     loss_scale: float | None = None     # fp16: the first one
+    telemetry_every: int = 0            # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):
+        _at_least_zero("precision.", telemetry_every=self.telemetry_every)
         _positive("precision.", **{key: value for key in ("history", "loss_scale")
                                    if (value := getattr(self, key)) is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What a step keeps, where and in how many bits. Each is the name of a row; the first one is PyTorch's own way."""
+
+    recompute: str = "none"             # none, block, selective, budget: activations that backward makes again
+    recompute_every: int = 1            # block: every n-th block
+    recompute_budget: float = 0.5       # budget: the share of the activations that torch.compile may keep
+    saved: str = "device"               # activations until backward: device, cpu, disk, int8, int4, int2
+    loss: str = "whole"                 # whole, chunked: never all logits at once
+    loss_chunk: int = 1024              # chunked: tokens at a time
+    parameters: str = "fp32"            # fp32, bf16: stored, and updated with stochastic rounding
+    optimizer_state: str = "device"     # device, cpu, disk
+    update: str = "after"               # after, in-backward: each parameter as soon as it has its gradient
+
+    def __post_init__(self):
+        _positive("memory.", recompute_every=self.recompute_every, loss_chunk=self.loss_chunk)
+        if not 0 <= self.recompute_budget <= 1:
+            raise ConfigError(f"memory.recompute_budget is a share from 0 to 1, got {self.recompute_budget}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +203,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
     steps: int = 300
     batch: int = 16

@@ -336,7 +336,7 @@ def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
     import psutil
 
-    from lpkit.measure import cpu_name
+    from lpkit.hardware import cpu_name
 
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in _cpu_flags()],
@@ -400,7 +400,7 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
 
     Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB for some seconds.
     """
-    from lpkit.measure import bf16_choice
+    from lpkit.hardware import bf16_choice
     from lpkit.precision import matrix
 
     device = device_here()

@@ -13,11 +13,14 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.runs import Run
+
+if TYPE_CHECKING:
+    from lpkit.trainer import Job
 
 
 def default_folder(name: str = "run") -> Path:
@@ -31,13 +34,20 @@ def train(config: Config, *, out: str | Path | None = None, resume: bool = False
     `out` is the run folder, a new one under runs/ by default. Raises ConfigError for settings that cannot be,
     RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
     """
-    from lpkit.assembly import assemble
     from lpkit.trainer import Control, fit
 
     control, path = Control(), Path(out or default_folder())
     with _signals_stop(control.stop):
-        return fit(assemble(config, before=Run(path).environment if resume else None), path, resume=resume,
-                   observers=observers, control=control)
+        return fit(_job(config, path, resume), path, resume=resume, observers=observers, control=control)
+
+
+def _job(config: Config, path: Path, resume: bool) -> "Job":
+    from lpkit.assembly import assemble
+    from lpkit.precision import telemetry
+
+    job = assemble(config, before=Run(path).environment if resume else None)
+    every = config.precision.telemetry_every
+    return telemetry.attach(job, path, every=every) if every else job
 
 
 @contextmanager
@@ -86,12 +96,10 @@ class Handle:
         self._thread.start()
 
     def _work(self, resume: bool) -> None:
-        from lpkit.assembly import assemble
         from lpkit.trainer import fit
 
         try:
-            before = Run(self.path).environment if resume else None
-            self._run = fit(assemble(self.config, before=before), self.path, resume=resume, observers=[self._tell],
+            self._run = fit(_job(self.config, self.path, resume), self.path, resume=resume, observers=[self._tell],
                             control=self._control)
         except BaseException as error:   # kept for `result`, which raises it where somebody is looking
             self.error = error

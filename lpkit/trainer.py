@@ -22,7 +22,7 @@ from lpkit import checkpoint, runs
 from lpkit.config import Config, ConfigError, flat
 from lpkit.contracts import Choice, DataPolicy, Observer, Schedule, Step, StepRecord
 from lpkit.files import write_atomically
-from lpkit.measure import peak_bytes
+from lpkit.hardware import peak_bytes
 from lpkit.runs import Run, RunFailedError
 
 
@@ -236,7 +236,7 @@ def _owned(path: Path) -> Iterator[None]:
 
 
 # What may differ when a run goes on: none of it changes a number of the training.
-MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints"}
+MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "precision.telemetry_every"}
 
 
 def _check_folder(run: Run, config: Config, resume: bool) -> None:

@@ -17,21 +17,22 @@ MAY_IMPORT = {
     "nn": BASE | {"predict", "kernels"},    # a model does not know that it is quantised or sharded
     "optim": BASE | {"predict"},
     "datasets": BASE | {"predict"},
-    "measure": BASE | {"predict", "nn"},
+    "hardware": BASE | {"predict"},
+    "measure": BASE | {"assembly", "hardware", "nn", "precision", "predict"},
     "steps": BASE | {"nn"},
     "checkpoint": BASE,
     "runs": BASE,
     "presets": BASE,
-    "trainer": BASE | {"checkpoint", "measure", "runs"},    # the loop meets only contracts
-    "assembly": BASE | {"datasets", "measure", "nn", "optim", "precision", "predict", "steps", "trainer"},
+    "trainer": BASE | {"checkpoint", "hardware", "runs"},    # the loop meets only contracts
+    "assembly": BASE | {"datasets", "hardware", "nn", "optim", "precision", "predict", "steps", "trainer"},
     "bisect": BASE | {"assembly", "precision", "trainer"},  # short runs, to find which product fails
-    "handle": BASE | {"assembly", "runs", "trainer"},
+    "handle": BASE | {"assembly", "precision", "runs", "trainer"},
     "sampling": BASE | {"checkpoint", "datasets", "nn", "runs"},
     "exercises": BASE | {"predict", "precision", "nn"},
     "ui": BASE | {"predict"},
     "notebooks": BASE | {"ui"},
     "lab": BASE,
-    "doctor": BASE | {"measure", "precision"},
+    "doctor": BASE | {"hardware", "precision"},
     "cli": BASE | {"commands", "runs"},
     "__main__": {"cli"},
 }

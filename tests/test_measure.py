@@ -8,7 +8,8 @@ from torch import nn
 
 from lpkit import measure
 from lpkit.config import Config, ConfigError
-from lpkit.measure import bf16_choice, machine, peak_bytes, race, reset_peak, roofline, saved_bytes, step
+from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
+from lpkit.measure import roofline, saved_bytes, step
 from lpkit.predict import predict
 from lpkit.predict.flops import products
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import lpkit
 from lpkit.assembly import assemble
 from lpkit.config import Config, ConfigError
 from lpkit.precision import telemetry
@@ -345,3 +346,13 @@ def test_a_map_of_nothing_says_what_there_is(samples):
         heat_map(samples, role=r"x.T")
     with pytest.raises(ConfigError, match="first comes with step 1"):
         telemetry_explorer([])
+
+
+@pytest.mark.parametrize("go", [lpkit.train, lambda config, **kwargs: lpkit.start(config, **kwargs).result()])
+def test_a_run_writes_telemetry_by_its_setting_alone(tmp_path, go):
+    config = TINY.replace({"steps": 4})
+    plain = go(config, out=tmp_path / "plain")
+    seen = go(config.replace({"precision.telemetry_every": 2}), out=tmp_path / "seen")
+    assert not (plain.path / telemetry.FILE).exists()
+    assert {sample.step for sample in read(seen.path)} == {1, 3}
+    assert [line["loss"] for line in seen.metrics] == [line["loss"] for line in plain.metrics]

@@ -95,7 +95,7 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tiny, tmp_path, mo
     """The choice is a race, and a busy machine may end it otherwise."""
     tiny = tiny.replace({"precision.recipe": "auto"})
     races = iter(["bf16", "fp32"])
-    monkeypatch.setattr("lpkit.measure.bf16_choice", lambda device: Choice(asked="auto", used=next(races), why="a race"))
+    monkeypatch.setattr("lpkit.hardware.bf16_choice", lambda device: Choice(asked="auto", used=next(races), why="a race"))
     handle = start(tiny, out=tmp_path / "run")
     handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
     assert handle.result().summary["chosen"]["precision"]["used"] == "bf16"

@@ -33,12 +33,12 @@ def _here():
     """The GPU's row of the catalogue, or this machine, measured."""
     import torch
 
-    from lpkit import measure
+    from lpkit import hardware
     from lpkit.predict.machines import CATALOGUE
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     rows = [row for row in CATALOGUE.values() if name.startswith(" ".join(row.title.split()[:2])) and name]
-    return rows[0] if rows else measure.machine()
+    return rows[0] if rows else hardware.machine()
 
 
 def _train(config, *, out):

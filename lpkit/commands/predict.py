@@ -25,9 +25,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = resolve(args.target, args.set)
     machine = args.machine
     if machine == "this":
-        from lpkit import measure
+        from lpkit import hardware
 
-        machine = measure.machine()
+        machine = hardware.machine()
     found = predict(config, machine, args.devices, mfu=args.mfu, precision=args.precision, optimizer=args.optimizer,
                     zero=args.zero, recompute=args.recompute, price_per_hour=args.price_per_hour)
     return {"target": args.target, **found.to_dict()}

@@ -15,6 +15,7 @@ _WHERE = {
     "ScaledLinear": "linear", "LowPrecision": "transform",
     "BACKENDS": "backends", "choose": "backends",
     "advise": "advice",
+    "Telemetry": "telemetry", "attach": "telemetry", "FAULTS": "faults", "Plant": "faults",
 }
 __all__ = sorted(_WHERE)
 
