@@ -1,0 +1,142 @@
+"""How a training run is spread over devices: five axes, whose product is the world.
+
+The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). Ranks count with `tensor`
+fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that those who talk most sit in one node.
+
+data      replicas of everything, which all-reduce gradients (with `shard` above 1: hybrid sharding)
+shard     ranks with batches of their own that keep a part of the model states each, ZeRO stage `zero`
+          (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP is stage 3
+tensor    ranks that hold a part of each matrix, and of each sequence between the matrices: tensor with sequence
+          parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+pipeline  stages of consecutive layers, one after the other (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473)
+context   ranks that hold a part of each sequence everywhere, dealt in zig-zag so that a causal mask leaves each the same
+          work (Liu et al. 2023, https://arxiv.org/abs/2310.01889). They share model states as `shard` ranks do
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from lpkit.config import Config, ConfigError
+
+AXES = ("data", "shard", "tensor", "pipeline", "context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the axes. `interleave` is the chunks of layers that each stage holds (virtual stages)."""
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    zero: int = 3
+    interleave: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
+    @property
+    def batch_ranks(self) -> int:
+        """Groups that read different sequences."""
+        return self.data * self.shard
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks over which ZeRO spreads model states: those of a context group hold the same weights."""
+        return self.shard * self.context
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours along an axis."""
+        faster = {"tensor": (), "context": ("tensor",), "shard": ("tensor", "context"),
+                  "data": ("tensor", "context", "shard"), "pipeline": ("tensor", "context", "shard", "data")}
+        stride = 1
+        for other in faster[axis]:
+            stride *= getattr(self, other)
+        return stride
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        axes += [f"ZeRO {self.zero}"] if self.state_ranks > 1 else []
+        axes += [f"interleave {self.interleave}"] if self.interleave > 1 else []
+        return ", ".join(axes) or "one device"
+
+
+def check(config: Config, layout: Layout, devices: int | None = None) -> None:
+    """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with the nearest that can."""
+    for axis in (*AXES, "interleave"):
+        size = getattr(layout, axis)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{axis} must be a whole number, 1 or more; got {size!r}")
+    if layout.zero not in (0, 1, 2, 3):
+        raise ConfigError(f"there is no ZeRO stage {layout.zero}; choose 0, 1, 2 or 3")
+    if devices is not None and layout.devices != devices:
+        raise ConfigError(_wrong_world(layout, devices))
+    m, t, c = config.model, layout.tensor, layout.context
+    zigzag = 2 * c if c > 1 else 1
+    if m.T % zigzag:
+        fits = lambda n: m.T % (2 * n if n > 1 else 1) == 0
+        raise ConfigError(f"model.context={m.T} does not split into 2 x context={c} pieces (zig-zag deals each rank an "
+                          f"early and a late one); {_nearest(c, m.T, fits, 'context')}")
+    parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
+             "a context rank's share of model.context": m.T // c}
+    for what, count in parts.items():
+        if count % t:
+            fits = lambda n: all(count % n == 0 for count in parts.values())
+            raise ConfigError(f"{what}={count} does not split over tensor={t} ranks; {_nearest(t, m.H, fits, 'tensor')}")
+    stages = layout.pipeline * layout.interleave
+    if layout.interleave > 1 and layout.pipeline == 1:
+        raise ConfigError(f"interleave={layout.interleave} chunks of layers need pipeline stages; "
+                          f"set interleave=1, or pipeline to 2 or more")
+    if not _stages_fit(m.L, stages):
+        fits = lambda n: _stages_fit(m.L, n * layout.interleave)
+        chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
+        raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}{chunks} stages, not even with "
+                          f"one layer fewer in the first and the last; {_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
+    if config.batch % layout.batch_ranks:
+        below = config.batch // layout.batch_ranks * layout.batch_ranks
+        fits = lambda n: config.batch % n == 0
+        raise ConfigError(f"batch={config.batch} sequences does not split over data={layout.data} x shard={layout.shard} "
+                          f"= {layout.batch_ranks} ranks; set batch to {f'{below} or ' if below else ''}"
+                          f"{below + layout.batch_ranks}, or "
+                          f"{_nearest(layout.batch_ranks, config.batch, fits, 'data x shard')}")
+
+
+def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
+    """Layers of a middle stage; and whether the first and the last hold one fewer, beside the embedding and the head,
+    as Llama 3 does (126 layers on 16 stages, https://arxiv.org/abs/2407.21783, section 3.3.2)."""
+    if layers % stages == 0:
+        return layers // stages, False
+    return (layers + 2) // stages, True
+
+
+def _stages_fit(layers: int, stages: int) -> bool:
+    return layers % stages == 0 or ((layers + 2) % stages == 0 and (layers + 2) // stages > 1)
+
+
+def _nearest(asked: int, most: int, fits, name: str) -> str:
+    """'tensor may be 4 or 8': the next size that can be below `asked` and, up to `most`, the next above."""
+    below = next((n for n in range(min(asked - 1, most), 0, -1) if fits(n)), None)
+    above = next((n for n in range(asked + 1, most + 1) if fits(n)), None)
+    return f"{name} may be {' or '.join(str(n) for n in (below, above) if n is not None)}"
+
+
+def _wrong_world(layout: Layout, devices: int) -> str:
+    product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
+    rest = {axis: layout.devices // getattr(layout, axis) for axis in AXES}
+    ways = [f"{axis}={devices // others}" for axis, others in rest.items()
+            if devices % others == 0 and devices // others != getattr(layout, axis)]
+    out = f"set {' or '.join(ways[:2])}" if ways else f"use {layout.devices} devices"
+    return f"{product} is {layout.devices} devices, not {devices}; {out}"
+
+
+def divisors(count: int) -> list[int]:
+    """In ascending order."""
+    small = [n for n in range(1, int(count**0.5) + 1) if count % n == 0]
+    return sorted({*small, *(count // n for n in small)})
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """From `first` (a power of two) to at most `last`."""
+    return list(itertools.takewhile(lambda n: n <= last, (first << i for i in itertools.count())))
