@@ -87,9 +87,11 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     shutil.rmtree(source, ignore_errors=True)
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
-    for file in pages.iterdir():
-        if file.suffix in (".md", ".svg", ".png", ".json") or file.name == "conf.py":
-            shutil.copy(file, source)
+    for folder in (pages, pages / "recipes"):
+        (source / folder.relative_to(pages)).mkdir(exist_ok=True)
+        for file in folder.iterdir():
+            if file.suffix in (".md", ".svg", ".png", ".json") or file.name == "conf.py":
+                shutil.copy(file, source / folder.relative_to(pages))
     with (source / "notebooks.md").open("a", encoding="utf-8") as file:
         file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:

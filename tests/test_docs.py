@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -148,3 +149,61 @@ def test_a_picture_that_is_shown_is_drawn_from_its_numbers(tmp_path):
     picture = load("make_picture")
     picture.draw(json.loads(picture.NUMBERS.read_text()), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == picture.PICTURE.read_bytes()
+
+
+recipes = load("make_recipes")
+
+
+def test_the_pages_of_recipes_are_up_to_date():
+    """`python docs/make_recipes.py`"""
+    files = recipes.files()
+    for place, content in files.items():
+        assert (DOCS / place).read_text(encoding="utf-8") == content, f"docs/{place}: run python docs/make_recipes.py"
+    kept = {f"recipes/{path.name}" for path in (DOCS / "recipes").iterdir()}
+    assert kept == files.keys() - {"recipes.md"}
+    listed = re.findall(r"^recipes/(\S+)$", (DOCS / "recipes.md").read_text(), re.MULTILINE)
+    assert listed == list(recipes.RECIPES)
+
+
+def test_a_page_explains_its_recipe():
+    from lpkit.precision.recipes import OVERRIDES, RECIPES
+
+    assert recipes.WORDS.keys() == {*RECIPES, "settings"} and recipes.WORDS["settings"].keys() == OVERRIDES.keys()
+    for name, recipe in RECIPES.items():
+        words = recipes.WORDS[name]
+        assert 3 <= len(re.findall(r"[.!?](?:\s|$)", words["text"])) <= 9, name
+        assert words["sources"] and all(url.startswith("https://") for _, url in words["sources"]), name
+        page = (DOCS / "recipes" / f"{name}.md").read_text()
+        assert len(re.findall(r"(?m)^\| `(?:y|dx|dw)` \|", page)) == 2 * len(recipe.products), "six casts, or none"
+        assert f"lpkit train cpu-3m --set precision.recipe={name}\n" in page
+    assert {row[0] for row in recipes.settings("fp8-delayed")} >= {"`history`", "`margin`", "`forward_format`"}
+    assert not {row[0] for row in recipes.settings("nvfp4")} & {"`history`", "`scale`", "`loss_scale`"}
+
+
+def test_pictures_of_recipes_show_what_was_measured():
+    """The dB of a picture is that of lpkit.precision.outliers' own measure; colours keep their order in grey."""
+    from lpkit.precision import outliers
+    from lpkit.precision.recipes import RECIPES
+
+    for name in outliers.NAMES:
+        want = outliers.sqnr_db(recipes.with_outlier(), RECIPES[name].y[0], at=recipes.AT)
+        svg = (DOCS / "recipes" / f"{name}.svg").read_text()
+        assert f">{want:.1f} dB for the others<" in svg and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+        assert len(svg) < 60_000
+    grey = lambda colour: sum(w * int(colour[k:k + 2], 16) for w, k in ((0.299, 1), (0.587, 3), (0.114, 5)))
+    for colours in ([colour for _, colour in recipes.KINDS], recipes.RAMP):
+        light = [grey(colour) for colour in colours]
+        assert all(a - b > 20 for a, b in pairwise(light)), light
+
+
+def test_a_recorded_loss_is_quoted_with_where_it_comes_from(tmp_path):
+    assert recipes.measured("mxfp8", tmp_path) == []
+    case = {"case": "mxfp8", "peer": "bf16", "ratio": 1.0023, "quartiles": [1.001, 1.003], "rounds": 3,
+            "verdict": "met (at most 1.01)"}
+    found = {"device": "AMD EPYC", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T00:00:00+00:00",
+             "steps": 300, "losses": {"bf16": [2.0, 2.1, 2.2], "mxfp8": [2.0, 2.1, 2.2]}, **case, "cases": [case]}
+    (tmp_path / "recipe-losses-amd-epyc.json").write_text(json.dumps(found))
+    (line,) = [line for line in recipes.page("mxfp8", tmp_path).splitlines() if "times the loss" in line]
+    assert "1.0023 times the loss of bf16" in line and "3 seeds" in line and "AMD EPYC, torch 2.13.0, commit abc" in line
+    assert "2.0000, 2.1000, 2.2000 nats per token with 3 seeds" in recipes.page("bf16", tmp_path)
+    assert "measured" not in recipes.page("fp16", tmp_path)

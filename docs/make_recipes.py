@@ -1,0 +1,421 @@
+"""The pages docs/recipes/NAME.md with their pictures NAME.svg, and the table of docs/recipes.md.
+
+    python docs/make_recipes.py
+
+Rows come from lpkit.precision.recipes.RECIPES, hardware from lpkit.precision.matrix, losses from data/measured, sentences
+from docs/recipes.toml. tests/test_docs.py holds the files to what this writes.
+
+The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the recipe's own cast of x
+in y = x w^T. The numbers are drawn with the standard library and rounded to two decimals, and all coordinates are whole
+pixels or tenths, so that the files are the same bytes on every machine.
+"""
+
+import json
+import math
+import random
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.config import ConfigError, PrecisionConfig
+from lpkit.precision import matrix
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.formats import FORMATS, format_of
+from lpkit.precision.recipes import OVERRIDES, PRODUCTS, RECIPES, Recipe, resolve
+from lpkit.precision.scaled import Cast, quantise, spread
+from lpkit.predict.machines import CATALOGUE
+from lpkit.ui.style import COLOURS, FAINT, FONT, INK
+
+DOCS = Path(__file__).resolve().parent
+MEASURED = DOCS.parent / "data" / "measured"
+WORDS = tomllib.loads((DOCS / "recipes.toml").read_text(encoding="utf-8"))
+SHAPE, OUTLIER, AT = (16, 256), 60_000.0, (5, 100)  # outliers: up to 1e5 times the rest, https://arxiv.org/abs/2402.17762
+GRADIENT = 2.0**-22     # root mean square of the gradients on the page of fp16
+
+# ---- what is drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A tensor and what a cast makes of it."""
+
+    title: str
+    x: Tensor           # (16, 256) float32
+    y: Tensor           # the same after the cast
+    tops: Tensor | None     # (R, C): scale times largest value of each block; None: nothing is scaled
+    largest: float      # of the format, for `tops` of None
+
+
+@cache
+def gaussian() -> Tensor:
+    """N(0, 1), the same on every machine."""
+    rng = random.Random(0)
+    return torch.tensor([round(NormalDist().inv_cdf(rng.random()), 2) for _ in range(math.prod(SHAPE))]).view(SHAPE)
+
+
+def with_outlier() -> Tensor:
+    x = gaussian().clone()
+    x[AT] = OUTLIER
+    return x
+
+
+def cast_panel(title: str, x: Tensor, cast: Cast, amax: Tensor | None = None) -> Panel:
+    made, largest = quantise(x, cast, amax=amax), format_of(cast.format).largest
+    return Panel(title=title, x=x, y=made.dequantise(), largest=largest,
+                 tops=made.scale * largest * (1 if made.tensor is None else made.tensor))
+
+
+def plain_panel(title: str, x: Tensor, recipe: Recipe, factor: float = 1.0) -> Panel:
+    y = x if recipe.compute is None else (x * factor).to(recipe.compute).float() / factor
+    return Panel(title=title, x=x, y=y, tops=None, largest=FORMATS[recipe.dtype].largest)
+
+
+def _panels_fp16(recipe: Recipe) -> list[Panel]:
+    scale, g = recipe.loss_scaling.initial, gaussian() * GRADIENT
+    return [plain_panel("x of y = x w^T", with_outlier(), recipe),
+            plain_panel(f"gradients of about 2^{math.log2(GRADIENT):.0f}, as they are", g, recipe),
+            plain_panel(f"the same gradients, with a loss scale of {scale:,.0f}", g, recipe, scale)]
+
+
+def _panels_delayed(recipe: Recipe) -> list[Panel]:
+    cast, before, now = recipe.y[0], gaussian(), with_outlier()
+    return [cast_panel("x of y = x w^T, with a history from before the outlier", now, cast, before.abs().amax()),
+            cast_panel("x without it one micro-batch later, with the outlier in the history", before, cast, now.abs().amax())]
+
+
+@cache
+def panels(name: str) -> list[Panel]:
+    recipe = RECIPES[name]
+    if recipe.loss_scaling:
+        return _panels_fp16(recipe)
+    if recipe.delayed:
+        return _panels_delayed(recipe)
+    return [cast_panel("x of y = x w^T", with_outlier(), recipe.y[0]) if recipe.y else
+            plain_panel("x of y = x w^T", with_outlier(), recipe)]
+
+
+def noise_db(panel: Panel, rows: slice = slice(None)) -> float:
+    """Signal over noise of all elements but the outlier, of these rows; inf where nothing is lost."""
+    others = panel.x.abs() < OUTLIER
+    x, error = panel.x.double() * others, (panel.y - panel.x).double() * others
+    signal, noise = (t[rows].square().sum().item() for t in (x, error))
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+# ---- SVG: the lighter, the less is lost; a grey printer keeps the order
+
+KINDS = (("under 7% off", "#f3f6f9"), ("to 25%", COLOURS[3]), ("over 25%", COLOURS[2]), ("saturates", COLOURS[0]),
+         ("becomes 0", "#111111"))
+RAMP = ("#f3f6f9", COLOURS[3], "#4f81b5", COLOURS[0])      # of tops, from 2^0 to 2^RANGE
+RANGE = 16
+CELL, BLOCK_HIGH, CELL_HIGH, LEFT = 2, 4, 8, 12     # pixels
+BARS, BAR_WIDE, DB = 556, 180, 80.0                 # where bars begin, how long the longest is and what it means
+WIDTH = BARS + BAR_WIDE + 24
+
+
+def kinds(panel: Panel) -> Tensor:
+    """(16, 256) of places in KINDS."""
+    x, y = panel.x, panel.y
+    off = (y - x).abs() / x.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    found = (off > 0.07).int() + (off > 0.25).int()
+    top = torch.full_like(x, panel.largest) if panel.tops is None else spread(panel.tops, x.shape)
+    found[(x.abs() > top * 1.01)] = 3
+    found[(y == 0) & (x != 0)] = 4
+    return found
+
+
+def shade(top: float) -> str:
+    """Of RAMP, by log2."""
+    at = min(max(math.log2(top) / RANGE, 0), 1) * (len(RAMP) - 1)
+    i = min(int(at), len(RAMP) - 2)
+    one, two = (tuple(int(colour[k:k + 2], 16) for k in (1, 3, 5)) for colour in RAMP[i:i + 2])
+    return "#" + "".join(f"{round(a + (b - a) * (at - i)):02x}" for a, b in zip(one, two))
+
+
+def text(x: float, y: float, words: str, *, size: int = 12, colour: str = INK, anchor: str = "start", weight: int = 400) -> str:
+    return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}">'
+            f"{escape(words)}</text>")
+
+
+def rect(x: float, y: float, wide: float, high: float, fill: str, stroke: str = "none") -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" fill="{fill}" stroke="{stroke}"/>'
+
+
+def draw_blocks(panel: Panel, y: int) -> list[str]:
+    """Each block by the magnitude that its scale makes room for."""
+    rows, columns = SHAPE
+    wide, high = columns * CELL, rows * BLOCK_HIGH
+    if panel.tops is None:
+        reach = f"{panel.largest:,.0f}" if panel.largest < 1e6 else f"{panel.largest:.3g}"
+        words = f"no scale: the format itself reaches {reach}"
+        return [rect(LEFT, y, wide, high, "#ffffff", FAINT), text(LEFT + wide / 2, y + high / 2 + 4, words, anchor="middle")]
+    R, C = panel.tops.shape
+    gap_x, gap_y = int(C > 1), int(R > 1)
+    return [rect(LEFT + c * wide // C, y + r * high // R, wide // C - gap_x, high // R - gap_y,
+                 shade(panel.tops[r, c].item())) for r in range(R) for c in range(C)]
+
+
+def draw_elements(panel: Panel, y: int) -> list[str]:
+    """Each element by what becomes of it: a path for each kind, of runs along the rows."""
+    found = kinds(panel).tolist()
+    paths: dict[int, list[str]] = {}
+    for row, line in enumerate(found):
+        column = 0
+        for kind, run in groupby(line):
+            wide = len(list(run)) * CELL
+            if kind:
+                paths.setdefault(kind, []).append(f"M{LEFT + column},{y + row * CELL_HIGH}h{wide}v{CELL_HIGH}h-{wide}z")
+            column += wide
+    parts = [rect(LEFT, y, SHAPE[1] * CELL, SHAPE[0] * CELL_HIGH, KINDS[0][1])]
+    return parts + [f'<path fill="{KINDS[kind][1]}" d="{"".join(paths[kind])}"/>' for kind in sorted(paths)]
+
+
+def draw_outlier(panel: Panel, y: int) -> list[str]:
+    """A ring around it, and the frame of its block."""
+    if panel.x[AT] != OUTLIER:
+        return []
+    parts = []
+    if panel.tops is not None:
+        R, C = panel.tops.shape
+        high, wide = SHAPE[0] // R, SHAPE[1] // C
+        parts.append(f'<rect x="{LEFT + AT[1] // wide * wide * CELL - 0.5:g}" y="{y + AT[0] // high * high * CELL_HIGH - 0.5:g}" '
+                     f'width="{wide * CELL + 1}" height="{high * CELL_HIGH + 1}" fill="none" stroke="{INK}" stroke-width="1.5"/>')
+    at = f'cx="{LEFT + AT[1] * CELL + CELL / 2:g}" cy="{y + AT[0] * CELL_HIGH + CELL_HIGH / 2:g}" fill="none"'
+    return [*parts, f'<circle {at} r="8" stroke="#ffffff" stroke-width="4"/>', f'<circle {at} r="8" stroke="{INK}" stroke-width="2"/>']
+
+
+def draw_bars(panel: Panel, y: int) -> list[str]:
+    """Signal over noise, row by row."""
+    high = SHAPE[0] * CELL_HIGH
+    parts = []
+    for db in range(0, int(DB) + 1, 20):
+        x = BARS + db / DB * BAR_WIDE
+        parts += [f'<path d="M{x:g},{y}v{high + 4}" stroke="#d1d5db"/>',
+                  text(x, y + high + 16, f"{db}", size=11, colour=FAINT, anchor="middle")]
+    for row in range(SHAPE[0]):
+        db = noise_db(panel, slice(row, row + 1))
+        long = round(min(max(db, 0), DB) / DB * BAR_WIDE, 1)
+        parts.append(rect(BARS, y + row * CELL_HIGH + 1, max(long, 1), CELL_HIGH - 2, COLOURS[0]))
+    return parts
+
+
+def draw_panel(panel: Panel, y: int) -> tuple[list[str], int]:
+    """Parts, and where the next one begins."""
+    middle, db = y + 42, noise_db(panel)
+    verdict = "exact" if math.isinf(db) else f"{db:.1f} dB" + (" for the others" if panel.x[AT] == OUTLIER else "")
+    what = "what the scale of each block makes room for" if panel.tops is not None else "range"
+    parts = [text(LEFT, y + 14, panel.title, size=14, weight=600), text(BARS, y + 14, verdict, size=14, weight=600),
+             text(LEFT, y + 35, what, colour=FAINT), *draw_blocks(panel, middle)]
+    if panel.tops is not None:
+        parts.append(text(BARS, middle + 10, "room up to", size=11, colour=FAINT))
+        for i in range(RANGE + 1):
+            parts.append(rect(BARS + i * 10, middle + 16, 10, 12, shade(2.0**i)))
+        parts += [text(BARS + k * 10 + 5, middle + 42, f"{2**k:,}", size=11, colour=FAINT, anchor="middle") for k in (0, 8, 16)]
+    below = middle + SHAPE[0] * BLOCK_HIGH + 24
+    parts += [text(LEFT, below - 7, "what becomes of each element", colour=FAINT),
+              text(BARS, below - 7, "signal over noise of each row, dB", colour=FAINT, size=11)]
+    parts += [*draw_elements(panel, below), *draw_outlier(panel, below), *draw_bars(panel, below)]
+    legend, x = below + SHAPE[0] * CELL_HIGH + 22, LEFT
+    shares = torch.bincount(kinds(panel).flatten(), minlength=len(KINDS)).double() / math.prod(SHAPE)
+    for (words, colour), share in zip(KINDS, shares.tolist()):
+        label = f"{words}: {share:.{1 if share > 5e-4 else 2}%}" if share else words
+        parts += [rect(x + 0.5, legend + 0.5, 11, 11, colour, FAINT), text(x + 16, legend + 10, label, size=11)]
+        x += 30 + 6 * len(label)
+    return parts, legend + 34
+
+
+def picture(name: str) -> str:
+    """The SVG of one page."""
+    parts, y = [], 8
+    for panel in panels(name):
+        more, y = draw_panel(panel, y)
+        parts += more
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 8}" width="{WIDTH}" height="{y - 8}" '
+            f'role="img" font-family="{escape(FONT)}" shape-rendering="crispEdges">\n<title>{escape(caption(name))}</title>\n'
+            + "\n".join([rect(0, 0, WIDTH, y - 8, "#ffffff"), *parts]) + "\n</svg>\n")
+
+
+# ---- Markdown
+
+def caption(name: str) -> str:
+    """One sentence a panel."""
+    return " ".join(_caption(panel, first=not i) for i, panel in enumerate(panels(name)))
+
+
+def _caption(panel: Panel, *, first: bool) -> str:
+    db, zeros = noise_db(panel), (kinds(panel) == 4).double().mean().item()
+    scales = "" if panel.tops is None else f", {panel.tops.numel()} scale{'s' * (panel.tops.numel() > 1)}"
+    outlier = f", the outlier becomes {panel.y[AT].item():,.5g}" if panel.x[AT] == OUTLIER else ""
+    lost = f", {zeros:.1%} become zero" if zeros else ""
+    what = f" ({SHAPE[0]} x {SHAPE[1]} Gaussian numbers, one outlier of {OUTLIER:,.0f} standard deviations)" if first else ""
+    return (f"{panel.title}{what}{scales}: " + ("all elements are exact" if math.isinf(db) else f"{db:.1f} dB of signal over noise "
+            f"for all {'other ' if outlier else ''}elements") + f"{lost}{outlier}.")
+
+
+def line(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    return [line(heads), "|" + "---|" * len(heads), *map(line, rows)]
+
+
+def sides(cast: Cast) -> str:
+    return f"({', '.join(str(side or 'all') for side in cast.block)})"
+
+
+OPERANDS = {"y": ("x", "w"), "dx": ("g", "w^T"), "dw": ("g^T", "x^T")}
+
+
+def row(recipe: Recipe) -> list[str]:
+    """The six casts."""
+    return table(("product", "operand", "format", "block", "scale", "rounding", "transform"), [
+        (f"`{product}`", f"`{operand}`", cast.format, sides(cast), cast.scale, cast.rounding, cast.transform)
+        for product, casts in recipe.products.items() for operand, cast in zip(OPERANDS[product], casts)])
+
+
+def facts(recipe: Recipe) -> str:
+    """What else the row says."""
+    dtype = "float32" if recipe.compute is None else f"{recipe.compute}".removeprefix("torch.")
+    parts = [f"Everything but the casts is in {dtype}" + (" by autocast" if recipe.compute else "") + "; weights are float32."]
+    if not recipe.products:
+        parts[0] = f"No casts: products run in {dtype}" + (", by autocast; weights are float32." if recipe.compute else ".")
+    if recipe.keep:
+        parts.append(f"In 16 bits stay: {', '.join(recipe.keep)}.")
+    if recipe.delayed:
+        parts.append(f"The scale is made from the {recipe.delayed.rule} of {recipe.delayed.history} earlier amaxes, "
+                     f"with a margin of {recipe.delayed.margin}.")
+    if recipe.loss_scaling:
+        parts.append(f"The loss is scaled by {recipe.loss_scaling.initial:,.0f} at first; {recipe.loss_scaling.growth_steps} "
+                     f"updates without an overflow double it.")
+    return " ".join(parts)
+
+
+def hardware(name: str) -> list[str]:
+    """Who multiplies it, by the rules of the matrix."""
+    lines = []
+    for backend in BACKENDS:
+        native = [machine for machine in matrix.CAPABILITY for cell in matrix.by_rule(machine)
+                  if (cell.recipe, cell.backend, cell.feature, cell.status) == (name, backend, "forward", "native")]
+        rest = [machine for machine in matrix.CAPABILITY if machine not in native]
+        if native:
+            titles = [CATALOGUE[machine].title if machine in CATALOGUE else "any CPU" for machine in native]
+            other = [CATALOGUE[machine].title for machine in rest if machine in CATALOGUE]
+            most = f"every machine of the catalogue{', but ' + ', '.join(other) if other else ''}, and CPUs"
+            lines.append(f"- `{backend}`: {most if len(rest) < 2 else '; '.join(titles)}.")
+    return [*lines, "", "Elsewhere its numbers are emulated in wider products: see [what runs where](../matrix.md)."]
+
+
+ROW_VALUES = {      # what the row itself says where a setting is None
+    "keep": lambda r: ",".join(r.keep) or "none", "pad": lambda r: str(r.pad).lower(),
+    "forward_format": lambda r: r.y[0].format, "gradient_format": lambda r: r.dx[0].format, "scale": lambda r: r.y[0].scale,
+    "gradient_rounding": lambda r: r.dx[0].rounding, "transform": lambda r: r.dw[0].transform,
+    "history": lambda r: r.delayed.history, "history_rule": lambda r: r.delayed.rule, "margin": lambda r: r.delayed.margin,
+    "loss_scale": lambda r: f"{r.loss_scaling.initial:,.0f}",
+}
+TRIED = {"keep": ("head",), "pad": True, "forward_format": "e5m2", "gradient_format": "e5m2", "scale": "power-of-two",
+         "gradient_rounding": "stochastic", "transform": "hadamard", "history": 16, "history_rule": "max", "margin": 1,
+         "loss_scale": 8.0}
+
+
+def settings(name: str) -> list[tuple[str, str, str]]:
+    """Those that mean something in this recipe: found by trying each."""
+    rows = []
+    for key in OVERRIDES:
+        recipe = RECIPES[name]
+        if key in ("keep", "pad") and not recipe.products:
+            continue        # accepted everywhere, so that a config can change its recipe alone
+        try:
+            resolve(replace(PrecisionConfig(recipe=name), **{key: TRIED[key]}))
+        except ConfigError:
+            continue
+        rows.append((f"`{key}`", ROW_VALUES[key](recipe), WORDS["settings"][key]))
+    return rows
+
+
+def measured(name: str, folder: Path = MEASURED) -> list[str]:
+    """What `lpkit bench recipe-losses` recorded of this recipe; nothing where it has not."""
+    lines = []
+    for path in sorted(folder.glob("recipe-losses-*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        where = (f"{found['device']}, torch {found['versions']['torch']}, commit {found['commit']}, {found['date'][:10]}; "
+                 f"`data/measured/{path.name}`")
+        cases = [case for case in found["cases"] if case["case"] == name]
+        if any(case["peer"] == name for case in found["cases"]):
+            losses = found["losses"][name]
+            lines.append(f"- {', '.join(f'{loss:.4f}' for loss in losses)} nats per token with {len(losses)} seeds, beside "
+                         f"which the others are measured ({where}).")
+        for case in cases:
+            low, high = case["quartiles"]
+            lines.append(f"- {case['ratio']:.4f} times the loss of {case['peer']} (quartiles {low:.4f} to {high:.4f} over "
+                         f"{case['rounds']} seeds; {case['verdict']}; {where}).")
+    if not lines:
+        return []
+    return ["", "## Loss, measured", "", f"Validation loss of `cpu-3m` after {found['steps']} steps, on the same batches as "
+            f"{found['peer']}. From `lpkit bench recipe-losses`:", "", *lines]
+
+
+def page(name: str, folder: Path = MEASURED) -> str:
+    """docs/recipes/NAME.md."""
+    recipe, words = RECIPES[name], WORDS[name]
+    found = settings(name)
+    return "\n".join([
+        f"# {name}", "", f"{words['wins'][0].upper()}{words['wins'][1:]}. [All recipes](../recipes.md).", "",
+        words["text"].strip(), "", "## Row", "", *([*row(recipe), ""] if recipe.products else []), facts(recipe), "",
+        "## Picture", "", f"![{caption(name)}]({name}.svg)", "", caption(name), "",
+        "## Train with it", "", f"    lpkit train cpu-3m --set precision.recipe={name}", "",
+        *([*table(("`precision.`", "in this row", "what"), found), ""] if found else ["No setting changes it.", ""]),
+        "## Hardware", "", *hardware(name), *measured(name, folder), "",
+        "## Sources", "", *(f"- [{title}]({url})" for title, url in words["sources"]), ""])
+
+
+def index_table() -> list[str]:
+    """The rows of docs/recipes.md."""
+    rows = []
+    for name, recipe in RECIPES.items():
+        link, wins = f"[`{name}`](recipes/{name}.md)", WORDS[name]["wins"]
+        db = noise_db(panels(name)[0])
+        shown = "exact" if math.isinf(db) else f"{db:.0f}"
+        if not recipe.products:
+            rows.append((link, recipe.dtype, recipe.dtype, "", "of the loss" if recipe.loss_scaling else "", shown, wins))
+            continue
+        casts = {operand: cast for product, pair in reversed(recipe.products.items())
+                 for operand, cast in zip(PRODUCTS[product], pair)}
+        x, w, g = (casts[operand] for operand in "xwg")
+        rows.append((link, x.format, g.format, sides(x) + (f", w {sides(w)}" if w.block != x.block else ""),
+                     f"{x.scale}{', of earlier amaxes' if recipe.delayed else ''}", shown, wins))
+    return table(("recipe", "x and w", "g", "block", "scale", "dB", "where it wins"), rows)
+
+
+def index(text: str) -> str:
+    """docs/recipes.md with its table made anew."""
+    return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)+", lambda _: "\n".join(index_table()) + "\n", text, count=1)
+
+
+def files(folder: Path = MEASURED) -> dict[str, str]:
+    """Everything that this writes, by its place in docs/."""
+    made = {"recipes.md": index((DOCS / "recipes.md").read_text(encoding="utf-8"))}
+    for name in RECIPES:
+        made |= {f"recipes/{name}.md": page(name, folder), f"recipes/{name}.svg": picture(name)}
+    return made
+
+
+def main() -> None:
+    (DOCS / "recipes").mkdir(exist_ok=True)
+    for place, content in files().items():
+        (DOCS / place).write_text(content, encoding="utf-8")
+        print(place)
+
+
+if __name__ == "__main__":
+    main()
