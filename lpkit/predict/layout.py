@@ -85,12 +85,11 @@ def check(config: Config, layout: Layout, devices: int | None = None) -> None:
         if count % t:
             fits = lambda n: all(count % n == 0 for count in parts.values())
             raise ConfigError(f"{what}={count} does not split over tensor={t} ranks; {_nearest(t, m.H, fits, 'tensor')}")
-    stages = layout.pipeline * layout.interleave
     if layout.interleave > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={layout.interleave} chunks of layers need pipeline stages; "
                           f"set interleave=1, or pipeline to 2 or more")
-    if not _stages_fit(m.L, stages):
-        fits = lambda n: _stages_fit(m.L, n * layout.interleave)
+    if not _stages_fit(m.L, layout.pipeline, layout.interleave):
+        fits = lambda n: _stages_fit(m.L, n, layout.interleave)
         chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
         raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}{chunks} stages, not even with "
                           f"one layer fewer in the first and the last; {_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
@@ -104,15 +103,15 @@ def check(config: Config, layout: Layout, devices: int | None = None) -> None:
 
 
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
-    """Layers of a middle stage; and whether the first and the last hold one fewer, beside the embedding and the head,
-    as Llama 3 does (126 layers on 16 stages, https://arxiv.org/abs/2407.21783, section 3.3.2)."""
+    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside the embedding and the
+    head, as Llama 3 does (126 layers on 16 stages of 8 chunks, https://arxiv.org/abs/2407.21783, section 3.3.2)."""
     if layers % stages == 0:
         return layers // stages, False
     return (layers + 2) // stages, True
 
 
-def _stages_fit(layers: int, stages: int) -> bool:
-    return layers % stages == 0 or ((layers + 2) % stages == 0 and (layers + 2) // stages > 1)
+def _stages_fit(layers: int, stages: int, chunks: int) -> bool:
+    return layers % (stages * chunks) == 0 or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1)
 
 
 def _nearest(asked: int, most: int, fits, name: str) -> str:

@@ -39,14 +39,15 @@ class Efficiency:
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `pointwise_bytes`, left by a compiler
     source: str
+    links: float = 0.8                  # of a link or a network, by a large collective
 
 
 ASSUMED = Efficiency(
     products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78, "fp8": 0.68, "int8": 0.68, "fp4": 0.6},
     attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, fused=0.5,
     source="assumed: 16-bit products, bandwidth and kernels as torchao's roofline has them for H100 (0.78, 0.92, 2 us); "
-           "8-bit products 0.68, which gives torchao's published 1.39x at (4096, 8192, 16384); 4-bit ones, attention and "
-           "fusion are round guesses")
+           "8-bit products 0.68, which gives torchao's published 1.39x at (4096, 8192, 16384); 4-bit ones, attention, fusion "
+           "and links are round guesses")
 REACHED = Efficiency(
     products=dict.fromkeys(("fp32", "bf16", "fp16", "fp8", "int8", "fp4"), 1.0), attention=0.5, bandwidth=1.0,
     casts=0.25, kernel_seconds=5e-6, fused=1.0,
