@@ -4,16 +4,19 @@ Bytes, seconds, FLOPs and bytes/s; nothing here is rounded. Step times are media
 beside them the best of several tries (what it can do: `lpkit.hardware`).
 """
 
+import itertools
+import math
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
 from lpkit.assembly import build, decide
@@ -23,6 +26,7 @@ from lpkit.precision.linear import advance
 from lpkit.predict.flops import Product, products
 from lpkit.predict.machines import Machine
 from lpkit.predict.roofline import Floor, step_floor
+from lpkit.tracking import Footprint, Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,51 +47,14 @@ def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *, ignore: Iterabl
 
     What is kept outside any module is the loss's. The model's parameters, and the tensors in `ignore`, exist anyway.
     """
-    exists = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *ignore)}
-    copies, inside, operations, copy_bytes, held = _WeightCopies(model), ["loss"], {}, 0, []
-
-    def pack(t: Tensor) -> Tensor:
-        nonlocal copy_bytes
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in exists:
-            exists.add(storage.data_ptr())
-            held.append(storage)   # so that no address is used twice
-            if storage.data_ptr() in copies.made:
-                copy_bytes += storage.nbytes()
-            else:
-                operations[inside[-1]] = operations.get(inside[-1], 0) + storage.nbytes()
-        return t
-
-    hooks = []
-    for name, module in model.named_modules():
-        name = ".".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
-        hooks += [module.register_forward_pre_hook(lambda *_, name=name: inside.append(name)),
-                  module.register_forward_hook(lambda *_: (inside.pop(), None)[1])]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), copies:
-            loss = step()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    ignore = tuple(ignore)
+    with Tracker(model, device=next(model.parameters()).device) as tracker:
+        tracker.hold(ignore, "batch")
+        loss = step()
+        kept = tracker.kept()
     if not loss.requires_grad:
         raise ValueError("step() returned something that backward cannot start from")
-    return Saved(operations=operations, weight_copy_bytes=copy_bytes)
-
-
-class _WeightCopies(TorchDispatchMode):
-    """Remembers the storages of parameters cast to another dtype."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.made, self.held = set(), []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.parameters:
-            self.made.add(out.untyped_storage().data_ptr())
-            self.held.append(out)
-        return out
+    return Saved(operations=kept, weight_copy_bytes=tracker.now().get("weight copies", 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +92,43 @@ def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepM
         "logits and loss": saved.operations["loss"],
     }
     bench.optimizer.zero_grad(set_to_none=True)
-    peak = _peak_of_tensors(bench.update, bench.device, before=held["weights"] + held["optimizer state"])
+    with Tracker(bench.model, bench.optimizer, bench.device) as tracker:
+        bench.update()
+    peak = tracker.footprint().peak_bytes
     forward, backward, optimize = map(statistics.median, zip(*(bench.update() for _ in range(rounds))))
     return StepMeasurement(
         bytes={name: n for name, n in held.items() if n}, operations=saved.operations, peak_bytes=peak,
         forward_seconds=forward, backward_seconds=backward, optimizer_seconds=optimize, tokens=config.tokens_per_step,
         precision=bench.precision, attention=bench.attention, where=bench.where)
+
+
+def memory(config: Config, *, device: str | None = None, count: bool = False) -> Footprint:
+    """Every live byte of one update of the model of `config`, as lpkit.train makes it, by row; the second one, because
+    the optimizer makes its state in the first.
+
+    On a GPU the allocator counts too; on a CPU PyTorch's profiler does, in one more update, if asked to `count`.
+    """
+    bench = _Bench(config, device)
+    bench.train()
+    gpu = bench.device.type == "cuda"
+    if gpu:
+        hardware.reset_peak(bench.device)
+    with Tracker(bench.model, bench.optimizer, bench.device) as tracker:
+        tracker.hold(bench.batch, "batch")
+        bench.train(tracker.optimizing)
+    counted = hardware.peak_bytes(bench.device) if gpu else None
+    held = sum(tracker.now().values())
+    if count and not gpu:
+        counted = held + _counted_peak(bench.train)
+    return tracker.footprint(counted_bytes=counted, chosen=bench.chosen, where=bench.where)
+
+
+def _counted_peak(update: Callable[[], object]) -> int:
+    """The most that the CPU's allocator gave out beyond what was there, by PyTorch's profiler: it sees into kernels."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        update()
+    events = [(e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(nbytes for _, nbytes in sorted(events, key=lambda event: event[0])), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +213,12 @@ class _Bench:
         decided = decide(config)
         self.built = build(config, decided)
         self.model, self.optimizer, self.device = self.built.model, self.built.optimizer, decided.device
+        self.chosen = decided.chosen
         self.precision, self.attention = decided.chosen["precision"], decided.chosen["attention"]
-        x, y = (torch.randint(config.model.vocab, (config.batch, config.model.context), device=self.device)
-                for _ in range(2))
+        self.batch = x, y = [torch.randint(config.model.vocab, (config.batch, config.model.context), device=self.device)
+                             for _ in range(2)]
         self.pieces = list(zip(x.chunk(config.accumulate), y.chunk(config.accumulate)))
+        self.clip = partial(nn.utils.clip_grad_norm_, list(self.model.parameters()), config.optimizer.clip or math.inf)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
         self.where = f"{name}, {self.precision.used}, {self.attention.used} attention"
 
@@ -240,44 +240,15 @@ class _Bench:
         self.optimizer.zero_grad(set_to_none=True)
         return forward, backward, self._now() - start
 
+    def train(self, optimizing: Callable[[], AbstractContextManager] = nullcontext) -> None:
+        """As the trainer does it, `optimizing` around what follows the last backward."""
+        self.built.step(self.model, *self.batch)
+        with optimizing():
+            self.clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _peak_of_tensors(update: Callable[[], object], device: torch.device, *, before: int) -> int:
-    """The most bytes that tensors held while `update` ran. `before` is held from outside it."""
-    if device.type == "cuda":
-        hardware.reset_peak(device)
-        update()
-        return hardware.peak_bytes(device)
-    with _LiveBytes() as live:
-        update()
-    return before + live.peak
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, from their making to their end. What a kernel takes and gives back
-    inside one operation is not seen."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, Tensor) and (at := t.untyped_storage().data_ptr()) not in self.known | given:
-                storage = t.untyped_storage()
-                self.known.add(at)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, at, storage.nbytes()).atexit = False
-        return out
-
-    def _gone(self, at: int, nbytes: int) -> None:
-        self.known.discard(at)
-        self.now -= nbytes

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lpkit import measure
 from lpkit.config import Config, ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
 from lpkit.measure import roofline, saved_bytes, step
@@ -72,19 +71,6 @@ def test_the_resident_peak_rises_with_an_allocation_and_can_be_reset():
     assert peak_bytes("cpu") - before >= 0.9 * 2**28      # it does not fall by itself
     reset_peak("cpu")
     assert peak_bytes("cpu") - before < 0.5 * 2**28
-
-
-def test_live_bytes_follow_tensors_from_their_making_to_their_end():
-    with measure._LiveBytes() as live:
-        a = torch.ones(1000)              # 4,000
-        b = a * 2                         # 8,000
-        view = b.view(10, 100)            # no storage of its own
-        view.add_(1)
-        del a                             # 4,000
-        c = b.double()                    # 12,000
-        assert live.now == 12_000 and live.peak == 12_000
-        del b, view, c
-        assert live.now == 0 and live.peak == 12_000
 
 
 def test_this_machine_is_a_row_of_the_catalogue():

@@ -1,0 +1,421 @@
+"""Every live byte of a training step, each under one row, from its making to its end.
+
+A `Tracker` watches the storages that operations make, real or fake, and those that are held before the step. Rows are those
+of the ledger (`ROWS`). Which row a storage belongs to is often known only later: what the forward pass made is an activation
+if it is still there when backward begins, and was a temporary if not. So a storage keeps one record, whose row may change,
+and the log of makings and ends is read when everything is known.
+
+Bytes are those of storages. What a kernel takes and gives back inside one operation is not seen: `Footprint.inside_bytes`
+says how much that was at the peak, where something else counted too.
+Sources: the method is that of PyTorch's torch.distributed._tools.mem_tracker; rows by phase, module and use are ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lpkit.contracts import Choice
+from lpkit.precision.linear import scaled_linears
+
+ROWS = {
+    "weights": "parameters",
+    "master weights": "float32 copies that the optimizer updates",
+    "optimizer state": "moments, their scales, step counts",
+    "amax histories": "buffers of delayed scaling",
+    "batch": "tokens and targets of one update",
+    "gradients": "of parameters, until zero_grad",
+    "weight copies": "of parameters in another dtype, by autocast",
+    "low-precision weights": "cast operands made of weights",
+    "transposed copies": "operands cast once more, the other way around",
+    "scales": "of cast operands",
+    "activations": "made in forward and still there when backward begins",
+    "attention workspace": "temporaries of attention's own operations",
+    "recomputed block": "made by a forward that runs again in backward",
+    "logits and loss": "made by the head and by the loss",
+    "logits' gradients": "made in backward by the loss's own operations",
+    "gathered weights": "whole parameters, between FSDP's unshard and reshard",
+    "communication buffers": "what collectives read and write",
+    "temporaries": "in flight: gradients of activations, casts",
+    "optimizer temporaries": "made and dropped by clipping and the update",
+    "allocator": "CUDA: each storage rounded up to 512 bytes",
+}
+SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
+LOSS = "loss"       # where no module is at work
+
+
+class Record:
+    """A storage, from its making on."""
+
+    __slots__ = ("kept_by", "live", "module", "nbytes", "phase", "row")
+
+    def __init__(self, nbytes: int, row: str, phase: str, module: str):
+        self.nbytes, self.row, self.phase, self.module = nbytes, row, phase, module
+        self.kept_by: str | None = None     # the module whose operation saved it first
+        self.live = True
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of the step."""
+
+    phase: str                  # forward, backward, optimizer
+    module: str                 # block numbers left in
+    rows: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.rows.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes that one device held in a step, by row."""
+
+    rows: dict[str, int]            # at the peak
+    phase: str                      # of the peak
+    module: str
+    most: dict[str, int]            # of each row, whenever that was
+    operations: dict[str, int]      # activations, logits and loss when the last backward began, by what kept them first
+    timeline: tuple[Point, ...]     # thinned: of neighbours the largest, the peak itself among them
+    changes: int                    # how many there were
+    offloaded_bytes: int = 0        # the most that lay on another device
+    counted_bytes: int | None = None    # the peak by the allocator's own count, what kernels take for themselves included
+    chosen: dict[str, Choice] = field(default_factory=dict)
+    where: str = ""                 # for a Comparison
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.rows.values())
+
+    @property
+    def inside_bytes(self) -> int | None:
+        """What kernels took and gave back inside an operation, as far as it raised the peak."""
+        return None if self.counted_bytes is None else self.counted_bytes - self.peak_bytes
+
+
+class Tracker(TorchDispatchMode):
+    """`with Tracker(model, optimizer, device) as tracker: ...one step...`, then `tracker.footprint()`.
+
+    What the model and the optimizer hold is there from the start; `hold` adds more. Phases are found, not told: backward is
+    where an autograd node is at work, the optimizer is `optimizing()`, the rest is forward.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+                 device: torch.device | str = "cpu"):
+        super().__init__()
+        self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
+        self.records: dict[int, Record] = {}
+        self.refs: dict[int, weakref.ref] = {}
+        self.log: list[tuple[Record, int, str, str]] = []       # record, bytes, phase, module
+        self.modules: list[str] = []                            # at work in forward, the innermost last
+        self.marks: list[tuple[int, str]] = [(0, LOSS)]         # from this autograd sequence number on, the module
+        self.optimizers = 0
+        self.phase, self.operations = "forward", {}
+        self.offloaded = self.most_offloaded = 0
+        self.undo: list[Callable[[], None]] = []
+
+    # ---- what is held, and where we are
+
+    def hold(self, tensors: Iterable[Tensor | None], row: str) -> None:
+        """These exist: they get this row, whatever it was."""
+        for tensor in tensors:
+            for t in _inner(tensor):
+                record = self._record(t, row, "before", "")
+                if record is not None:
+                    record.row = row
+
+    def _hold_states(self) -> None:
+        self.hold(self.model.parameters(), "weights")
+        for name, buffer in self.model.named_buffers():
+            self.hold([buffer], "amax histories" if name.endswith("amax_history") else "scales")
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            for name, value in state.items():
+                self.hold([value], "master weights" if "master" in name else "optimizer state")
+        self.hold([p.grad for p in self.model.parameters()], "gradients")
+
+    @contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """Clipping and the update."""
+        self.optimizers += 1
+        try:
+            yield
+        finally:
+            self.optimizers -= 1
+
+    def _where(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node()
+        if self.optimizers:
+            phase, module = "optimizer", ""
+        elif node is None:
+            phase, module = "forward", self.modules[-1] if self.modules else LOSS
+        elif self.modules:
+            phase, module = "backward", self.modules[-1]        # runs again
+        else:
+            phase, module = "backward", self._module_of(node)
+        if phase != self.phase:
+            self._enter(phase)
+        return phase, module
+
+    def _module_of(self, node: Any) -> str:
+        number = node._sequence_nr()
+        return self.marks[bisect_right(self.marks, number, key=lambda mark: mark[0]) - 1][1] if number < 2**62 else "gradient"
+
+    def _enter(self, phase: str) -> None:
+        before, self.phase = self.phase, phase
+        if before == "forward" and phase == "backward":
+            self.operations = {}
+            for record in self.records.values():
+                if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
+                    record.row = "activations"
+                if record.row in ("activations", "logits and loss"):
+                    name = LOSS if record.row == "logits and loss" else _short(record.kept_by or record.module)
+                    self.operations[name] = self.operations.get(name, 0) + record.nbytes
+        elif before == "backward":
+            self._hold_states()
+
+    # ---- makings and ends
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for t in types:
+            if t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor):
+                return NotImplemented       # a wrapper: its own operations come by
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
+        if made:
+            phase, module = self._where()
+            given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+            source = args[0] if args else None
+            copied = func is torch.ops.aten._to_copy.default and self.row_of(source) in ("weights", "weight copies")
+            for t in made:
+                if t.untyped_storage()._cdata not in given:     # else it was there before us: nobody's
+                    self._record(t, "weight copies" if copied else self._row(phase, module), phase, module)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._relabel(_tensors((args, kwargs, out)), "communication buffers")
+        return out
+
+    def _row(self, phase: str, module: str) -> str:
+        """What a storage is that nothing else is known of."""
+        if phase == "optimizer":
+            return "optimizer temporaries"
+        if phase == "backward" and self.modules:
+            return "recomputed block"
+        if module == LOSS:
+            return "logits and loss" if phase == "forward" else "logits' gradients"
+        return "attention workspace" if module.endswith("attention") else "temporaries"
+
+    def _record(self, t: Tensor, row: str, phase: str, module: str) -> Record | None:
+        storage = t.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self.records:
+            return self.records[key]
+        if not nbytes:
+            return None
+        if t.device.type != self.kind:
+            self._offload(nbytes)
+            weakref.finalize(storage, self._offload, -nbytes).atexit = False
+            return None
+        record = self.records[key] = Record(nbytes, row, phase, module)
+        self.refs[key] = weakref.ref(storage, partial(self._gone, key))
+        self.log.append((record, nbytes, phase, module))
+        return record
+
+    def _gone(self, key: int, _: Any) -> None:
+        record = self.records.pop(key)
+        del self.refs[key]
+        record.live = False
+        self.log.append((record, -record.nbytes, self.phase, self.modules[-1] if self.modules else ""))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees and takes again the memory of a storage that stays."""
+        if (record := self.records.get(storage._cdata)) is not None and storage.nbytes() != record.nbytes:
+            change, record.nbytes = storage.nbytes() - record.nbytes, storage.nbytes()
+            self.log.append((record, change, *self._where()))
+
+    def _offload(self, nbytes: int) -> None:
+        self.offloaded += nbytes
+        self.most_offloaded = max(self.most_offloaded, self.offloaded)
+
+    def row_of(self, t: Any) -> str | None:
+        record = self.records.get(t.untyped_storage()._cdata) if isinstance(t, Tensor) else None
+        return record and record.row
+
+    def _relabel(self, tensors: Iterable[Tensor | None], row: str,
+                 among: tuple[str, ...] = ("temporaries", "attention workspace", "recomputed block")) -> None:
+        for tensor in tensors:
+            for t in _inner(tensor):
+                record = self.records.get(t.untyped_storage()._cdata)
+                if record is not None and record.row in among:
+                    record.row = row
+
+    # ---- hooks: they look, and change nothing
+
+    def __enter__(self):
+        self._hold_states()
+        for name, module in self.model.named_modules():
+            enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
+            self._hooks(module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
+        for p in self.model.parameters():
+            if p.requires_grad:
+                self._hooks(p.register_hook(partial(self._gradient, weakref.ref(p))))
+        for layer in scaled_linears(self.model):
+            layer.cast = partial(self._cast, layer.cast)
+            self.undo.append(partial(layer.__dict__.pop, "cast"))
+        saved = torch.autograd.graph.saved_tensors_hooks(self._kept, lambda t: t)
+        saved.__enter__()
+        self.undo.append(lambda: saved.__exit__(None, None, None))
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage, size):
+            out = resize(storage, size)
+            self._resized(storage)
+            return out
+
+        torch.UntypedStorage.resize_ = resized
+        self.undo.append(lambda: setattr(torch.UntypedStorage, "resize_", resize))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._hold_states()
+        while self.undo:
+            self.undo.pop()()
+
+    def _hooks(self, *handles: Any) -> None:
+        self.undo += [handle.remove for handle in handles]
+
+    def _enter_module(self, name: str, *_: Any) -> None:
+        self.modules.append(name)
+        self._mark(name)
+
+    def _leave_module(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
+        self.modules.pop()
+        self._mark(self.modules[-1] if self.modules else LOSS)
+        if name == "head":
+            self._relabel(_tensors(out), "logits and loss")
+
+    def _mark(self, name: str) -> None:
+        if torch._C._current_autograd_node() is None:       # a forward that runs again has nodes of its own, never used
+            self.marks.append((torch._C._autograd._get_sequence_nr(), name))
+
+    def _kept(self, t: Tensor) -> Tensor:
+        for inner in _inner(t):
+            record = self._record(inner, "activations", "before", LOSS)
+            if record is not None and record.kept_by is None and torch._C._current_autograd_node() is None:
+                record.kept_by = self.modules[-1] if self.modules else LOSS
+                if record.row in ("temporaries", "attention workspace"):
+                    record.row = "activations"
+        return t
+
+    def _gradient(self, parameter: Callable[[], nn.Parameter], gradient: Tensor) -> None:
+        if parameter().grad is None:     # else it is added to the one that is there
+            self._relabel([gradient], "gradients", among=(*_IN_FLIGHT, "logits' gradients"))
+
+    def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *, first: bool = False) -> Any:
+        """What ScaledLinear casts: its `first` cast, or once more for another product."""
+        made = cast(product, role, x, dtype, first=first)
+        row = "low-precision weights" if role == "w" else None if first else "transposed copies" if role == "g" else None
+        if row and self.row_of(made.data) in _IN_FLIGHT:
+            self._relabel([made.data], row, among=_IN_FLIGHT)
+        self._relabel([t for t in (made.scale, made.tensor, made.amax, made.nonfinite) if t is not None], "scales")
+        return made
+
+    # ---- the answer
+
+    def now(self) -> dict[str, int]:
+        """Live bytes by row."""
+        rows: dict[str, int] = {}
+        for record in self.records.values():
+            rows[record.row] = rows.get(record.row, 0) + record.nbytes
+        return _ordered(rows)
+
+    def kept(self) -> dict[str, int]:
+        """Live bytes that autograd keeps for backward, by the module whose operation kept them first."""
+        found: dict[str, int] = {}
+        for record in self.records.values():
+            if record.kept_by is not None and record.row in ("activations", "logits and loss", "low-precision weights", "scales"):
+                name = _short(record.kept_by)
+                found[name] = found.get(name, 0) + record.nbytes
+        return found
+
+    def footprint(self, *, points: int = 400, **more: Any) -> Footprint:
+        """Read the log, complete once the `with` is over. `more`: the other fields of Footprint."""
+        rows: dict[str, int] = {}
+        most: dict[str, int] = {}
+        totals, total, rounding = [], 0, 0
+        for record, change, _, _ in self.log:
+            rows[record.row] = now = rows.get(record.row, 0) + change
+            most[record.row] = max(most.get(record.row, 0), now)
+            if self.kind == "cuda":
+                rounding += _rounding(change)
+                most["allocator"] = max(most.get("allocator", 0), rounding)
+            total += change
+            totals.append(total + rounding)
+        began = next((i for i, (_, _, phase, _) in enumerate(self.log) if phase != "before"), len(self.log)) - 1
+        moments = range(max(0, began), len(totals))
+        size = max(1, -(-len(moments) // points))
+        shown = {max(moments[i:i + size], key=totals.__getitem__) for i in range(0, len(moments), size)}
+        timeline = tuple(self._points(shown))
+        peak = max(timeline, key=lambda point: point.bytes)
+        return Footprint(rows=peak.rows, phase=peak.phase, module=peak.module, most=_ordered(most),
+                         operations=self.operations, timeline=timeline, changes=len(moments),
+                         offloaded_bytes=self.most_offloaded, **more)
+
+    def _points(self, moments: set[int]) -> Iterator[Point]:
+        rows: dict[str, int] = {}
+        for i, (record, change, phase, module) in enumerate(self.log):
+            rows[record.row] = rows.get(record.row, 0) + change
+            if self.kind == "cuda":
+                rows["allocator"] = rows.get("allocator", 0) + _rounding(change)
+            if i in moments:
+                yield Point("forward" if phase == "before" else phase, module, _ordered(rows))
+
+
+_IN_FLIGHT = ("temporaries", "attention workspace", "recomputed block", "communication buffers")
+
+
+def _rounding(change: int) -> int:
+    size = abs(change)
+    return (-(-size // SEGMENT) * SEGMENT - size) * (1 if change > 0 else -1)
+
+
+def _ordered(rows: dict[str, int]) -> dict[str, int]:
+    return {name: rows[name] for name in ROWS if rows.get(name)}
+
+
+def _short(name: str) -> str:
+    """blocks.3.mlp.up -> mlp.up"""
+    return ".".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
+
+
+def _inner(t: Any) -> Iterator[Tensor]:
+    """The tensors that have storages: a wrapper holds others."""
+    if not isinstance(t, Tensor):
+        return
+    if is_traceable_wrapper_subclass(t):
+        for name in t.__tensor_flatten__()[0]:
+            yield from _inner(getattr(t, name))
+    else:
+        yield t
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """In nested lists, tuples and dicts of an operation's arguments or results."""
+    if isinstance(value, Tensor):
+        yield from _inner(value)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
