@@ -45,6 +45,7 @@ BY_OUTPUT = ("attention.qkv", "mlp.up", "mlp.gate_up", "head")     # split over 
 RECOMPUTED: dict[str, frozenset[str]] = {   # by a row of activations.RECOMPUTE: what runs once more in backward
     "none": frozenset(),
     "block": frozenset({"products", "attention", "pointwise", "tensor"}),
+    "selective": frozenset({"pointwise", "unfused attention"}),
 }
 
 
@@ -95,7 +96,7 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     local = max(1, min(size, machine.devices_per_node // stride))
     nodes = -(-size // local)
     wire = (machine.link_bytes_per_second or 0) / 2         # the datasheet adds both directions
-    if size > 1 and (local > 1 and not wire or nodes > 1 and not machine.network_bytes_per_second):
+    if size > 1 and ((local > 1 and not wire) or (nodes > 1 and not machine.network_bytes_per_second)):
         what = ("network_bytes_per_second, between its nodes" if nodes > 1 and not machine.network_bytes_per_second
                 else "link_bytes_per_second, inside its node")
         raise ConfigError(f"{axis}={size} on {machine.title} needs {what}, and it says none; "
@@ -260,10 +261,11 @@ class _Parts:
         self.tensor_once = all_gather_seconds(self.activation_bytes, self.tensor_link)
         # a forward pass has 4 collectives a layer; backward has 4, and one more gather that hides
         self.again = RECOMPUTED[recompute]
+        attention_again = {"attention"} if not self.attention.passes else {"attention", "unfused attention"}
         self.layer_forward = self._layer(self.forward) + self.pointwise
-        repeated = sum(seconds for kind, seconds in (
-            ("products", self._layer(self.forward) - self.forward["attention"]),
-            ("attention", self.forward["attention"]), ("pointwise", self.pointwise)) if kind in self.again)
+        repeated = sum(seconds for kinds, seconds in (
+            ({"products"}, self._layer(self.forward) - self.forward["attention"]),
+            (attention_again, self.forward["attention"]), ({"pointwise"}, self.pointwise)) if kinds & self.again)
         self.repeated, self.repeated_tensor = repeated, 4 * self.tensor_once * ("tensor" in self.again)
         self.layer_backward = self._layer(self.backward) + 1.5 * self.pointwise + repeated
         keys = 2 * sequences * m.T * m.G * m.E * p.compute / layout.tensor if layout.context > 1 else 0.0
@@ -277,7 +279,7 @@ class _Parts:
         return sum(value for name, value in seconds.items() if name != "head")
 
     def rows(self, pieces: int) -> list[Row]:
-        m, layout, p, L = self.m, self.layout, self.p, self.m.L
+        layout, p, L = self.layout, self.p, self.m.L
         v, stages = layout.interleave, layout.pipeline
         chunk, fewer = layers_of_stage(L, stages * v)
         middle = chunk * v

@@ -8,6 +8,8 @@ _WHERE = {
     "LiveRun": "live",
     "comparison_figure": "comparison",
     "exponents_figure": "formats",
+    "frontier_figure": "frontier",
+    "frontier_view": "frontier",
     "heat_map": "telemetry",
     "html_table": "style",
     "losses_figure": "recipes",
