@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,12 @@ from torch import Tensor, nn
 
 import lpkit
 from lpkit import hardware
-from lpkit.config import Config, ConfigError
-from lpkit.contracts import Choice, OptimizerSpec, Stage, Step, Transform, pick
+from lpkit.config import Config, ConfigError, MemoryConfig
+from lpkit.contracts import Choice, Loss, OptimizerSpec, Stage, Step, Transform, pick
 from lpkit.datasets import POLICIES, prepare
+from lpkit.memory.loss import LOSSES
+from lpkit.memory.recompute import RECOMPUTE
+from lpkit.memory.update import UPDATES
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
@@ -33,7 +35,7 @@ from lpkit.precision.recipes import RECIPES, Recipe, resolve
 from lpkit.precision.transform import LowPrecision
 from lpkit.predict import model_states, parameter_count
 from lpkit.predict.flops import training_flops_per_token
-from lpkit.steps import LossScaler, accumulate, loss
+from lpkit.steps import LossScaler, accumulate
 from lpkit.trainer import Job
 
 OPTIMIZERS = {"adamw": AdamW}
@@ -41,12 +43,16 @@ OPTIMIZERS = {"adamw": AdamW}
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
-    """torch.compile, in place: parameter names stay."""
+    """torch.compile, in place: parameter names stay. `entry`: the method that the loss calls; None: the model itself."""
 
+    entry: str | None = None
     stage = Stage.COMPILE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        model.compile()
+        if self.entry is None:
+            model.compile()
+        else:
+            setattr(model, self.entry, torch.compile(getattr(model, self.entry)))
         return model
 
 
@@ -82,13 +88,28 @@ def choose_compile(asked: bool | str, device: torch.device) -> Choice:
     return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
+MEMORY = {"recompute": RECOMPUTE, "loss": LOSSES, "update": UPDATES}
+
+
+def choose_memory(config: Config) -> dict[str, Choice]:
+    """What a step does about its memory, where it is not PyTorch's own way. Raises ConfigError."""
+    chosen = {}
+    for key, rows in MEMORY.items():
+        asked = getattr(config.memory, key)
+        row = pick(rows, asked, f"memory.{key}")
+        if asked != getattr(MemoryConfig(), key):
+            chosen[key] = Choice(asked=asked, used=asked, why=row.why)
+    return chosen
+
+
 def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
                 transforms: tuple[Transform, ...] = ()) -> nn.Module:
     """Initialised from `config.seed`, moved to `device`, transformed in the order of the stages."""
     torch.manual_seed(config.seed)
     model = Transformer(config.model, attend=pick(attention.BACKENDS, attend, "model.attention"))
     pick(INITS, config.model.init, "model.init")(model)
-    model.to(device)
+    if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
+        model.to(device)
     for transform in sorted(transforms, key=lambda t: t.stage):
         model = transform(model)
     return model
@@ -110,7 +131,8 @@ class Built:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Step
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    finish: Callable[[], Tensor]
+    loss: Loss
     state: nn.Module
     more: Callable[[], dict[str, float]]
 
@@ -129,21 +151,25 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
+    chosen |= choose_memory(config)
     return Decided(device=device, recipe=recipe, chosen=chosen)
 
 
 def build(config: Config, decided: Decided) -> Built:
     """The model with its transforms, the optimizer and the step. Allocates; raises ConfigError."""
-    recipe, chosen, device = decided.recipe, decided.chosen, decided.device
+    recipe, chosen, device, m = decided.recipe, decided.chosen, decided.device, config.memory
     precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
                              tokens=config.batch // config.accumulate * config.model.context)
+    compiled = (Compile(entry=LOSSES[m.loss].entry),) if chosen["compile"].used == "on" else ()
     model = build_model(config, device, attend=chosen["attention"].used,
-                        transforms=(precision, *((Compile(),) if chosen["compile"].used == "on" else ())))
-    autocast, scaler = recipe.autocast(device), loss_scaler(recipe, device)
+                        transforms=(precision, *RECOMPUTE[m.recompute].transforms(m), *compiled))
+    loss, scaler = LOSSES[m.loss].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
+    optimizer = optimizer_spec(config).build(model)
     return Built(
-        model=model, optimizer=optimizer_spec(config).build(model),
-        step=accumulate(config.accumulate, autocast, after=advance, scaler=scaler),
-        loss=partial(loss, autocast=autocast), state=nn.Module() if scaler is None else scaler,
+        model=model, optimizer=optimizer,
+        step=accumulate(config.accumulate, loss, after=advance, scaler=scaler),
+        finish=UPDATES[m.update].make(optimizer, list(model.parameters()), config.optimizer.clip),
+        loss=loss, state=nn.Module() if scaler is None else scaler,
         more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
 Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
 Init = Callable[["nn.Module"], None]                          # fills every parameter in place
 Schedule = Callable[[int], float]                             # step, from 0 -> multiplier of the learning rate
+Loss = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]  # x and y (B, T) -> mean nats per token
 Step = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]  # forward, backward: leaves gradients, returns mean loss
 
 

@@ -1,21 +1,12 @@
 """What one update does before the optimizer: forward and backward, in one piece or in micro-batches."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lpkit.contracts import Step
-from lpkit.nn.transformer import cross_entropy
-
-
-def loss(model: nn.Module, x: Tensor, y: Tensor, *, autocast: AbstractContextManager) -> Tensor:
-    """Mean nats per token; x and y (B, T)."""
-    with autocast:
-        logits = model(x)
-    return cross_entropy(logits, y)
+from lpkit.contracts import Loss, Step
 
 
 class LossScaler(nn.Module):
@@ -54,20 +45,20 @@ def _nothing(model: nn.Module) -> None:
     pass
 
 
-def accumulate(parts: int, autocast: AbstractContextManager, *, after: Callable[[nn.Module], None] = _nothing,
+def accumulate(parts: int, loss: Loss, *, after: Callable[[nn.Module], None] = _nothing,
                scaler: LossScaler | None = None) -> Step:
     """`parts` micro-batches, one update: the same gradient as the whole batch, 1/parts of the activations.
 
     `after(model)` is called after each backward.
     """
-    return partial(_accumulate, parts=parts, autocast=autocast, after=after, scaler=scaler)
+    return partial(_accumulate, parts=parts, loss=loss, after=after, scaler=scaler)
 
 
-def _accumulate(model: nn.Module, x: Tensor, y: Tensor, *, parts: int, autocast: AbstractContextManager,
+def _accumulate(model: nn.Module, x: Tensor, y: Tensor, *, parts: int, loss: Loss,
                 after: Callable[[nn.Module], None], scaler: LossScaler | None) -> Tensor:
     losses = []
     for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        part = loss(model, x_part, y_part, autocast=autocast) / parts
+        part = loss(model, x_part, y_part) / parts
         (part if scaler is None else part * scaler.scale).backward()
         after(model)
         losses.append(part.detach())

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lpkit import checkpoint, runs
 from lpkit.config import Config, ConfigError, flat
-from lpkit.contracts import Choice, DataPolicy, Observer, Schedule, Step, StepRecord
+from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Schedule, Step, StepRecord
 from lpkit.files import write_atomically
 from lpkit.hardware import peak_bytes
 from lpkit.runs import Run, RunFailedError
@@ -36,7 +36,8 @@ class Job:
     optimizer: Optimizer
     schedule: Schedule
     step: Step
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]   # without gradients, for evaluation
+    finish: Callable[[], Tensor]        # what is left of the update after `step`: returns the norm of the gradients
+    loss: Loss
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
@@ -104,10 +105,15 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
     return run
 
 
+def update(job: Job, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """One update on x and y (B, T), on the job's device: the mean loss before it, and the norm of its gradients."""
+    loss = job.step(job.model, x, y)
+    return loss, job.finish()
+
+
 def _steps(job: Job, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
     """Step, evaluate, save. Reads a GPU's loss one step late, so that the GPU never waits for the log."""
     config, device = job.config, job.device
-    params = [p for p in job.model.parameters() if p.requires_grad]
     base_lr = [group["lr"] for group in job.optimizer.param_groups]
     waiting: deque[tuple[int, float, Tensor, Tensor, dict[str, float]]] = deque()
     late = 1 if device.type == "cuda" else 0
@@ -123,10 +129,7 @@ def _steps(job: Job, run: Run, start: int, control: Control) -> Iterator[StepRec
             x, y = job.data.batch(step - 1)
             for group, lr in zip(job.optimizer.param_groups, base_lr, strict=True):
                 group["lr"] = lr * job.schedule(step - 1)
-            loss = job.step(job.model, x.to(device, non_blocking=True), y.to(device, non_blocking=True))
-            grad_norm = nn.utils.clip_grad_norm_(params, config.optimizer.clip or math.inf)
-            job.optimizer.step()
-            job.optimizer.zero_grad(set_to_none=True)
+            loss, grad_norm = update(job, x.to(device, non_blocking=True), y.to(device, non_blocking=True))
             waiting.append((step, job.optimizer.param_groups[0]["lr"], loss, grad_norm, job.more()))
         evaluating = not stopping and every(config.eval_every, step)
         saving = step > saved and (stopping or every(config.checkpoint_every, step))

@@ -16,16 +16,17 @@ MAY_IMPORT = {
     "precision": BASE | {"predict", "kernels"},
     "nn": BASE | {"predict", "kernels"},    # a model does not know that it is quantised or sharded
     "optim": BASE | {"predict"},
+    "memory": BASE | {"nn"},
     "datasets": BASE | {"predict"},
     "hardware": BASE | {"predict"},
     "tracking": BASE | {"precision"},
     "measure": BASE | {"assembly", "hardware", "nn", "precision", "predict", "tracking"},
-    "steps": BASE | {"nn"},
+    "steps": BASE,
     "checkpoint": BASE,
     "runs": BASE,
     "presets": BASE,
     "trainer": BASE | {"checkpoint", "hardware", "runs"},    # the loop meets only contracts
-    "assembly": BASE | {"datasets", "hardware", "nn", "optim", "precision", "predict", "steps", "trainer"},
+    "assembly": BASE | {"datasets", "hardware", "memory", "nn", "optim", "precision", "predict", "steps", "trainer"},
     "bisect": BASE | {"assembly", "precision", "trainer"},  # short runs, to find which product fails
     "handle": BASE | {"assembly", "precision", "runs", "trainer"},
     "sampling": BASE | {"checkpoint", "datasets", "nn", "runs"},

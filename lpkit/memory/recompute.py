@@ -1,0 +1,68 @@
+"""Activations that backward makes again instead of keeping them (Chen et al. 2016, https://arxiv.org/abs/1604.06174).
+
+The second forward pass meets the same numbers as the first, so gradients are the same bit for bit: nothing in a block
+draws from the random generator, and the state of a ScaledLinear does not move inside a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from lpkit.config import MemoryConfig
+from lpkit.contracts import Stage, Transform
+
+aten = torch.ops.aten
+# Products of weights and fused attention. Batched products are not kept: they are attention in pieces, whose scores are
+# T numbers a token and head, many bytes for few FLOPs (Korthikanti et al. 2022, section 5).
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._int_mm.default)
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Transform):
+    """Blocks 0, every, 2 * every, ... keep their input and the results of the operations `keep`, in place."""
+
+    every: int = 1
+    keep: tuple = ()
+    stage = Stage.RECOMPUTE
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        contexts = partial(create_selective_checkpoint_contexts, list(self.keep)) if self.keep else noop_context_fn
+        for block in model.blocks[::self.every]:
+            block.forward = partial(_twice, block.forward, contexts)
+        return model
+
+
+def _twice(forward: Callable[..., Tensor], contexts: Callable, x: Tensor, *rest) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(x, *rest)
+    return checkpoint(forward, x, *rest, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """One row: what becomes of the model, and why a run has it."""
+
+    transforms: Callable[[MemoryConfig], tuple[Transform, ...]]
+    why: str
+
+
+RECOMPUTE = {
+    "none": Recomputation(transforms=lambda m: (), why="everything is kept"),
+    "block": Recomputation(
+        transforms=lambda m: (Recompute(every=m.recompute_every),),
+        why="a block keeps its input alone and runs again in backward (Chen et al. 2016, arXiv:1604.06174)"),
+    "selective": Recomputation(
+        transforms=lambda m: (Recompute(every=m.recompute_every, keep=PRODUCTS + ATTENTION),),
+        why="results of weight products and of fused attention are kept, what is cheap is made again "
+            "(Korthikanti et al. 2022, arXiv:2205.05198)"),
+}
