@@ -29,7 +29,7 @@ from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW
 from lpkit.optim.schedules import SCHEDULES, with_warmup
-from lpkit.precision import backends
+from lpkit.precision import backends, weights
 from lpkit.precision.linear import advance, nonfinite_report
 from lpkit.precision.recipes import RECIPES, Recipe, resolve
 from lpkit.precision.transform import LowPrecision
@@ -148,6 +148,10 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
               "compile": choose_compile(config.system.compile, device)}
     recipe = resolve(config.precision, chosen["precision"].used)
     chosen["backend"] = backends.choose(config.precision.backend, chosen["precision"].used, recipe, device)
+    if config.precision.weights != weights.PLAIN:
+        chosen["weights"] = weights.choose(
+            config.precision.weights, chosen["precision"].used, recipe, backends.BACKENDS[chosen["backend"].used], device,
+            compiled=chosen["compile"].used == "on", forwards=config.accumulate * (1 + (config.memory.recompute != "none")))
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
@@ -155,19 +159,20 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
     return Decided(device=device, recipe=recipe, chosen=chosen)
 
 
-def build(config: Config, decided: Decided) -> Built:
-    """The model with its transforms, the optimizer and the step. Allocates; raises ConfigError."""
+def build(config: Config, decided: Decided, *, more: tuple[Transform, ...] = ()) -> Built:
+    """The model with its transforms and `more`, the optimizer and the step. Allocates; raises ConfigError."""
     recipe, chosen, device, m = decided.recipe, decided.chosen, decided.device, config.memory
     precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
                              tokens=config.batch // config.accumulate * config.model.context)
     compiled = (Compile(entry=LOSSES[m.loss].entry),) if chosen["compile"].used == "on" else ()
     model = build_model(config, device, attend=chosen["attention"].used,
-                        transforms=(precision, *RECOMPUTE[m.recompute].transforms(m), *compiled))
+                        transforms=(precision, *more, *RECOMPUTE[m.recompute].transforms(m), *compiled))
     loss, scaler = LOSSES[m.loss].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
     optimizer = optimizer_spec(config).build(model)
     return Built(
         model=model, optimizer=optimizer,
-        step=accumulate(config.accumulate, loss, after=advance, scaler=scaler),
+        step=weights.WEIGHTS[chosen["weights"].used if "weights" in chosen else weights.PLAIN](
+            accumulate(config.accumulate, loss, after=advance, scaler=scaler)),
         finish=UPDATES[m.update].make(optimizer, list(model.parameters()), config.optimizer.clip),
         loss=loss, state=nn.Module() if scaler is None else scaler,
         more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})

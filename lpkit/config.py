@@ -160,6 +160,7 @@ class PrecisionConfig:
     history_rule: Literal["max", "most-recent"] | None = None
     margin: int | None = None           # fp8-delayed: the scale leaves 2^margin of room
     loss_scale: float | None = None     # fp16: the first one
+    weights: Literal["cast", "cached"] = "cast"     # in each micro-batch, or once an update and kept, for memory
     telemetry_every: int = 0            # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):

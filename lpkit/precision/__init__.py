@@ -12,7 +12,7 @@ _WHERE = {
     "FORMATS": "formats", "format_of": "formats",
     "Cast": "scaled", "Scaled": "scaled", "quantise": "scaled", "product": "scaled", "reference": "scaled",
     "RECIPES": "recipes", "Recipe": "recipes", "resolve": "recipes",
-    "ScaledLinear": "linear", "LowPrecision": "transform",
+    "ScaledLinear": "linear", "weights_cached": "linear", "weight_cache_bytes": "linear", "LowPrecision": "transform",
     "BACKENDS": "backends", "choose": "backends",
     "advise": "advice",
     "Telemetry": "telemetry", "attach": "telemetry", "FAULTS": "faults", "Plant": "faults",

@@ -74,6 +74,9 @@ class Emulated(Backend):
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
 
+    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
+        return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
+
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return scaled.product(a, b, dtype, bias)
 
@@ -135,6 +138,9 @@ class ScaledMM(Backend):
             return made if to.torch_dtype is None else replace(made, data=made.data.to(getattr(torch, to.torch_dtype)))
         made = quantise(x, cast, dtype=getattr(torch, to.torch_dtype), amax=amax, noise=noise)
         return replace(made, scale=made.scale.to(torch.float8_e8m0fnu)) if cast.block == (1, 32) else made
+
+    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
+        return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == (1, 32) else 4)
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if a.data.dtype == dtype and a.tensor is None:      # a product that the recipe leaves in 16 bits

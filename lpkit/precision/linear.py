@@ -9,13 +9,19 @@ State, in persistent buffers, so that a checkpoint carries it:
   autocast. Nothing moves inside a micro-batch, so a forward that is recomputed sees the same scales and adds nothing.
 - `draws` (), for stochastic rounding: how many micro-batches have drawn.
 Evaluation (`model.eval()`) uses the history and leaves it alone.
+
+Inside `weights_cached(model)`, around the micro-batches of one update, a weight is cast once and not in each of them.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +30,9 @@ from torch import Tensor, nn
 from lpkit.config import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe, untiled
-from lpkit.precision.scaled import Cast, Scaled
+from lpkit.precision.scaled import SCALES, Cast, Scaled
 
+FLOAT32 = 4                 # bytes
 ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
 
 
@@ -39,6 +46,42 @@ class Arithmetic(Protocol):
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor: ...
 
+    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of a value and of a block's scale, as `cast` leaves them; a scale of 0 bytes is in the values already."""
+        ...
+
+
+class WeightCache:
+    """The casts of one weight, until it changes: until it is another tensor, lies elsewhere, or counts another version.
+
+    What the version counter of a tensor does not see must not happen while a cache lives: PyTorch's fused optimizers and
+    writes through `tensor.data`. So caches live within one update (`weights_cached`), and the optimizer comes after it.
+    """
+
+    def __init__(self):
+        self.weight: Callable[[], Tensor | None] = lambda: None
+        self.storage: Any = None        # held, so that no other can have its address
+        self.version = -1
+        self.casts: dict[str, tuple[Any, Scaled]] = {}      # by product
+
+    def see(self, w: Tensor) -> None:
+        """Before its casts are asked for."""
+        storage = w.untyped_storage()
+        if self.weight() is not w or self.storage._cdata != storage._cdata or self.version != w._version:
+            self.weight, self.storage, self.version = weakref.ref(w), storage, w._version
+            self.casts.clear()
+
+    def get(self, product: str, key: Any, make: Callable[[], Scaled]) -> Scaled:
+        """`make()`, or what it gave for the same key. One cast a product is kept."""
+        if product not in self.casts or self.casts[product][0] != key:
+            self.casts[product] = key, make()
+        return self.casts[product][1]
+
+    @property
+    def bytes(self) -> int:
+        """Of values and scales."""
+        return sum(t.nbytes for _, made in self.casts.values() for t in (made.data, made.scale, made.tensor) if t is not None)
+
 
 class ScaledLinear(nn.Linear):
     """Drop-in for nn.Linear, with any leading dimensions, with or without a bias, under autocast or not."""
@@ -47,6 +90,7 @@ class ScaledLinear(nn.Linear):
     arithmetic: Arithmetic
     name: str
     seed: int
+    cache: WeightCache | None = None    # see `weights_cached`
 
     @classmethod
     def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *, name: str = "linear",
@@ -85,7 +129,13 @@ class ScaledLinear(nn.Linear):
         if cast.rounding == "stochastic":
             key = zlib.crc32(f"{self.name} {product} {role}".encode())
             noise = Noise(seed=self.seed << 32 | key, counter=int(self.draws) << 32)
-        made = self.arithmetic.cast(x, cast, dtype, amax=amax, noise=noise)
+        make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise)
+        if role == "w" and self.cache is not None and not torch.compiler.is_compiling():
+            # a history moves on between micro-batches, and may give the same weight another scale
+            made = self.cache.get(product, (cast, dtype, self.arithmetic, None if amax is None else amax.item()),
+                                  lambda: replace(kept := make(), amax=kept.amax if delayed else None))
+        else:
+            made = make()
         if first:
             self.nonfinite[i] += made.nonfinite
         if first and self.training and delayed is not None:
@@ -116,6 +166,8 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.is_grad_enabled():
         sizes.pop("M")      # tokens are contracted in backward alone
     w, bias, M = layer.weight, layer.bias, x.shape[0]
+    if not torch.compiler.is_compiling() and layer.cache is not None:
+        layer.cache.see(w)
     if problem := untiled(layer.recipe, sizes, layer.arithmetic.alignment):
         if not layer.recipe.pad:
             refuse(layer.name, problem, sizes)
@@ -198,6 +250,38 @@ def advance(model: nn.Module) -> None:
     """After the backward of every micro-batch."""
     for layer in scaled_linears(model):
         layer.advance()
+
+
+@contextmanager
+def weights_cached(model: nn.Module) -> Iterator[None]:
+    """Around the forwards and backwards of one update: each weight is cast once for each product that casts it anew, and
+    not once a micro-batch or recomputation. The same numbers, bit for bit. Not under torch.compile where it fuses the casts:
+    there they are made as ever. Nothing is kept afterwards.
+    """
+    layers = list(scaled_linears(model))
+    for layer in layers:
+        layer.cache = WeightCache()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cache = None
+
+
+def weight_cache_bytes(recipe: Recipe, arithmetic: Arithmetic, N: int, K: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """What `weights_cached` holds of a weight (N, K) whose sides tile: the operands of y and dx, or one that serves both.
+
+    dtype: what the layer computes in.
+    """
+    y, dx = (casts and casts[PRODUCTS[product].index("w")] for product, casts in (("y", recipe.y), ("dx", recipe.dx)))
+    total = 0
+    for cast, rows, columns in ((y, N, K), (None if dx == y and dx is not None and dx.transposes else dx, K, N)):
+        if cast is not None:
+            value, scale = arithmetic.held(cast, dtype)
+            blocks = rows // (cast.block[0] or rows) * (columns // (cast.block[1] or columns))
+            total += rows * columns * value + (blocks * scale if scale else FLOAT32)
+            total += FLOAT32 * (SCALES[cast.scale].levels - 1)
+    return total
 
 
 def nonfinite_report(model: nn.Module) -> str:

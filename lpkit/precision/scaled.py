@@ -115,6 +115,7 @@ class ScaleRule:
     make: Callable[[Tensor, Format], Scales]
     folds: bool               # scale times value has at most bf16's 8 significant bits
     fused: str | None = None  # the kernel's name for it, where scale and values are found in one pass
+    levels: int = 1           # 2: one more scale for the tensor, in float32
     identity: bool = False    # no scale at all: overflow is infinite, as in the format's own arithmetic
 
 
@@ -122,7 +123,7 @@ SCALES = {
     "float32": ScaleRule(make=_float32, folds=False),
     "power-of-two": ScaleRule(make=_up, folds=True, fused="rceil"),
     "power-of-two-floor": ScaleRule(make=_floor, folds=True, fused="floor"),
-    "e4m3": ScaleRule(make=_e4m3, folds=True),
+    "e4m3": ScaleRule(make=_e4m3, folds=True, levels=2),
     "none": ScaleRule(make=_none, folds=False, identity=True),
 }
 
