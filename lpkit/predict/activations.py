@@ -25,8 +25,19 @@ class Kept:
     """What one micro-batch holds when its forward pass ends."""
 
     operations: dict[str, int]    # bytes over all blocks
-    block_bytes: int              # one block, everything kept: what recomputing it holds for a moment
+    block: dict[str, int]         # bytes of one block, everything kept: what recomputing it holds for a moment
     weight_copy_bytes: int        # the weights once more in the compute dtype, made and kept by autocast
+
+    def share(self, cut: int, depth: float) -> "Kept":
+        """Of a device that has 1/cut of each tensor and `depth` of the blocks."""
+        outside = ("embed", "norm", "head", "loss")
+        return Kept(operations={name: n / cut * (1 if name in outside else depth) for name, n in self.operations.items()},
+                    block={name: n / cut for name, n in self.block.items()},
+                    weight_copy_bytes=self.weight_copy_bytes / cut * depth)
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.block.values())
 
     @property
     def loss_bytes(self) -> int:
@@ -70,7 +81,7 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
             "head": N * D * compute,
             "loss": N * V * FP32 + N * TOKEN_ID + FP32,   # log-probabilities, targets, how many targets count
         },
-        block_bytes=sum(block.values()),
+        block=block,
         weight_copy_bytes=(product_weights(model) if everything else V * D) * compute if compute < stream else 0,
     )
 

@@ -5,22 +5,30 @@ Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1910.02054) for 
 `activations` for what the forward pass keeps.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from lpkit.config import Config, ConfigError, ModelConfig, nearest
-from lpkit.predict import machines
-from lpkit.predict.activations import FP32, kept
+from lpkit.config import Config, ConfigError, nearest
+from lpkit.predict import machines, walk
+from lpkit.predict.activations import FP32, Kept, kept
+from lpkit.predict.layout import Layout
 from lpkit.predict.machines import Machine
-from lpkit.predict.params import parameter_count, parameters
+from lpkit.predict.params import parameters
+from lpkit.predict.recipes import LOW, Low
 
-LOSS, AGAIN, UPDATE = "backward begins", "a block runs again", "optimizer works"
-MOMENTS = {
-    LOSS: "everything is kept, and the logits have their gradients",
-    AGAIN: "the last block has been run once more, and its own backward pass begins",
-    UPDATE: "nothing is kept any more, and every gradient is there",
+MOMENTS = {     # in the order in which they come
+    walk.LOSS: "everything is kept, and the logits have their gradients",
+    walk.HEAD: "the head has its gradient, the last norm is at work",
+    walk.LAST: "the first one that backward meets, where activations are many and gradients few",
+    walk.FIRST: "the last one that backward meets, where activations are few and gradients many",
+    walk.EMBED: "each table has a dense gradient",
+    walk.UPDATE: "nothing is kept any more, and every gradient is there",
 }
-ALWAYS = frozenset(MOMENTS)
+LOSS, UPDATE = walk.LOSS, walk.UPDATE
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
+FSDP = "FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+LINEAR = "lpkit.precision.linear"
+ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +42,22 @@ class Precision:
     compute: int
     stream: int          # the residual stream
     what: str
+    low: Low | None = None      # how the Linears are cast
 
 
+DTYPES = {"nvfp4": "fp4", "int8": "int8"}
+_BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute=2, stream=4,
+                  what="float32 weights, bf16 products by autocast: what lpkit.train does")
 PRECISIONS = {
     "fp32": Precision(dtype="fp32", weights=4, gradients=4, master=0, compute=4, stream=4, what="float32 throughout"),
-    "bf16": Precision(dtype="bf16", weights=4, gradients=4, master=0, compute=2, stream=4,
-                      what="float32 weights, bf16 products by autocast: what lpkit.train does"),
+    "bf16": _BF16,
+    "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 products by autocast"),
     "bf16-master": Precision(dtype="bf16", weights=2, gradients=2, master=4, compute=2, stream=2,
                              what="bf16 weights and gradients, float32 master weights: the ZeRO paper's setting"),
     "bf16-pure": Precision(dtype="bf16", weights=2, gradients=2, master=0, compute=2, stream=2,
-                           what="bf16 throughout; small updates are lost to rounding"),
+                           what="bf16 throughout; small updates are lost, unless rounding is stochastic"),
+    **{name: replace(_BF16, dtype=DTYPES.get(name, "fp8"), low=low, what=f"float32 weights, products under {name}")
+       for name, low in LOW.items()},
 }
 OPTIMIZER_STATE = {   # bytes per parameter
     "adamw": (8.0, "two float32 moments"),
@@ -56,30 +70,34 @@ OPTIMIZER_STATE = {   # bytes per parameter
 @dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
-    bytes: float
-    moments: frozenset[str]     # when in the step it is there
+    at: Mapping[str, float]     # bytes by moment, those of MOMENTS when it is there
     formula: str
     source: str
+
+    @property
+    def bytes(self) -> float:
+        """At most."""
+        return max(self.at.values(), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Per device."""
+    """Per device. Where a device of a pipeline holds more than another, the one that holds most."""
 
     rows: tuple[Row, ...]
     memory_bytes: int | None    # of the device, to compare with
 
     def at(self, moment: str) -> dict[str, float]:
         """Bytes by row at one moment of MOMENTS."""
-        return {row.name: row.bytes for row in self.rows if moment in row.moments}
+        return {row.name: row.at[moment] for row in self.rows if row.at.get(moment)}
 
     @property
     def peak_moment(self) -> str:
-        return max(MOMENTS, key=lambda moment: sum(self.at(moment).values()))
+        return max(MOMENTS, key=lambda moment: sum(row.at.get(moment, 0) for row in self.rows))
 
     @property
     def peak_bytes(self) -> float:
-        return sum(self.at(self.peak_moment).values())
+        return max(sum(row.at.get(moment, 0) for row in self.rows) for moment in MOMENTS)
 
     @property
     def fits(self) -> bool:
@@ -87,7 +105,7 @@ class Memory:
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
 
-def model_states(count: int, *, precision: str = "bf16-master", optimizer: str = "adamw", zero: int = 0,
+def model_states(count: float, *, precision: str = "bf16-master", optimizer: str = "adamw", zero: int = 0,
                  devices: int = 1) -> tuple[Row, ...]:
     """What outlives a step, for `count` parameters.
 
@@ -100,16 +118,16 @@ def model_states(count: int, *, precision: str = "bf16-master", optimizer: str =
     if devices < 1:
         raise ConfigError(f"devices must be 1 or more, got {devices}")
 
-    def row(name: str, itemsize: float, stage: int, moments: frozenset[str], why: str) -> Row:
+    def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str) -> Row:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
-        return Row(name=name, bytes=itemsize * count / shards, moments=moments, source=ZERO,
+        return Row(name=name, at=dict.fromkeys(moments, itemsize * count / shards), source=ZERO,
                    formula=f"{itemsize:g} bytes a parameter{sharded}: {why}")
 
-    return (row("weights", p.weights, 3, ALWAYS, p.what),
-            row("master weights", p.master, 1, ALWAYS, "a float32 copy for the optimizer"),
-            row("optimizer state", per_parameter, 1, ALWAYS, OPTIMIZER_STATE[optimizer][1]),
-            row("gradients", p.gradients, 2, frozenset({UPDATE}), "the same dtype as the weights"))
+    return (row("weights", p.weights, 3, MOMENTS, p.what),
+            row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
+            row("optimizer state", per_parameter, 1, MOMENTS, OPTIMIZER_STATE[optimizer][1]),
+            row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
 
 
 def micro_batch(config: Config, devices: int) -> tuple[int, int]:
@@ -127,49 +145,96 @@ def micro_batch(config: Config, devices: int) -> tuple[int, int]:
     return piece, share // piece
 
 
-def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, *, precision: str = "bf16",
-           optimizer: str = "adamw", zero: int = 0, recompute: str = "none", attention: str = "sdpa") -> Memory:
-    """Bytes per device of one step of `config` on `devices` machines, data-parallel."""
-    m, p, on = config.model, _precision(precision), machines.find(machine)
-    sequences, pieces = micro_batch(config, devices)
-    keep = kept(m, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
+def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, *, layout: Layout | None = None,
+           precision: str | None = None, optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
+           attention: str = "sdpa") -> Memory:
+    """Bytes per device of one step of `config` on `devices` machines, where they are most.
+
+    layout     None: data parallel over `devices`, with ZeRO stage `zero`
+    precision  a row of PRECISIONS; None: the config's recipe, where "auto" is bf16
+    optimizer, recompute: None: the config's
+    Raises ConfigError. Under 200 us.
+    """
+    layout = layout or (Layout(shard=devices, zero=zero) if zero else Layout(data=devices))
+    on, recompute = machines.find(machine), recompute or config.memory.recompute
+    p = _precision(precision or {"auto": "bf16"}.get(config.precision.recipe, config.precision.recipe))
+    sequences, pieces = micro_batch(config, layout.batch_ranks)
+    keep = kept(config.model, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
                 recompute=recompute, kind=on.kind)
-    tokens = sequences * m.T
-    states = model_states(parameter_count(m), precision=precision, optimizer=optimizer, zero=zero, devices=devices)
-    if pieces > 1:   # the next piece's activations meet the last one's gradients
-        states = tuple(row if row.name != "gradients" else
-                       Row(name=row.name, bytes=row.bytes, moments=ALWAYS, formula=row.formula, source=row.source)
-                       for row in states)
-    before_update = frozenset({LOSS, AGAIN})
-    sharded = zero == 3 and devices > 1
-    rows = (
-        *states,
-        Row(name="gathered weights", bytes=_gathered_bytes(m, p.compute) if sharded else 0, moments=ALWAYS,
-            formula="this block's and the next one's, and all outside the blocks, whole, in the compute dtype",
-            source="FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"),
-        Row(name="weight copies", bytes=0 if sharded else keep.weight_copy_bytes, moments=before_update,
-            formula="each weight of a product once more in the compute dtype, until its backward",
-            source="https://docs.pytorch.org/docs/stable/amp.html"),
-        Row(name="activations", bytes=keep.total_bytes - keep.loss_bytes, moments=before_update,
-            formula=f"micro-batch of {sequences}, {m.T:,} tokens each, recompute={recompute}, attention={attention}",
-            source="lpkit.predict.activations"),
-        Row(name="recomputed block", bytes=keep.block_bytes if recompute == "block" else 0,
-            moments=frozenset({AGAIN}), formula="one block's activations, all of them",
-            source="Chen et al. 2016, https://arxiv.org/abs/1604.06174"),
-        Row(name="logits and loss", bytes=keep.loss_bytes, moments=frozenset({LOSS}),
-            formula="a float32 log-probability per token and vocabulary entry",
-            source="torch.nn.functional.cross_entropy"),
-        Row(name="logits' gradients", bytes=2 * tokens * m.V * FP32, moments=frozenset({LOSS}),
-            formula="of the log-probabilities and of the logits, float32", source="torch.nn.functional.cross_entropy"),
-    )
-    return Memory(rows=tuple(row for row in rows if row.bytes), memory_bytes=on.memory_bytes)
+    ends = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
+    stages = [_stage(config, on, layout, p, keep, optimizer or config.optimizer.name, sequences=sequences, pieces=pieces,
+                     recompute=recompute, attention=attention, embeds=first, heads=last) for first, last in ends]
+    return max((Memory(rows=rows, memory_bytes=on.memory_bytes) for rows in stages), key=lambda held: held.peak_bytes)
 
 
-def _gathered_bytes(model: ModelConfig, itemsize: int) -> int:
-    parts = parameters(model)
-    block = (parts["attention"] + parts["mlp"] + parts["norms"]) // model.L
-    outside = parts["embedding"] + parts["positions"] + parts["head"]
-    return (outside + min(2, model.L) * block) * itemsize
+def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept, optimizer: str, *, sequences: int,
+           pieces: int, recompute: str, attention: str, embeds: bool, heads: bool) -> tuple[Row, ...]:
+    """The rows of a device of the first stage of a pipeline (`embeds`), of the last (`heads`), or of all there is."""
+    m, cut = config.model, layout.tensor * layout.context
+    layers, ranks = -(-m.L // layout.pipeline), layout.state_ranks
+    parts = parameters(m)
+    inside = (parts["attention"] + parts["mlp"] + parts["norms"]) * layers / m.L / layout.tensor
+    tables = embeds * (parts["embedding"] + parts["positions"]) + heads * (
+        parts["head"] + (parts["embedding"] if m.tied and not embeds else 0))
+    count = inside + tables / layout.tensor
+    sharded, native = layout.zero == 3 and ranks > 1, p.low is not None and on.kind == "gpu" and p.dtype in on.flops
+    if cut > 1 or layout.pipeline > 1:
+        keep = keep.share(cut, layers / m.L)
+    z = walk.Sizes(
+        model=m, batch=sequences / cut, tokens=sequences * m.T / cut, shards=layout.tensor, layers=layers,
+        compute=p.compute, stream=p.stream, gradient=p.gradients, fused_norm=on.kind == "gpu",
+        copied=p.compute < p.stream and not sharded, gathers=pieces > 1 or sharded, embeds=embeds, heads=heads,
+        low=p.low, last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention)
+    moments = walk.walk(z, keep, recompute=recompute != "none").most
+
+    def at(row: str) -> dict[str, float]:
+        return {moment: rows[row] for moment, (_, rows) in moments.items() if rows[row]}
+
+    states = model_states(count, precision=_name_of(p), optimizer=optimizer, zero=layout.zero, devices=ranks)
+    gradients = dict(at(walk.GRADIENTS), **states[-1].at) if not z.gathers else dict.fromkeys(MOMENTS, states[-1].bytes)
+    # a stage of a pipeline begins that many micro-batches before the first comes back: one forward, one backward
+    waiting = min(layout.pipeline if embeds else 1, pieces) - 1
+    waits = waiting * (keep.total_bytes - keep.loss_bytes)
+    activations = {moment: held + waits for moment, held in at(walk.ACTIVATIONS).items()}
+    if waits:
+        activations = dict.fromkeys([moment for moment in MOMENTS if moment != UPDATE], waits) | activations
+    rows = [*states[:-1], replace(states[-1], at=gradients)]
+
+    def row(name: str, held: Mapping[str, float], formula: str, source: str) -> None:
+        rows.append(Row(name=name, at=held, formula=formula, source=source))
+
+    if sharded:
+        block = inside / layers
+        window = tables / layout.tensor + min(2, layers) * block
+        row("gathered weights", dict.fromkeys(moments, window * p.compute),
+            "this block's and the next one's, and all outside the blocks, whole, in the compute dtype", FSDP)
+        row("communication buffers", dict.fromkeys((walk.LAST, walk.FIRST), block * p.gradients),
+            "one block's gradients, whole, on their way to their shards", FSDP)
+    row("weight copies", at(walk.COPIES), "each weight of a 16-bit product once more in that dtype, until its backward",
+        "https://docs.pytorch.org/docs/stable/amp.html")
+    if p.low:
+        linears = (layers - z.last_is_kept) * 4
+        shapes = ((m.D, (m.H + 2 * m.G) * m.E), (m.D, m.D), (m.D, walk.UP[m.mlp] * m.F), (m.F, m.D))
+        scales = sum(p.low.scales(z.tokens, K, N, native) for K, N in shapes) * linears / 4
+        row("low-precision weights", at(walk.LOW), f"each weight as {p.what.split()[-1]} casts it, until its backward", LINEAR)
+        row("scales", dict.fromkeys((walk.LOSS, walk.HEAD, walk.LAST), scales), "of the operands that are kept", LINEAR)
+        row("amax histories", dict.fromkeys(MOMENTS, linears * 3 * (1 + p.low.history) * FP32 if p.low.history else 0),
+            "the largest magnitudes of x, w and dy in earlier micro-batches", LINEAR)
+    row("activations", activations, f"micro-batch of {sequences}, {m.T:,} tokens each, recompute={recompute}, "
+        f"attention={attention}" + f", {waiting + 1} micro-batches under way" * (waiting > 0), "lpkit.predict.activations")
+    row("recomputed block", at(walk.AGAIN), "one block's activations, all of them",
+        "Chen et al. 2016, https://arxiv.org/abs/1604.06174")
+    row("logits and loss", at(walk.LOGITS), "a float32 log-probability per token and vocabulary entry",
+        "torch.nn.functional.cross_entropy")
+    temporaries = at(walk.TEMPORARIES)
+    row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
+        "of the log-probabilities and of the logits, float32", "torch.nn.functional.cross_entropy")
+    row("temporaries", temporaries, "gradients of activations, and what is cast or copied on the way", ENGINE)
+    return tuple(one for one in rows if one.bytes)
+
+
+def _name_of(precision: Precision) -> str:
+    return next(name for name, row in PRECISIONS.items() if row is precision)
 
 
 def _precision(name: str) -> Precision:

@@ -56,7 +56,7 @@ class Prediction:
             "flops_per_token": self.flops_per_token, "flops_per_token_causal": self.flops_per_token_causal,
             "bytes": {**{row.name: row.bytes for row in mem.rows}, "peak_bytes": mem.peak_bytes},
             "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
-            "rows": [{**asdict(row), "moments": sorted(row.moments)} for row in mem.rows],
+            "rows": [{**asdict(row), "bytes": row.bytes} for row in mem.rows],
             "tokens_per_second": self.tokens_per_second, "step_seconds": self.step_seconds,
             "run_seconds": self.run_seconds, "energy_wh": self.energy_wh, "cost": self.cost,
             "cost_per_million_tokens": None if self.cost is None else self.cost / tokens * 1e6, "currency": "USD",
@@ -68,14 +68,15 @@ class Prediction:
 
 
 def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *, mfu: float = 0.4,
-            precision: str | None = None, optimizer: str = "adamw", zero: int | None = None,
+            precision: str | None = None, optimizer: str | None = None, zero: int | None = None,
             recompute: str | None = None, price_per_hour: float | None = None) -> Prediction:
     """Memory, time, energy and cost of `config` on `devices` machines, data-parallel.
 
     mfu        model FLOPs utilisation to assume, before recomputation; 0.4 is a good large run (PaLM reports 0.46)
     precision  a row of `ledger.PRECISIONS`; None: as the config asks, where "auto" is bf16 if the machine has it
     zero       stage 0 to 3; None: the lowest stage that fits, or 3
-    recompute  a row of `activations.RECOMPUTE`; None: "none" where that fits, else "block"
+    recompute  a row of `activations.RECOMPUTE`; None: the config's where that fits, else "block"
+    A low-precision recipe counts with its bytes, and with the time of 16 bits: `lpkit advise` weighs its casts and products.
     Raises ConfigError.
     """
     on = machines.find(machine)
@@ -87,7 +88,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
     chosen = ("bf16" if "bf16" in on.flops else "fp32") if asked == "auto" else asked
     if chosen not in PRECISIONS:
         raise ConfigError(f"there is no precision {chosen!r}; {nearest(chosen, PRECISIONS)}")
-    dtype = PRECISIONS[chosen].dtype
+    low = PRECISIONS[chosen].low
+    dtype = "bf16" if low else PRECISIONS[chosen].dtype     # what a recipe's casts leave of its faster products: advise
     peak = on.peak_flops(dtype)
     attention = _attention(config, on, chosen)
     price = on.price_per_hour if price_per_hour is None else price_per_hour
@@ -114,7 +116,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
         cost=None if price is None else price * device_hours,
         machine=on, devices=devices,
         assumptions={
-            "mfu": mfu, "precision": chosen, "dtype": dtype, "peak_flops_per_device": peak, "optimizer": optimizer,
+            "mfu": mfu, "precision": chosen, "dtype": dtype, "peak_flops_per_device": peak, "optimizer": optimizer or config.optimizer.name,
             "zero": stage, "recompute": again,
             "layout_why": "asked for" if zero is not None and recompute is not None else
             "the first that fits, in the order none before block, then ZeRO 0 to 3" if held.fits else

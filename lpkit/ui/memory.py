@@ -3,7 +3,7 @@
 import dataclasses
 
 from lpkit.config import Config
-from lpkit.predict.ledger import AGAIN, MOMENTS, Memory, memory
+from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.machines import Machine
 from lpkit.predict.units import quantity
 from lpkit.ui.style import INK, WARNING, html_table
@@ -11,19 +11,19 @@ from lpkit.ui.style import INK, WARNING, html_table
 COLOURS = {   # one family of rows, one hue
     "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0", "gradients": "#6b7280",
     "gathered weights": "#b8860b", "weight copies": "#ddaa33", "activations": "#bb5566", "recomputed block": "#e0a3ad",
-    "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6",
+    "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6", "low-precision weights": "#cc9966", "scales": "#996633",
+    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb",
 }
 
 
 def memory_figure(held: Memory, *, title: str = "") -> dict:
     """The plotly spec. The longest bar is the peak."""
-    recomputes = any(row.moments == {AGAIN} for row in held.rows)
-    moments = [moment for moment in MOMENTS if recomputes or moment != AGAIN]
+    moments = list(MOMENTS)
     # a line far outside would squeeze the bars to nothing
     limit = held.memory_bytes if held.memory_bytes and held.peak_bytes > 0.1 * held.memory_bytes else None
     data = []
     for row in held.rows:
-        sizes = [row.bytes if moment in row.moments else None for moment in moments]
+        sizes = [row.at.get(moment) for moment in moments]
         data.append({
             "type": "bar", "orientation": "h", "name": row.name, "y": moments, "x": sizes,
             "marker": {"color": COLOURS[row.name]}, "textposition": "inside",
