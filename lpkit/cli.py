@@ -17,6 +17,7 @@ COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
     "doctor": "what this machine can do, and for what it cannot, why and the nearest thing that works",
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
+    "plan": "which layouts train a model on time and within a budget, and why the rest do not",
     "advise": "whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",

@@ -40,6 +40,7 @@ PRESETS = {
     "llama-8b": _llama(32, 4096, 32, 14_336, 3e-4),
     "llama-70b": _llama(80, 8192, 64, 28_672, 1.5e-4),
     "llama-405b": _llama(126, 16_384, 128, 53_248, 8e-5),
+    "dense-1t": _llama(160, 24_576, 192, 67_584, 5e-5),     # nobody's model: an example shape of 1.005T parameters
 }
 
 

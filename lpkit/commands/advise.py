@@ -11,7 +11,7 @@ from typing import Any
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, or `this`: the one at hand")
+    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or `this`: the one at hand")
     parser.add_argument("--recipe", action="append", metavar="NAME", help="consider only this one; repeatable")
     parser.add_argument("--measure", action="store_true", help="settle it with short real runs on this machine")
     parser.add_argument("--seeds", type=int, default=3, help="of the real runs (%(default)s)")
@@ -19,13 +19,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from lpkit.commands import machine
     from lpkit.precision.advice import advise, claims
     from lpkit.presets import resolve
 
     config = resolve(args.target, args.set)
     here = args.machine == "this" or args.measure
-    advice = advise(config, _here() if here else args.machine, recipes=args.recipe, seeds=args.seeds, steps=args.steps,
-                    train=_train if args.measure else None)
+    advice = advise(config, _here() if here else machine(args.machine), recipes=args.recipe, seeds=args.seeds,
+                    steps=args.steps, train=_train if args.measure else None)
     return {"target": args.target, **advice.to_dict(), "claims": claims().to_dict()}
 
 
@@ -34,11 +35,9 @@ def _here():
     import torch
 
     from lpkit import hardware
-    from lpkit.predict.machines import CATALOGUE
+    from lpkit.precision.advice import catalogued
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    rows = [row for row in CATALOGUE.values() if name.startswith(" ".join(row.title.split()[:2])) and name]
-    return rows[0] if rows else hardware.machine()
+    return (torch.cuda.is_available() and catalogued(torch.cuda.get_device_name())) or hardware.machine()
 
 
 def _train(config, *, out):

@@ -7,7 +7,7 @@ from typing import Any
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, or `this`: measure this one")
+    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or `this`: measure this one")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s to assume (default 0.4)")
     parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that fits")
@@ -19,17 +19,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from lpkit.commands import machine
     from lpkit.predict import predict
     from lpkit.presets import resolve
 
     config = resolve(args.target, args.set)
-    machine = args.machine
-    if machine == "this":
-        from lpkit import hardware
-
-        machine = hardware.machine()
-    found = predict(config, machine, args.devices, mfu=args.mfu, precision=args.precision, optimizer=args.optimizer,
-                    zero=args.zero, recompute=args.recompute, price_per_hour=args.price_per_hour)
+    found = predict(config, machine(args.machine), args.devices, mfu=args.mfu, precision=args.precision,
+                    optimizer=args.optimizer, zero=args.zero, recompute=args.recompute, price_per_hour=args.price_per_hour)
     return {"target": args.target, **found.to_dict()}
 
 

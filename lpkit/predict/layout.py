@@ -88,8 +88,8 @@ def check(config: Config, layout: Layout, devices: int | None = None) -> None:
     if layout.interleave > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={layout.interleave} chunks of layers need pipeline stages; "
                           f"set interleave=1, or pipeline to 2 or more")
-    if not _stages_fit(m.L, layout.pipeline, layout.interleave):
-        fits = lambda n: _stages_fit(m.L, n, layout.interleave)
+    if not stages_fit(m.L, layout.pipeline, layout.interleave):
+        fits = lambda n: stages_fit(m.L, n, layout.interleave)
         chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
         raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}{chunks} stages, not even with "
                           f"one layer fewer in the first and the last; {_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
@@ -110,7 +110,8 @@ def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
     return (layers + 2) // stages, True
 
 
-def _stages_fit(layers: int, stages: int, chunks: int) -> bool:
+def stages_fit(layers: int, stages: int, chunks: int) -> bool:
+    """Whether as many chunks of layers can be equal, or would be with one layer fewer in the first and the last."""
     return layers % (stages * chunks) == 0 or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1)
 
 

@@ -29,7 +29,16 @@ from lpkit.predict.layout import Layout, check, layers_of_stage
 from lpkit.predict.ledger import PRECISIONS, Precision, micro_batch
 from lpkit.predict.machines import LATENCY_SOURCE, Machine
 from lpkit.predict.params import parameters, product_weights
-from lpkit.predict.precision import ASSUMED, REACHED, Efficiency, Recipe, linear_cost, product_seconds
+from lpkit.predict.precision import (
+    ASSUMED,
+    FP32,
+    REACHED,
+    Efficiency,
+    Operand,
+    Recipe,
+    linear_cost,
+    product_seconds,
+)
 from lpkit.predict.roofline import ADAMW_BYTES, causal_share, pointwise_bytes
 
 RINGS = f"ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; latency: {LATENCY_SOURCE}"
@@ -40,6 +49,8 @@ FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.precision.product_seconds"
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
+BASE = "bf16"           # what stays where Linears are cast to fewer bits
+FINE_SHARE = 0.8        # of 8-bit products' efficiency where float32 scales are finer than a tensor (docs/advise.md)
 BY_OUTPUT = ("attention.qkv", "mlp.up", "mlp.gate_up", "head")     # split over tensor ranks by columns, the others by rows
 
 RECOMPUTED: dict[str, frozenset[str]] = {   # by a row of activations.RECOMPUTE: what runs once more in backward
@@ -198,12 +209,11 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 
 
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
-              precision: str = "bf16", recompute: str = "none", recipe: Recipe | None = None,
-              efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> StepTime:
+              precision: str = "bf16", recompute: str = "none", efficiency: Efficiency | None = None,
+              calibration: Calibration | None = None) -> StepTime:
     """One update of `config`. Raises ConfigError for what cannot be.
 
-    precision    a row of `ledger.PRECISIONS`
-    recipe       of a low-precision Linear, with its casts; None: products in the precision's own dtype
+    precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts, as `lpkit advise` counts them
     efficiency   what is reached of the ceilings; None: ASSUMED, or REACHED for a machine that was measured
     """
     layout, on = layout or Layout(), machines.find(machine)
@@ -214,6 +224,10 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
     p, m = PRECISIONS[precision], config.model
     sequences, pieces = micro_batch(config, layout.batch_ranks)
+    recipe = _recipe(precision, p)
+    if recipe is not None:
+        on.peak_flops(p.dtype)      # refuses a machine that lacks it
+        p = replace(p, dtype=BASE)
     parts = _Parts(m, on, layout, p, recompute, recipe, efficiency, sequences)
     rows = parts.rows(pieces)
     factor = calibration.factor if calibration else 1.0
@@ -400,6 +414,19 @@ def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[Produ
         return replace(one, M=one.M // c, K=one.K // t)
 
     return tuple(cut(one) for one in products(m, batch=sequences))
+
+
+def _recipe(name: str, p: Precision) -> Recipe | None:
+    """The casts of a precision that has some, in the words of `lpkit.predict.precision`. Gradients are cast as activations
+    are; the head stays in 16 bits."""
+    low = getattr(p, "low", None)
+    if low is None:
+        return None
+    x, w = (Operand(bits=low.bits, block=block, scale_bytes=low.scale_bytes, transposes=block[0] == block[1])
+            for block in (low.x, low.w))
+    fine = low.scale_bytes == FP32 and low.x != (0, 0)
+    return Recipe(name=name, dtype=p.dtype, casts={"y": (x, w), "dx": (x, w), "dw": (x, x)}, history=low.history,
+                  kept={"head": 1}, product_share=FINE_SHARE if fine else 1.0)
 
 
 def _linear(one: Product, on: Machine, efficiency: Efficiency, p: Precision, recipe: Recipe | None) -> tuple[float, float]:

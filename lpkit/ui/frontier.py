@@ -1,5 +1,4 @@
-"""Three goals that cannot all be best, as points to turn and filter; those that no other beats are joined by nothing and
-drawn full."""
+"""Three goals that cannot all be best, as points to turn and filter; those that no other beats stand out."""
 
 from collections.abc import Callable, Sequence
 

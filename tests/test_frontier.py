@@ -1,0 +1,120 @@
+"""Pareto against brute force; scaling laws against a search and the papers; the figure from plain numbers."""
+
+import json
+import math
+import random
+
+import pytest
+
+from lpkit.config import ConfigError
+from lpkit.predict.frontier import Candidate, Point, frontier, triangle
+from lpkit.predict.layout import Layout
+from lpkit.predict.scaling import LAWS
+from lpkit.presets import preset
+from lpkit.ui.frontier import frontier_figure, frontier_view
+
+AXES = ("days", "loss", "dollars")
+
+
+def cloud(count: int, seed: int) -> list[Point]:
+    """Small whole numbers, so that many are equal."""
+    draw = random.Random(seed)
+    return [Point(name=str(i), values={axis: float(draw.randint(0, 9)) for axis in AXES}) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("goals", [{"least": AXES}, {"least": ("days",), "most": ("loss", "dollars")}, {"most": ("days",)}])
+def test_the_frontier_is_what_brute_force_leaves(seed, goals):
+    points = cloud(120, seed)
+    sign = {**dict.fromkeys(goals.get("least", ()), 1), **dict.fromkeys(goals.get("most", ()), -1)}
+
+    def beaten(a: Point) -> bool:
+        return any(all(s * b.values[x] <= s * a.values[x] for x, s in sign.items())
+                   and any(s * b.values[x] < s * a.values[x] for x, s in sign.items()) for b in points)
+
+    assert [p.name for p in frontier(points, **goals)] == [p.name for p in points if not beaten(p)]
+
+
+def test_a_frontier_refuses_what_has_no_number():
+    with pytest.raises(ConfigError, match="a frontier needs an axis"):
+        frontier(cloud(3, 0))
+    with pytest.raises(ConfigError, match="0 has no 'speed'; it has days, loss, dollars"):
+        frontier(cloud(3, 0), most=("speed",))
+    with pytest.raises(ConfigError, match="x has no 'days'"):
+        frontier([Point(name="x", values={"days": math.nan})], least=("days",))
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("flops", [1e19, 1e21, 5.76e23])
+def test_the_optimum_is_the_one_that_a_search_finds(law, flops):
+    said = law.optimum(flops)
+    sizes = [10 ** (7 + 6 * i / 60_000) for i in range(60_001)]
+    best = min(sizes, key=lambda n: law.extrapolate(n, flops / 6 / n).nats)
+    assert said.parameters == pytest.approx(best, rel=1e-3)
+    assert 6 * said.parameters * said.tokens == pytest.approx(flops)
+
+
+def test_the_corrected_fit_gives_chinchilla():
+    """Hoffmann et al. trained 70B parameters on 1.4T tokens for Gopher's budget; approach 3's own constants do not."""
+    corrected, first = (LAWS[name].optimum(5.76e23) for name in ("besiroglu", "hoffmann"))
+    assert corrected.parameters == pytest.approx(70e9, rel=0.05) and corrected.tokens == pytest.approx(1.4e12, rel=0.06)
+    assert first.parameters == pytest.approx(40e9, rel=0.25)     # their approach 3: 40 billion, from unrounded constants
+
+
+def test_a_law_is_not_extrapolated_silently():
+    law = LAWS["besiroglu"]
+    inside = law.loss(1e9, 20e9)
+    assert inside.inside and inside.nats == pytest.approx(1.8172 + 482.01 / 1e9**0.3478 + 2085.43 / 20e9**0.3658)
+    with pytest.raises(ConfigError, match=r"70\.6B parameters and 1\.00T tokens are outside the fit of besiroglu"):
+        law.loss(70.6e9, 1e12)
+    outside = law.extrapolate(70.6e9, 1e12)
+    assert not outside.inside and outside.note.startswith("extrapolated beyond the fit")
+    for wrong in ((0, 1e9), (1e9, -1), (math.nan, 1e9), (1e9, math.inf)):
+        with pytest.raises(ConfigError, match="must be positive"):
+            law.extrapolate(*wrong)
+    with pytest.raises(ConfigError, match="FLOPs must be positive"):
+        law.optimum(-1)
+
+
+def candidates() -> list[Candidate]:
+    return [Candidate(name=f"{name}, {shard} {machine}", config=preset(name), layout=Layout(shard=shard), machine=machine,
+                      tokens=20e9) for name in ("gpt2-124m", "gpt2-1.5b", "llama-8b") for shard in (8, 64)
+            for machine in ("h100", "a100-80")]
+
+
+def test_the_triangle_is_made_of_configs_and_measurements_replace_the_law():
+    points = triangle(candidates(), measured={"gpt2-124m, 8 h100": 3.1})
+    by_name = {point.name: point for point in points}
+    assert by_name["gpt2-124m, 8 h100"].where == "measured" and by_name["gpt2-124m, 8 h100"].values["loss"] == 3.1
+    assert by_name["llama-8b, 8 h100"].where == "formula" and by_name["llama-8b, 8 h100"].facts["devices"] == 8
+    assert by_name["llama-8b, 64 h100"].values["days"] < by_name["llama-8b, 8 h100"].values["days"]
+    assert by_name["llama-8b, 8 h100"].values["loss"] < by_name["gpt2-1.5b, 8 h100"].values["loss"]
+    best = {point.name for point in frontier(points, least=AXES)}
+    assert "llama-8b, 64 h100" in best       # the least loss, the soonest of those
+    long = triangle([Candidate(name="long", config=preset("llama-8b"), tokens=15e12)])[0]
+    assert long.where == "extrapolated" and "extrapolated" in long.facts["note"]
+
+
+def test_the_figure_turns_and_filters():
+    points = triangle(candidates())
+    spec = json.loads(json.dumps(frontier_figure(points, title="t"), allow_nan=False))
+    assert {trace["type"] for trace in spec["data"]} == {"scatter3d"}
+    assert sum(len(trace["x"]) for trace in spec["data"]) == len(points)
+    assert spec["layout"]["scene"]["yaxis"]["title"]["text"] == "loss (nats a token)"
+    show, controls = frontier_view(points)
+    assert controls["machine"] == ["every machine", "a100-80", "h100"]
+    whole, _ = show("every machine", controls["dollars_at_most"][0], controls["days_at_most"][0])
+    some, table = show("h100", controls["dollars_at_most"][0], controls["days_at_most"][0])
+    counts = [sum(len(trace["x"]) for trace in spec["data"]) for spec in (whole, some)]
+    assert counts == [len(points), len(points) // 2] and "<table" in table
+    none, _ = show("h100", 1e-9, 1e-9)
+    assert none["data"] == []
+
+
+def test_the_figure_is_one_that_the_kit_can_draw():
+    from lpkit.ui import Explorer
+
+    show, controls = frontier_view(triangle(candidates()))
+    explorer = Explorer(show, **controls)
+    explorer.set(machine="h100")
+    assert all(trace["type"] == "scatter3d" for trace in explorer.figure.spec["data"])

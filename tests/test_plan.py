@@ -1,0 +1,278 @@
+"""Layouts that cannot exist, each in its sentence; the search against an exhaustive one; the command."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lpkit import cli
+from lpkit.commands import machine
+from lpkit.commands.plan import amount, span
+from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.predict import machines
+from lpkit.predict.layout import Layout, check, layers_of_stage, stages_fit
+from lpkit.predict.ledger import memory
+from lpkit.predict.params import parameter_count
+from lpkit.predict.plan import MICRO, RECOMPUTES, USABLE, largest_model, plan
+from lpkit.predict.time import bill, step_time
+from lpkit.presets import preset
+
+LLAMA = preset("llama-70b")
+SMALL = Config(batch=16, model=ModelConfig(layers=8, width=512, heads=8, kv_heads=4, mlp_width=1536, vocab=1000,
+                                           context=1024))
+CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     # where a small model is tight
+
+
+@pytest.mark.parametrize("config, layout, devices, said", [
+    (LLAMA, Layout(tensor=3), None, "model.heads=64 does not split over tensor=3 ranks; tensor may be 2 or 4"),
+    (LLAMA, Layout(tensor=16), None, "model.kv_heads=8 does not split over tensor=16 ranks; tensor may be 8"),
+    (LLAMA.replace({"model.mlp_width": 28_671}), Layout(tensor=2), None,
+     "model.mlp_width=28671 does not split over tensor=2 ranks; tensor may be 1"),
+    (LLAMA.replace({"model.vocab": 128_257}), Layout(tensor=4), None,
+     "model.vocab=128257 does not split over tensor=4 ranks; tensor may be 1"),
+    (LLAMA.replace({"model.context": 4}), Layout(tensor=8), None,
+     "a context rank's share of model.context=4 does not split over tensor=8 ranks; tensor may be 4"),
+    (LLAMA, Layout(pipeline=3), None, "model.layers=80 does not split over pipeline=3 stages, not even with one layer "
+     "fewer in the first and the last; pipeline may be 2 or 4"),
+    (LLAMA, Layout(pipeline=4, interleave=3), None, "pipeline=4 x interleave=3 stages"),
+    (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set interleave=1, or pipeline"),
+    (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces (zig-zag deals each rank "
+     "an early and a late one); context may be 2 or 4"),
+    (LLAMA, Layout(data=3, shard=2), None, "batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set batch "
+     "to 510 or 516, or data x shard may be 4 or 8"),
+    (LLAMA, Layout(shard=1024), None, "set batch to 1024, or data x shard may be 512"),
+    (LLAMA, Layout(shard=8, tensor=8), 128, "data=1 x shard=8 x tensor=8 x pipeline=1 x context=1 is 64 devices, not 128; "
+     "set data=2 or shard=16"),
+    (LLAMA, Layout(shard=8, tensor=8), 100, "is 64 devices, not 100; use 64 devices"),
+    (LLAMA, Layout(zero=4), None, "there is no ZeRO stage 4; choose 0, 1, 2 or 3"),
+    (LLAMA, Layout(tensor=0), None, "tensor must be a whole number, 1 or more; got 0"),
+    (LLAMA, Layout(data=-1), None, "data must be a whole number, 1 or more; got -1"),
+    (LLAMA, Layout(shard=1.5), None, "shard must be a whole number, 1 or more; got 1.5"),
+    (LLAMA, Layout(context=True), None, "context must be a whole number, 1 or more; got True"),
+])
+def test_a_layout_that_cannot_exist_says_why_and_what_can(config, layout, devices, said):
+    with pytest.raises(ConfigError) as found:
+        check(config, layout, devices)
+    assert said in str(found.value)
+
+
+def test_what_a_sentence_proposes_can_exist():
+    for layout in (Layout(tensor=2), Layout(pipeline=4), Layout(context=4), Layout(shard=8), Layout(data=2, shard=4)):
+        check(LLAMA, layout)
+    check(LLAMA, Layout(shard=16, tensor=8), 128)
+
+
+def test_llama_3s_stages_exist():
+    """126 layers on 16 stages: 8 each, 7 in the first and the last; in chunks, two of 128 slots are empty."""
+    assert layers_of_stage(126, 16) == (8, True) and layers_of_stage(80, 16) == (5, False)
+    assert stages_fit(126, 16, 1) and stages_fit(126, 16, 8) and not stages_fit(126, 15, 1) and not stages_fit(2, 4, 1)
+    check(preset("llama-405b"), Layout(tensor=8, pipeline=16, interleave=8))
+
+
+def test_ranks_that_talk_most_are_neighbours():
+    layout = Layout(data=2, shard=3, tensor=5, pipeline=7, context=11)
+    assert [layout.stride(axis) for axis in ("tensor", "context", "shard", "data", "pipeline")] == [1, 5, 55, 165, 330]
+    assert layout.devices == 2310 and layout.batch_ranks == 6 and layout.state_ranks == 33
+    assert str(Layout()) == "one device" and str(Layout(shard=2, zero=1)) == "shard 2, ZeRO 1"
+
+
+def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float) -> float:
+    """The least seconds over everything that plan's page says it searches, without its shortcuts."""
+    seconds = []
+    for tensor, pipeline, shard, data in itertools.product((1, 2, 4, 8), repeat=4):
+        if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
+            continue
+        for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8), MICRO, RECOMPUTES):
+            share = config.batch // (data * shard)
+            if (pipeline > 1 and zero == 3) or (zero == 1 and data > 1) or (pipeline == 1 and chunks > 1):
+                continue
+            if not stages_fit(config.model.L, pipeline, chunks) or share % micro:
+                continue
+            if chunks > 1 and (share // micro % pipeline or stages_fit(config.model.L, pipeline, 2 * chunks)):
+                continue
+            layout = Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline, zero=zero, interleave=chunks)
+            try:
+                check(config, layout)
+            except ConfigError:
+                continue
+            now = replace(config, accumulate=config.batch // micro)
+            how = {"precision": "bf16-master", "recompute": recompute}
+            if memory(now, on, layout=layout, **how).peak_bytes <= USABLE * on.memory_bytes:
+                seconds.append(bill(step_time(now, on, layout, **how), on, tokens).seconds)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("memory_bytes", [10**9, 2 * 10**9, 80 * 10**9])
+def test_the_search_finds_what_trying_everything_finds(memory_bytes):
+    on = replace(CARD, memory_bytes=memory_bytes)
+    found = plan(SMALL, 1e9, on, devices=8)
+    assert found.options[0].paid.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
+
+
+def test_options_fit_are_ranked_and_within_the_limits():
+    found = plan(LLAMA, 1e12, "h200", budget=1e6, deadline_seconds=30 * 86_400)
+    assert len(found.options) > 10
+    times = [option.paid.seconds for option in found.options]
+    assert times == sorted(times) and times[-1] <= 30 * 86_400
+    for option in found.options:
+        assert option.paid.cost <= 1e6 and option.held.peak_bytes <= USABLE * 141e9
+        assert option.layout.devices == math.prod(getattr(option.layout, axis) for axis in
+                                                  ("data", "shard", "tensor", "pipeline", "context"))
+        check(LLAMA, option.layout)
+    splits = [(o.layout.devices, o.layout.tensor, o.layout.pipeline, o.layout.context) for o in found.options]
+    assert len(set(splits)) == len(splits)
+    assert {name for name, one in found.refusals.items() if one.layouts} >= {"layout", "deadline", "budget"}
+
+
+def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
+    """A second holds some 3,000 of them on one core."""
+    config = replace(preset("dense-1t"), batch=2048, accumulate=1)
+    assert 0.99e12 < parameter_count(config.model) < 1.02e12
+    assert plan(config, 1e13, "h200", devices=4096).evaluations < 1000
+    assert plan(config, 1e13, "h200", budget=1e9, deadline_seconds=2 * 365 * 86_400).evaluations < 4000
+    assert plan(LLAMA, 1e12, "h200", budget=1e6, deadline_seconds=30 * 86_400).evaluations < 4000
+
+
+def test_what_is_not_feasible_says_by_how_much():
+    found = plan(LLAMA, 1e12, "h200", budget=250_000, deadline_seconds=30 * 86_400)
+    assert not found.options
+    cheapest = min((o for o in plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400).options), key=lambda o: o.paid.cost)
+    assert f"${cheapest.paid.cost:,.0f}" in found.sentence and "miss by" in found.sentence and "too long" in found.sentence
+    enough = plan(LLAMA, 1e12, "h200", budget=cheapest.paid.cost + 1, deadline_seconds=30 * 86_400)
+    assert enough.options[0].layout == cheapest.layout
+    few = plan(LLAMA, 1e12, "h200", devices=2)
+    assert not few.options and few.refusals["memory"].layouts and "miss by" in few.sentence
+
+
+def test_the_formula_of_the_largest_model():
+    assert largest_model("h200", 64) == pytest.approx(USABLE * 141e9 * 64 / 16)      # ZeRO's 2 + 2 + 12 bytes
+    assert largest_model("h200", 1, optimizer="sgd") == pytest.approx(USABLE * 141e9 / 8)
+
+
+@pytest.mark.parametrize("text, value", [
+    ("250000", 250_000), ("250k", 250_000), ("$250,000", 250_000), ("1.5M", 1.5e6), ("1e12", 1e12), ("1T", 1e12),
+    ("300B", 3e11), (" 2_000 ", 2000)])
+def test_amounts(text, value):
+    assert amount("--budget", text, 1e16) == value
+
+
+@pytest.mark.parametrize("text, seconds", [("30d", 30 * 86_400), ("12h", 43_200), ("2w", 14 * 86_400), ("90min", 5400),
+                                           ("1.5 d", 129_600)])
+def test_spans(text, seconds):
+    assert span("--deadline", text) == seconds
+
+
+FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--budget", "-5"], "--budget must be above 0 and at most 1e+12 dollars, got '-5'"),
+    (["--budget", "nan"], "--budget 'nan' is not a number of dollars; write it as 250000, 250k"),
+    (["--budget", "much"], "--budget 'much' is not a number of dollars"),
+    (["--budget", "1e30"], "at most 1e+12"),
+    (["--budget", "0"], "--budget must be above 0"),
+    (["--deadline", "30"], "--deadline '30' is not a time; write it as 90min, 12h, 30d or 2w"),
+    (["--deadline=-3d"], "--deadline must be above 0 and at most 100 years"),
+    (["--deadline", "nand"], "--deadline must be above 0"),
+    (["--deadline", "9999w"], "at most 100 years"),
+    (["--machine", "h20"], "did you mean 'h200'? There is a100-40,"),
+    (["--machine", "nowhere.yaml"], "cannot read the machine file 'nowhere.yaml'"),
+    (["--devices", "0"], "devices must be a whole number from 1 to 1,000,000, got 0"),
+    (["--devices", "7"], "no layout of"),
+    (["--precision", "bf15"], "did you mean 'bf16'?"),
+    (["--optimizer", "adam"], "did you mean 'adamw'?"),
+    (["--batch-tokens", "10000"], "--batch-tokens 10,000 is not a whole number of sequences of 8,192 tokens; nearest: 8,192 "
+     "or 16,384"),
+    (["--batch-tokens", "100"], "nearest: 8,192"),
+    (["--context", "0"], "model.context must be positive"),
+    (["--price-per-hour", "-1"], "price_per_hour must be positive, got -1.0"),
+    (["--top", "0"], "--top must be 1 or more"),
+    (["--show", "999", "--devices", "64"], "--show 999: there are"),
+    (["--factor", "0"], "--factor is measured over predicted seconds"),
+    (["--machine", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16; it has fp32, fp16, int8"),
+])
+def test_wrong_input_is_one_sentence(arguments, said, capsys):
+    assert cli.main([*FIRST, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out and said in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("tokens", ["-1", "nan", "inf", "lots", "", "1e30", "0"])
+def test_tokens_that_are_none(tokens, capsys):
+    assert cli.main(["plan", "--model", "llama-8b", f"--tokens={tokens}"]) == 2
+    assert "--tokens" in capsys.readouterr().err
+
+
+def test_missing_figures_are_asked_for(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "--model", "llama-8b"])
+    assert stopped.value.code == 2 and "--tokens" in capsys.readouterr().err
+
+
+def test_every_row_of_a_plan_opens_to_its_formula_and_source(capsys):
+    command = [*FIRST, "--machine", "h100", "--devices", "64", "--budget", "100k", "--deadline", "30d"]
+    assert cli.main([*command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    page = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()
+    assert [key for key in answer if f"`{key}`" not in page] == []
+    first = answer["plans"][0]
+    assert first["devices"] == 64 and first["peak_bytes"] <= answer["machine"]["usable_bytes"]
+    assert sum(row["seconds"] for row in first["time_rows"]) == pytest.approx(first["step_seconds"])
+    for row in (*first["memory_rows"], *first["time_rows"]):
+        assert row["name"] and row["formula"] and row["source"]
+    assert first["cost"] == pytest.approx(first["device_hours"] * 3.0)
+    assert first["energy_wh"] == pytest.approx(first["device_hours"] * 700) and "rated" in first["energy_how"]
+    assert {one["law"] for one in answer["compute_optimal"]} == {"hoffmann", "besiroglu"}
+    assert cli.main([*command, "--show", "2", "--top", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "plan 2: bytes of a device" in shown and "plan 2: seconds of a step" in shown and "arxiv.org" in shown
+    for row in answer["plans"][1]["time_rows"]:
+        assert row["name"] in shown and row["formula"] in shown
+    assert all(ord(c) < 128 or c == "µ" for c in shown)
+
+
+def test_calibrated_plans_take_longer(capsys):
+    times = []
+    for factor in ("1", "1.25"):
+        assert cli.main([*FIRST, "--devices", "64", "--factor", factor, "--json"]) == 0
+        times.append(json.loads(capsys.readouterr().out)["plans"][0]["run_seconds"])
+    assert times[1] == pytest.approx(1.25 * times[0])
+
+
+def test_a_machine_of_ones_own(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("memory_bytes: 80e9\nbytes_per_second: 3.35e12\nflops: {bf16: 989.4e12, fp32: 67e12}\n"
+                    "link_bytes_per_second: 900e9\ndevices_per_node: 8\nnetwork_bytes_per_second: 50e9\nwatts: 700\n"
+                    "price_per_hour: 2\n")
+    mine = machine(str(path))
+    h100 = machines.CATALOGUE["h100"]
+    assert mine.name == "mine" and mine.flops["bf16"] == h100.flops["bf16"] and mine.memory_bytes == h100.memory_bytes
+    here = step_time(LLAMA, mine, Layout(shard=64, tensor=8), precision="bf16-master").step_seconds
+    assert here == step_time(LLAMA, h100, Layout(shard=64, tensor=8), precision="bf16-master").step_seconds
+    assert cli.main([*FIRST, "--machine", str(path), "--devices", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["cost"] > 0
+    assert cli.main(["predict", "gpt2-124m", "--machine", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["name"] == "mine"
+
+
+@pytest.mark.parametrize("values, said", [
+    ({}, "the machine lacks memory_bytes, bytes_per_second, flops; it needs memory_bytes"),
+    ([1], "a machine is a table of settings"),
+    ({"memory": 1}, "a machine has no 'memory'; did you mean 'memory_bytes'?"),
+    ({"flops": {"bf15": 1}}, "flops has no dtype 'bf15'; did you mean 'bf16'?"),
+    ({"flops": 3}, "flops must be FLOP/s by dtype"),
+    ({"memory_bytes": -1}, "memory_bytes of a machine must be positive"),
+    ({"memory_bytes": "much"}, "memory_bytes of a machine must be a number, got 'much'"),
+    ({"watts": float("nan")}, "watts of a machine must be positive"),
+    ({"flops": {"bf16": 989}, "bytes_per_second": 1e30}, "bytes_per_second of a machine must be positive and at most 1e+16"),
+    ({"kind": "tpu"}, "kind must be gpu or cpu, got 'tpu'"),
+])
+def test_a_machine_that_is_none(values, said):
+    whole = {"memory_bytes": 80e9, "bytes_per_second": 3e12, "flops": {"bf16": 1e15}, **values} if values and \
+        isinstance(values, dict) else values
+    with pytest.raises(ConfigError) as found:
+        machines.from_dict(whole)
+    assert said in str(found.value)
