@@ -14,6 +14,7 @@ what counts is the time to an equal loss.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -247,7 +248,7 @@ def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficienc
     else:
         (cell,) = [cell for cell in cells if cell.backend == "emulated"]
         cost = step_cost(config, in_emulation(recipe, row, base), on, efficiency, base=base)
-    speedup, source = recorded.get(_case(name, config), (None, "formula")) if native else (None, "formula")
+    speedup, source = recorded.get(case_name(name, config), (None, "formula")) if native else (None, "formula")
     return Plan(recipe=name, backend=cell.backend, status="native" if native else "emulated", why=cell.why, cost=cost,
                 recorded_speedup=speedup, source=source)
 
@@ -284,7 +285,7 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
 # Recorded benches.
 
 def recall(on: Machine, base: str, folder: Path = MEASURED) -> tuple[Efficiency, dict[str, tuple[float, str]]]:
-    """What benches of this machine say: the efficiency of its products, and speed-ups of whole steps by `_case`."""
+    """What benches of this machine say: the efficiency of its products, and speed-ups of whole steps by `case_name`."""
     efficiency, steps = (REACHED if on.name == "this" else ASSUMED), {}
     for path in sorted(folder.glob("fp8-*.json")):
         try:
@@ -302,13 +303,23 @@ def recall(on: Machine, base: str, folder: Path = MEASURED) -> tuple[Efficiency,
     return efficiency, steps
 
 
+def catalogued(device: str) -> Machine | None:
+    """The row of the catalogue for a GPU by the name that its driver gives it: the one whose model it names (H100, 4090),
+    and of several the one with most words in common. None for what is not in the catalogue."""
+    words = set(re.findall(r"\w+", device))
+    titles = {name: re.findall(r"\w+", row.title) for name, row in machines.CATALOGUE.items() if row.kind == "gpu"}
+    named = [name for name, title in titles.items() if next((word for word in title if re.search(r"\d", word)), "") in words]
+    best = max(named, key=lambda name: len(words & set(titles[name])), default=None)
+    return best and machines.CATALOGUE[best]
+
+
 def _same_device(name: str, on: Machine) -> bool:
-    words = on.title.replace("NVIDIA", "").split()
-    return on.kind == "gpu" and bool(words) and words[0] in name.split()
+    found = catalogued(name)
+    return on.kind == "gpu" and on.title in (name, found and found.title)
 
 
-def _case(recipe: str, config: Config) -> str:
-    """As `bench fp8-step` names its cases."""
+def case_name(recipe: str, config: Config) -> str:
+    """Of a case of `bench fp8-step`."""
     m, sequences = config.model, config.batch // config.accumulate
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"
 
