@@ -313,3 +313,18 @@ def test_low_precision_rows_are_those_of_the_recipes(name):
         assert row.folds == rule.folds
         assert row.history == (recipe.delayed.history if recipe.delayed else 0)
         assert PRECISIONS[name].dtype == recipe.dtype
+
+
+@pytest.mark.parametrize("changes", [
+    {"memory.recompute": "block"}, {"memory.recompute": "block", "memory.recompute_every": 2},
+    {"memory.recompute": "selective"}, {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 2048},
+    {"memory.loss": "chunked", "memory.loss_chunk": 256, "memory.recompute": "block", "accumulate": 2},
+    {"memory.update": "in-backward", "optimizer.clip": 0, "model.context": 32},
+], ids=lambda changes: " ".join(str(value) for key, value in changes.items() if key.startswith("memory")))
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8-tensorwise"])
+def test_the_peak_under_a_memory_technique(recipe, changes):
+    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 4, "model.context": 128, "precision.recipe": recipe,
+                                       **changes})
+    found = step(config, device="cpu", rounds=1)
+    said = memory(config, CPU, attention=found.attention.used)
+    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)

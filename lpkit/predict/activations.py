@@ -16,6 +16,7 @@ Kind = Literal["cpu", "gpu"]
 RECOMPUTE = {
     "none": "keep everything",
     "block": "keep each block's input, run the block again in backward (Chen et al. 2016, arXiv:1604.06174)",
+    "selective": "keep results of products and of fused attention too (Korthikanti et al. 2022, arXiv:2205.05198)",
 }
 FP32, TOKEN_ID = 4, 8   # bytes; token ids are int64
 
@@ -24,16 +25,17 @@ FP32, TOKEN_ID = 4, 8   # bytes; token ids are int64
 class Kept:
     """What one micro-batch holds when its forward pass ends."""
 
-    operations: dict[str, int]    # bytes over all blocks
+    operations: dict[str, int]    # bytes over all blocks; of those that run again, what they keep until then: "again"
     block: dict[str, int]         # bytes of one block, everything kept: what recomputing it holds for a moment
     weight_copy_bytes: int        # the weights once more in the compute dtype, made and kept by autocast
+    again_bytes: int              # what a block keeps that runs again
 
     def share(self, cut: int, depth: float) -> "Kept":
         """Of a device that has 1/cut of each tensor and `depth` of the blocks."""
         outside = ("embed", "norm", "head", "loss")
         return Kept(operations={name: n / cut * (1 if name in outside else depth) for name, n in self.operations.items()},
                     block={name: n / cut for name, n in self.block.items()},
-                    weight_copy_bytes=self.weight_copy_bytes / cut * depth)
+                    weight_copy_bytes=self.weight_copy_bytes / cut * depth, again_bytes=self.again_bytes / cut)
 
     @property
     def block_bytes(self) -> int:
@@ -51,7 +53,7 @@ class Kept:
 
 
 def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, attention: str = "sdpa",
-         recompute: str = "none", kind: Kind = "cpu") -> Kept:
+         recompute: str = "none", every: int = 1, kind: Kind = "cpu") -> Kept:
     """For `batch` sequences of model.context tokens.
 
     `compute` is the bytes of a number in the products, `stream` in the residual stream: 4 and 4 in float32, 2 and 4
@@ -68,11 +70,17 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
         "norm2": _norm(model, N, stream, kind),
         **_mlp(model, N, compute),
     }
-    everything = recompute == "none"
-    blocks = {name: L * n for name, n in block.items() if n} if everything else {"block inputs": L * N * D * stream}
+    again = len(range(0, L, every)) if recompute != "none" else 0      # blocks that run again
+    stored = N * D * stream
+    if recompute == "selective":
+        stored += N * (_qkv(model) + 2 * D + {"gelu": 1, "swiglu": 2}[model.mlp] * model.F) * compute
+        stored += N * (D * compute + model.H * FP32) if attention == "sdpa" else 0
+    blocks = {name: (L - again) * n for name, n in block.items() if n} if again < L else {}
+    if again:
+        blocks["again"] = again * stored
     if model.position == "rope":             # cos and sin, made once for all blocks
-        first = "attention" if everything else "block inputs"
-        blocks[first] += 2 * model.T * model.E * stream
+        blocks["attention" if again < L else "again"] += 2 * model.T * model.E * stream
+    inside = product_weights(model) - V * D
     return Kept(
         operations={
             "embed": N * TOKEN_ID,
@@ -82,7 +90,8 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
             "loss": N * V * FP32 + N * TOKEN_ID + FP32,   # log-probabilities, targets, how many targets count
         },
         block=block,
-        weight_copy_bytes=(product_weights(model) if everything else V * D) * compute if compute < stream else 0,
+        weight_copy_bytes=(V * D + inside * (L - again) // L) * compute if compute < stream else 0,
+        again_bytes=stored,
     )
 
 

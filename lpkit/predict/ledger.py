@@ -24,6 +24,7 @@ MOMENTS = {     # in the order in which they come
     walk.EMBED: "each table has a dense gradient",
     walk.UPDATE: "nothing is kept any more, and every gradient is there",
 }
+CHUNKS = {"whole": lambda tokens: 0, "chunked": lambda tokens: tokens}
 LOSS, UPDATE = walk.LOSS, walk.UPDATE
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
 FSDP = "FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
@@ -160,7 +161,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
     p = _precision(precision or {"auto": "bf16"}.get(config.precision.recipe, config.precision.recipe))
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     keep = kept(config.model, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
-                recompute=recompute, kind=on.kind)
+                recompute=recompute, every=config.memory.recompute_every, kind=on.kind)
     ends = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     stages = [_stage(config, on, layout, p, keep, optimizer or config.optimizer.name, sequences=sequences, pieces=pieces,
                      recompute=recompute, attention=attention, embeds=first, heads=last) for first, last in ends]
@@ -178,20 +179,23 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         parts["head"] + (parts["embedding"] if m.tied and not embeds else 0))
     count = inside + tables / layout.tensor
     sharded, native = layout.zero == 3 and ranks > 1, p.low is not None and on.kind == "gpu" and p.dtype in on.flops
+    at_once = config.memory.update == "in-backward"
     if cut > 1 or layout.pipeline > 1:
         keep = keep.share(cut, layers / m.L)
     z = walk.Sizes(
         model=m, batch=sequences / cut, tokens=sequences * m.T / cut, shards=layout.tensor, layers=layers,
         compute=p.compute, stream=p.stream, gradient=p.gradients, fused_norm=on.kind == "gpu",
-        copied=p.compute < p.stream and not sharded, gathers=pieces > 1 or sharded, embeds=embeds, heads=heads,
+        copied=p.compute < p.stream and not sharded, gathers=pieces > 1 or sharded or at_once, embeds=embeds, heads=heads,
         low=p.low, last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention)
-    moments = walk.walk(z, keep, recompute=recompute != "none").most
+    again = range(0, layers, config.memory.recompute_every) if recompute != "none" else range(0)
+    moments = walk.walk(z, keep, again=again, chunk=CHUNKS[config.memory.loss](config.memory.loss_chunk)).most
 
     def at(row: str) -> dict[str, float]:
         return {moment: rows[row] for moment, (_, rows) in moments.items() if rows[row]}
 
     states = model_states(count, precision=_name_of(p), optimizer=optimizer, zero=layout.zero, devices=ranks)
-    gradients = dict(at(walk.GRADIENTS), **states[-1].at) if not z.gathers else dict.fromkeys(MOMENTS, states[-1].bytes)
+    gradients = dict(at(walk.GRADIENTS), **states[-1].at) if not z.gathers else dict.fromkeys(
+        () if at_once else MOMENTS, states[-1].bytes)
     # a stage of a pipeline begins that many micro-batches before the first comes back: one forward, one backward
     waiting = min(layout.pipeline if embeds else 1, pieces) - 1
     waits = waiting * (keep.total_bytes - keep.loss_bytes)

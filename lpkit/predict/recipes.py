@@ -55,6 +55,12 @@ class Low:
         return max(most, g * held + FP32 * max(3 * g, g + 3 * w, g + w + x),
                    dx + casts + FP32 * max(3 * g, g + 3 * x, g + x + w))
 
+    def forward_bytes(self, tokens: float, K: float, N: float) -> float:
+        """While the emulation of a Linear's forward runs, beyond what it keeps: its input, the result, and, where one
+        layout does not serve both products, x and w as the forward casts them and x turned round."""
+        square = self.x[0] == self.x[1]
+        return BF16 * (tokens * (K + N) + (0 if square else 2 * tokens * K + N * K))
+
 
 LOW = {
     "fp8-tensorwise": Low(bits=8),

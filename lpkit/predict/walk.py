@@ -68,18 +68,23 @@ class Sizes:
         return self.compute < self.stream
 
 
-def walk(z: Sizes, kept: Kept, *, recompute: bool) -> Account:
-    """The account of a micro-batch. `recompute`: each block runs again before its backward."""
+def walk(z: Sizes, kept: Kept, *, again: range, chunk: int = 0) -> Account:
+    """The account of a micro-batch. Blocks with a number in `again` run once more before their backward; the loss is
+    computed from `chunk` tokens at a time, 0: all."""
     m, live = z.model, Account()
     logits = z.tokens * m.V / z.shards
     plain = _Block(live, z, kept, None)
     inner = _Block(live, z, kept, z.low) if z.low else plain
     last, head = plain if z.last_is_kept else inner, plain
     live.add(ACTIVATIONS, kept.total_bytes - kept.loss_bytes)
-    if not recompute:
-        live.add(COPIES, (z.layers - 1) * inner.copied_bytes + last.copied_bytes)
-        live.add(LOW, (z.layers - 1) * inner.low_bytes + last.low_bytes)
-    if z.heads:
+    for block, number in ((last, (z.layers - 1 not in again) * 1), (inner, z.layers - 1 - len(again) + (z.layers - 1 in again))):
+        live.add(COPIES, number * block.copied_bytes)
+        live.add(LOW, number * block.low_bytes)
+    cached = len(again) * inner.copied_bytes        # autocast keeps them to the end of the forward pass
+    if z.heads and chunk:
+        _chunked(live, z, head, kept, chunk, cached)
+    elif z.heads:
+        live.mark(LOSS, cached + head.copies(m.V * m.D / z.shards) + logits * z.compute)
         live.add(COPIES, head.copies(m.V * m.D / z.shards))
         live.add(LOGITS, kept.loss_bytes)
         live.mark(LOSS, 2 * FP32 * logits)          # of the log-probabilities, and of the logits
@@ -93,17 +98,43 @@ def walk(z: Sizes, kept: Kept, *, recompute: bool) -> Account:
     else:
         live.add(TEMPORARIES, inner.stream)         # from the next stage
         live.mark(LOSS)
-    last.backward(LAST, recompute)
-    if z.layers > 1:
-        between = z.layers - 2
-        live.add(ACTIVATIONS, -between * (inner.stream if recompute else kept.block_bytes))
-        live.add(COPIES, 0 if recompute else -between * inner.copied_bytes)
-        live.add(LOW, 0 if recompute else -between * inner.low_bytes)
-        live.add(GRADIENTS, 0 if z.gathers else between * inner.gradient_bytes)
-        inner.backward(FIRST, recompute)
+    last.backward(LAST, z.layers - 1 in again)
+    done = 1
+    if z.layers > 2 and (z.layers - 2 in again) != (z.layers - 1 in again):
+        inner.backward(LAST, z.layers - 2 in again)
+        done = 2
+    if z.layers > done:
+        between = range(1, z.layers - done)
+        run = len(range(again.step, z.layers - done, again.step)) if again else 0
+        live.add(ACTIVATIONS, -run * kept.again_bytes - (len(between) - run) * kept.block_bytes)
+        live.add(COPIES, -(len(between) - run) * inner.copied_bytes)
+        live.add(LOW, -(len(between) - run) * inner.low_bytes)
+        live.add(GRADIENTS, 0 if z.gathers else len(between) * inner.gradient_bytes)
+        inner.backward(FIRST, 0 in again)
     if z.embeds:
         _embeddings(live, z)
     return live
+
+
+def _chunked(live: Account, z: Sizes, head: "_Block", kept: Kept, chunk: int, cached: float) -> None:
+    """Gradients of the hidden states and of the head are made in the forward pass, while a piece's logits are there."""
+    m = z.model
+    table, pieces = m.V * m.D / z.shards, -(-z.tokens // chunk)
+    logits = min(chunk, z.tokens) * m.V / z.shards
+    hidden = z.tokens * m.D * z.stream
+    live.add(ACTIVATIONS, -kept.operations["head"])
+    live.add(LOGITS, hidden + FP32 * table)         # both gradients
+    narrow = z.compute if z.mixed else 0
+    live.mark(LOSS, hidden + cached + head.copies(table) + max(
+        logits * (2 * FP32 + narrow) - (FP32 * table if pieces == 1 else 0),
+        logits * (FP32 + z.compute + narrow) + table * (narrow + (FP32 if pieces > 1 else 0))))
+    live.add(LOGITS, -hidden - FP32 * table)
+    live.add(TEMPORARIES, hidden)
+    if not z.gathers:
+        live.add(GRADIENTS, z.gradient * table)
+    elif m.tied and z.embeds:
+        live.add(TEMPORARIES, z.gradient * table)
+    head.norm(HEAD, kept.operations["norm"], residual=False)
 
 
 def _embeddings(live: Account, z: Sizes) -> None:
@@ -150,11 +181,13 @@ class _Block:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
         z, m, live, block = self.z, self.z.model, self.live, self.kept.block
         self.row = AGAIN if recompute else ACTIVATIONS
-        if recompute:
-            live.add(AGAIN, self.kept.block_bytes)
+        if recompute:       # its input is there already, and so is what it kept: of that, the last result is never fetched
+            unused = self.narrow if self.kept.again_bytes > self.stream and not self.low else 0
+            live.add(ACTIVATIONS, self.stream + unused - self.kept.again_bytes)
+            live.add(AGAIN, self.kept.block_bytes - self.stream)
             live.add(COPIES, self.copied_bytes)
             live.add(LOW, self.low_bytes)
-            live.mark(moment)
+            live.mark(moment, self.low.forward_bytes(z.tokens, m.F / z.shards, m.D) if self.low and not z.native else 0)
         f = z.tokens * m.F / z.shards * z.compute
         self.narrowed()
         self.linear(moment, m.F / z.shards, m.D, frees=block["mlp.down"], grad=self.narrow if self.mixed else 0)
@@ -172,7 +205,8 @@ class _Block:
         if not z.gathers:
             live.add(GRADIENTS, self.gains)
         if recompute:
-            live.add(ACTIVATIONS, -self.stream)
+            live.add(ACTIVATIONS, -self.stream - unused)
+            live.add(AGAIN, self.stream)
 
     def narrowed(self) -> None:
         if self.mixed:
