@@ -12,6 +12,8 @@ _WHERE = {
     "train": "lpkit.handle",
     "start": "lpkit.handle",
     "sample": "lpkit.sampling",
+    "predict_trace": "lpkit.trace",
+    "reconcile": "lpkit.trace",
 }
 _ROOMS = {"measure", "predict", "presets", "ui"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])

@@ -5,13 +5,11 @@ beside them the best of several tries (what it can do: `lpkit.hardware`).
 """
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import psutil
 import torch
@@ -19,9 +17,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
-from lpkit.assembly import build, decide
+from lpkit.assembly import Decided, build, decide
 from lpkit.config import Config
-from lpkit.contracts import Choice, pick
+from lpkit.contracts import Choice, Transform, pick
 from lpkit.precision.linear import advance
 from lpkit.predict.flops import Product, products
 from lpkit.predict.machines import Machine
@@ -79,7 +77,7 @@ class StepMeasurement:
 
 def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepMeasurement:
     """Build the model of `config`, update it `rounds` times on random tokens, and count and time what happens."""
-    bench = _Bench(config, device)
+    bench = Bench(config, device)
     bench.update()   # the optimizer makes its state in the first one
     saved = saved_bytes(bench.model, lambda: bench.loss(*(t.clone() for t in bench.pieces[0])))
     bench.loss(*bench.pieces[0]).backward()
@@ -108,7 +106,7 @@ def memory(config: Config, *, device: str | None = None, count: bool = False) ->
 
     On a GPU the allocator counts too; on a CPU PyTorch's profiler does, in one more update, if asked to `count`.
     """
-    bench = _Bench(config, device)
+    bench = Bench(config, device)
     bench.train()
     gpu = bench.device.type == "cuda"
     if gpu:
@@ -172,7 +170,7 @@ class RooflineMeasurement:
 
 def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> RooflineMeasurement:
     """Take turns: the ceilings, each product of the model alone, one update of the whole model."""
-    bench = _Bench(config, device)
+    bench = Bench(config, device)
     dtype = bench.precision.used
     pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
     squares, (sweep, moved) = hardware.squares(dtype, bench.device), hardware.triad(bench.device)
@@ -204,23 +202,27 @@ def _others_seconds() -> float:
     return sum(t) - unused - time.process_time()
 
 
-class _Bench:
-    """The model, optimizer and loss of a run, and random tokens: one update, timed by phase."""
+class Bench:
+    """The model, optimizer and step of a run, and random tokens: one update, timed by phase or as the trainer does it."""
 
-    def __init__(self, config: Config, device: str | None):
+    def __init__(self, config: Config, device: str | None = None, *, decided: Decided | None = None,
+                 more: tuple[Transform, ...] = ()):
         # hooks and modes do not see into what is compiled
         config = config.replace({"system.device": device or config.system.device, "system.compile": False})
-        decided = decide(config)
-        self.built = build(config, decided)
+        decided = decided or decide(config)
+        self.built = build(config, decided, more=more)
         self.model, self.optimizer, self.device = self.built.model, self.built.optimizer, decided.device
         self.chosen = decided.chosen
         self.precision, self.attention = decided.chosen["precision"], decided.chosen["attention"]
         self.batch = x, y = [torch.randint(config.model.vocab, (config.batch, config.model.context), device=self.device)
                              for _ in range(2)]
         self.pieces = list(zip(x.chunk(config.accumulate), y.chunk(config.accumulate)))
-        self.clip = partial(nn.utils.clip_grad_norm_, list(self.model.parameters()), config.optimizer.clip or math.inf)
+        self.how = f"{self.precision.used}, {self.attention.used} attention"
+
+    @property
+    def where(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
-        self.where = f"{name}, {self.precision.used}, {self.attention.used} attention"
+        return f"{name}, {self.how}"
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.built.loss(self.model, x, y) / len(self.pieces)
@@ -244,9 +246,7 @@ class _Bench:
         """As the trainer does it, `optimizing` around what follows the last backward."""
         self.built.step(self.model, *self.batch)
         with optimizing():
-            self.clip()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.built.finish()
 
     def _now(self) -> float:
         if self.device.type == "cuda":

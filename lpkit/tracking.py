@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):
         self.log: list[tuple[Record, int, str, str]] = []       # record, bytes, phase, module
         self.modules: list[str] = []                            # at work in forward, the innermost last
         self.marks: list[tuple[int, str]] = [(0, LOSS)]         # from this autograd sequence number on, the module
-        self.optimizers = 0
+        self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
         self.offloaded = self.most_offloaded = 0
         self.undo: list[Callable[[], None]] = []
@@ -136,12 +136,14 @@ class Tracker(TorchDispatchMode):
                     record.row = row
 
     def _hold_states(self) -> None:
-        self.hold(self.model.parameters(), "weights")
         for name, buffer in self.model.named_buffers():
             self.hold([buffer], "amax histories" if name.endswith("amax_history") else "scales")
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
                 self.hold([value], "master weights" if "master" in name else "optimizer state")
+        self._hold_gradients()
+
+    def _hold_gradients(self) -> None:
         self.hold([p.grad for p in self.model.parameters()], "gradients")
 
     @contextmanager
@@ -155,14 +157,17 @@ class Tracker(TorchDispatchMode):
 
     def _where(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
+        at_work = self.modules[-1] if self.modules else LOSS
         if self.optimizers:
             phase, module = "optimizer", ""
-        elif node is None:
-            phase, module = "forward", self.modules[-1] if self.modules else LOSS
-        elif self.modules:
-            phase, module = "backward", self.modules[-1]        # runs again
+        elif self.inside:                       # gradients that a forward pass makes for itself
+            phase, module = "forward", at_work
+        elif node is not None:
+            phase, module = "backward", at_work if self.modules else self._module_of(node)
+        elif self.phase == "backward" and not self.modules:
+            phase, module = "backward", ""      # after the last node: callbacks, histories that move on
         else:
-            phase, module = "backward", self._module_of(node)
+            phase, module = "forward", at_work
         if phase != self.phase:
             self._enter(phase)
         return phase, module
@@ -182,7 +187,7 @@ class Tracker(TorchDispatchMode):
                     name = LOSS if record.row == "logits and loss" else _short(record.kept_by or record.module)
                     self.operations[name] = self.operations.get(name, 0) + record.nbytes
         elif before == "backward":
-            self._hold_states()
+            self._hold_gradients()
 
     # ---- makings and ends
 
@@ -219,7 +224,7 @@ class Tracker(TorchDispatchMode):
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self.records:
             return self.records[key]
-        if not nbytes:
+        if not nbytes and phase != "before":
             return None
         if t.device.type != self.kind:
             self._offload(nbytes)
@@ -236,11 +241,20 @@ class Tracker(TorchDispatchMode):
         record.live = False
         self.log.append((record, -record.nbytes, self.phase, self.modules[-1] if self.modules else ""))
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """FSDP frees and takes again the memory of a storage that stays."""
+        out = resize(storage, size)
         if (record := self.records.get(storage._cdata)) is not None and storage.nbytes() != record.nbytes:
             change, record.nbytes = storage.nbytes() - record.nbytes, storage.nbytes()
             self.log.append((record, change, *self._where()))
+        return out
+
+    def _grad(self, grad: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.inside += 1
+        try:
+            return grad(*args, **kwargs)
+        finally:
+            self.inside -= 1
 
     def _offload(self, nbytes: int) -> None:
         self.offloaded += nbytes
@@ -261,6 +275,7 @@ class Tracker(TorchDispatchMode):
     # ---- hooks: they look, and change nothing
 
     def __enter__(self):
+        self.hold(self.model.parameters(), "weights")
         self._hold_states()
         for name, module in self.model.named_modules():
             enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
@@ -274,15 +289,8 @@ class Tracker(TorchDispatchMode):
         saved = torch.autograd.graph.saved_tensors_hooks(self._kept, lambda t: t)
         saved.__enter__()
         self.undo.append(lambda: saved.__exit__(None, None, None))
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage, size):
-            out = resize(storage, size)
-            self._resized(storage)
-            return out
-
-        torch.UntypedStorage.resize_ = resized
-        self.undo.append(lambda: setattr(torch.UntypedStorage, "resize_", resize))
+        self._replace(torch.UntypedStorage, "resize_", self._resize)
+        self._replace(torch.autograd, "grad", self._grad)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -290,6 +298,12 @@ class Tracker(TorchDispatchMode):
         self._hold_states()
         while self.undo:
             self.undo.pop()()
+
+    def _replace(self, owner: Any, name: str, by: Callable) -> None:
+        """For as long as we look, `by(original, ...)` is called instead."""
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: by(original, *args, **kwargs))
+        self.undo.append(partial(setattr, owner, name, original))
 
     def _hooks(self, *handles: Any) -> None:
         self.undo += [handle.remove for handle in handles]
@@ -311,7 +325,7 @@ class Tracker(TorchDispatchMode):
     def _kept(self, t: Tensor) -> Tensor:
         for inner in _inner(t):
             record = self._record(inner, "activations", "before", LOSS)
-            if record is not None and record.kept_by is None and torch._C._current_autograd_node() is None:
+            if record is not None and record.kept_by is None and self.phase == "forward" and not self.inside:
                 record.kept_by = self.modules[-1] if self.modules else LOSS
                 if record.row in ("temporaries", "attention workspace"):
                     record.row = "activations"
@@ -319,7 +333,7 @@ class Tracker(TorchDispatchMode):
 
     def _gradient(self, parameter: Callable[[], nn.Parameter], gradient: Tensor) -> None:
         if parameter().grad is None:     # else it is added to the one that is there
-            self._relabel([gradient], "gradients", among=(*_IN_FLIGHT, "logits' gradients"))
+            self._relabel([gradient], "gradients", among=(*_IN_FLIGHT, "logits' gradients", "logits and loss"))
 
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *, first: bool = False) -> Any:
         """What ScaledLinear casts: its `first` cast, or once more for another product."""

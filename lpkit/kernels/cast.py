@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.config import ConfigError
 from lpkit.contracts import pick
@@ -395,14 +397,23 @@ def _noise(noise: Noise | None) -> _Noise | None:
 
 
 def _ptr(x: Tensor) -> int:
-    return x.data_ptr()
+    return 0 if isinstance(x, FakeTensor) else x.data_ptr()
 
 
-def _native(x: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernel, where it can serve this tensor."""
+def _native(x: Tensor) -> ctypes.CDLL | _NoKernel | None:
+    """The compiled kernel, where it can serve this tensor. What it writes to is made before it is called, so a trace by
+    fake tensors, which have shapes and no memory, sees the same allocations."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    return _library()
+    library = _library()
+    return _NoKernel() if library and isinstance(x, FakeTensor) else library
+
+
+class _NoKernel:
+    """Every kernel, done."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
 
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
