@@ -18,27 +18,25 @@ from torch import Tensor, nn
 
 import lpkit
 from lpkit import hardware
-from lpkit.config import Config, ConfigError, MemoryConfig
-from lpkit.contracts import Choice, Loss, OptimizerSpec, Stage, Step, Transform, pick
+from lpkit.config import Config, ConfigError
+from lpkit.contracts import Choice, Loss, OptimizerSpec, Place, Stage, Step, Transform, pick
 from lpkit.datasets import POLICIES, prepare
-from lpkit.memory.loss import LOSSES
-from lpkit.memory.recompute import RECOMPUTE
-from lpkit.memory.update import UPDATES
+from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
-from lpkit.optim.adamw import AdamW
+from lpkit.optim.adamw import AdamW, AdamW8bit
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.precision import backends, weights
 from lpkit.precision.linear import advance, nonfinite_report
 from lpkit.precision.recipes import RECIPES, Recipe, resolve
 from lpkit.precision.transform import LowPrecision
-from lpkit.predict import model_states, parameter_count
+from lpkit.predict import parameter_count
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.steps import LossScaler, accumulate
 from lpkit.trainer import Job
 
-OPTIMIZERS = {"adamw": AdamW}
+OPTIMIZERS = {"adamw": AdamW, "adamw-8bit": AdamW8bit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +86,6 @@ def choose_compile(asked: bool | str, device: torch.device) -> Choice:
     return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
-MEMORY = {"recompute": RECOMPUTE, "loss": LOSSES, "update": UPDATES}
-
-
-def choose_memory(config: Config) -> dict[str, Choice]:
-    """What a step does about its memory, where it is not PyTorch's own way. Raises ConfigError."""
-    chosen = {}
-    for key, rows in MEMORY.items():
-        asked = getattr(config.memory, key)
-        row = pick(rows, asked, f"memory.{key}")
-        if asked != getattr(MemoryConfig(), key):
-            chosen[key] = Choice(asked=asked, used=asked, why=row.why)
-    return chosen
-
-
 def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
                 transforms: tuple[Transform, ...] = ()) -> nn.Module:
     """Initialised from `config.seed`, moved to `device`, transformed in the order of the stages."""
@@ -133,6 +117,7 @@ class Built:
     step: Step
     finish: Callable[[], Tensor]
     loss: Loss
+    place: Place
     state: nn.Module
     more: Callable[[], dict[str, float]]
 
@@ -145,7 +130,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
     on = choose_device(config.system.device)
     device = torch.device(on.used)
     chosen = {"device": on, "precision": choose_recipe(config.precision.recipe, device, begun.get("precision", {}).get("used")),
-              "compile": choose_compile(config.system.compile, device)}
+              "compile": memory.choose_compile(config, choose_compile(config.system.compile, device))}
     recipe = resolve(config.precision, chosen["precision"].used)
     chosen["backend"] = backends.choose(config.precision.backend, chosen["precision"].used, recipe, device)
     if config.precision.weights != weights.PLAIN:
@@ -155,7 +140,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
-    chosen |= choose_memory(config)
+    chosen |= memory.choose(config, recipe, device)
     return Decided(device=device, recipe=recipe, chosen=chosen)
 
 
@@ -164,24 +149,27 @@ def build(config: Config, decided: Decided, *, more: tuple[Transform, ...] = ())
     recipe, chosen, device, m = decided.recipe, decided.chosen, decided.device, config.memory
     precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
                              tokens=config.batch // config.accumulate * config.model.context)
-    compiled = (Compile(entry=LOSSES[m.loss].entry),) if chosen["compile"].used == "on" else ()
+    rows = memory.rows_of(config)
+    compiled = (Compile(entry=rows["loss"].entry),) if chosen["compile"].used == "on" else ()
     model = build_model(config, device, attend=chosen["attention"].used,
-                        transforms=(precision, *more, *RECOMPUTE[m.recompute].transforms(m), *compiled))
-    loss, scaler = LOSSES[m.loss].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
-    optimizer = optimizer_spec(config).build(model)
+                        transforms=(*rows["parameters"].transforms(), precision, *more,
+                                    *rows["recompute"].transforms(m), *compiled))
+    loss, scaler = rows["loss"].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
+    place = rows["optimizer_state"].place(device)
+    optimizer = optimizer_spec(config).build(model, place)
     return Built(
         model=model, optimizer=optimizer,
         step=weights.WEIGHTS[chosen["weights"].used if "weights" in chosen else weights.PLAIN](
             accumulate(config.accumulate, loss, after=advance, scaler=scaler)),
-        finish=UPDATES[m.update].make(optimizer, list(model.parameters()), config.optimizer.clip),
-        loss=loss, state=nn.Module() if scaler is None else scaler,
+        finish=rows["update"].make(optimizer, list(model.parameters()), config.optimizer.clip),
+        loss=loss, place=place or Place(), state=nn.Module() if scaler is None else scaler,
         more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
 
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
     o = config.optimizer
     return pick(OPTIMIZERS, o.name, "optimizer.name")(
-        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
+        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, seed=config.seed)
 
 
 def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Job:
@@ -196,7 +184,7 @@ def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_d
                            warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
     policy = pick(POLICIES, config.data.policy, "data.policy")
     decided = decide(config, before=before)
-    _refuse_what_cannot_fit(config, decided.device)
+    _refuse_what_cannot_fit(config, decided)
     files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
     context, micro_batch = config.model.context, config.batch // config.accumulate
     built = build(config, decided)
@@ -217,9 +205,11 @@ def loss_scaler(recipe: Recipe, device: torch.device) -> LossScaler | None:
     return scaling and LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps).to(device)
 
 
-def _refuse_what_cannot_fit(config: Config, device: torch.device) -> None:
+def _refuse_what_cannot_fit(config: Config, decided: Decided) -> None:
     """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
-    needed = sum(row.bytes for row in model_states(parameter_count(config.model), precision="fp32"))
+    rows, place, device = memory.rows_of(config), decided.chosen.get("optimizer_state"), decided.device
+    state = optimizer_spec(config).state_bytes_per_param if place is None or place.used == memory.PLAIN.optimizer_state else 0
+    needed = parameter_count(config.model) * (rows["parameters"].itemsize * (1 + rows["update"].gradients) + state)
     held = hardware.memory_bytes(device)
     if needed > held:
         raise ConfigError(f"weights, gradients and optimizer state of this model take {needed / 1e9:,.1f} GB, and "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from lpkit.config import ConfigError, nearest
 
 if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ Step = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]  # forward, backwar
 class Stage(IntEnum):
     """When a model transform must run. Sorted, so that a Config cannot get the order wrong."""
 
+    STORAGE = 0     # the dtype of the parameters, before anything is made of them
     PRECISION = 1   # swap Linears, before anything wraps them
     PIPELINE = 2    # keep this rank's layers
     TENSOR = 3      # shard inside a layer
@@ -41,13 +43,28 @@ class Transform(ABC):
     def __call__(self, model: nn.Module) -> nn.Module: ...
 
 
+class Place:
+    """Where an optimizer's state rests between updates. This one: where it was made."""
+
+    def rest(self, t: Tensor) -> Tensor:
+        """`t`, new or from a checkpoint, as it lies there."""
+        return t
+
+    def bring(self, resting: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Start to move them to `device`; call the result to have them there."""
+        return lambda: resting
+
+    def leave(self, resting: list[Tensor], used: list[Tensor]) -> None:
+        """Write what `bring` gave, updated, back to where it rests."""
+
+
 class OptimizerSpec(ABC):
-    """Frozen hyper-parameters that build a torch optimizer."""
+    """Frozen hyper-parameters that build a torch optimizer. `place`: for its state; None: the device."""
 
     state_bytes_per_param: float
 
     @abstractmethod
-    def build(self, model: nn.Module) -> Optimizer: ...
+    def build(self, model: nn.Module, place: Place | None = None) -> Optimizer: ...
 
 
 class Compressor(ABC):

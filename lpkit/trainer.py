@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lpkit import checkpoint, runs
 from lpkit.config import Config, ConfigError, flat
-from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Schedule, Step, StepRecord
+from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Place, Schedule, Step, StepRecord
 from lpkit.files import write_atomically
 from lpkit.hardware import peak_bytes
 from lpkit.runs import Run, RunFailedError
@@ -38,6 +38,7 @@ class Job:
     step: Step
     finish: Callable[[], Tensor]        # what is left of the update after `step`: returns the norm of the gradients
     loss: Loss
+    place: Place                        # where the optimizer's state rests
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
@@ -162,6 +163,8 @@ def evaluate(job: Job) -> float:
 
 
 def _save(job: Job, run: Run, step: int) -> None:
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)      # state may still be on its way to where it rests
     names = {p: name for name, p in job.model.named_parameters()}
     tensors = _saved_tensors(job)
     numbers = {}
@@ -213,7 +216,7 @@ def _restore(job: Job, run: Run) -> int:
     for name, value in (*found.tensors.items(), *found.state["optimizer"].items()):
         if name.startswith("optimizer/"):
             _, param, slot = name.split("/")
-            value = value.to(job.device) if torch.is_tensor(value) else value
+            value = job.place.rest(value.to(job.device)) if torch.is_tensor(value) else value
             job.optimizer.state[params[param]][slot] = value
     torch.set_rng_state(found.tensors["rng/cpu"])
     if job.device.type == "cuda" and "rng/cuda" in found.tensors:

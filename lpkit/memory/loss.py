@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lpkit.config import MemoryConfig
 from lpkit.contracts import Loss
+from lpkit.memory.row import Row
 from lpkit.nn.transformer import cross_entropy
 
 
@@ -65,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dh[start:start + len(at)] = d_part
             dp = [one.float() for one in d] if dp is None else [total.add_(one) for total, one in zip(dp, d)]
             start += len(at)
-            del logits, g       # before the next piece's are made
+            del logits, g, d    # before the next piece's are made
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes = [p.dtype for p in parameters]
         return torch.stack(nats).sum() / len(y)
@@ -91,12 +92,11 @@ def _nats(log_probabilities: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossRow:
+class LossRow(Row):
     """How the loss is computed, and which method of the model it calls: that is the one to compile; None: the model."""
 
     make: Callable[[MemoryConfig, AbstractContextManager], Loss]
     entry: str | None
-    why: str
 
 
 LOSSES = {

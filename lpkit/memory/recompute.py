@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lpkit.config import MemoryConfig
 from lpkit.contracts import Stage, Transform
+from lpkit.memory.row import Row
 
 aten = torch.ops.aten
 # Products of weights and fused attention. Batched products are not kept: they are attention in pieces, whose scores are
@@ -49,11 +50,10 @@ def _twice(forward: Callable[..., Tensor], contexts: Callable, x: Tensor, *rest)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recomputation:
-    """One row: what becomes of the model, and why a run has it."""
+class Recomputation(Row):
+    """What becomes of the model."""
 
     transforms: Callable[[MemoryConfig], tuple[Transform, ...]]
-    why: str
 
 
 RECOMPUTE = {

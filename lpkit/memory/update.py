@@ -9,9 +9,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lpkit.config import Config
+from lpkit.memory.row import Row
 
 Finish = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
 
@@ -28,12 +33,59 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) ->
     return norm
 
 
+class InBackward:
+    """Each parameter is updated as soon as backward has its gradient, which is freed at once: the gradients of a whole
+    model are never there together (LOMO, Lv et al. 2023, https://arxiv.org/abs/2306.09782).
+
+    The same updates, bit for bit, as after: the optimizer is shown one parameter at a time. So is the norm.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float):
+        self.optimizer, self.parameters = optimizer, parameters
+        self.group = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self.norms: dict[nn.Parameter, Tensor] = {}
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, p: nn.Parameter) -> None:
+        self.norms[p] = torch.linalg.vector_norm(p.grad)
+        every = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**self.group[p], "params": [p]}]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = every
+        p.grad = None
+
+    def __call__(self) -> Tensor:
+        norms = [self.norms[p] for p in self.parameters if p in self.norms]
+        self.norms.clear()
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _in_backward_problem(config: Config, recipe: Any) -> str:
+    if config.accumulate > 1:
+        return f"uses a gradient before the next micro-batch could add to it, but accumulate={config.accumulate}; set " \
+               f"accumulate=1, or memory.update=after"
+    if config.optimizer.clip:
+        return f"cannot clip by a norm that is known when every gradient is gone, but optimizer.clip=" \
+               f"{config.optimizer.clip}; set optimizer.clip=0, or memory.update=after"
+    if recipe.loss_scaling:
+        return "cannot skip an update whose overflow is known when half of it is done; choose precision.recipe=bf16, or " \
+               "memory.update=after"
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class Update(Row):
     make: Callable[[Optimizer, list[nn.Parameter], float], Finish]
-    why: str
+    gradients: int      # of every parameter at once: 1, or 0
 
 
 UPDATES = {
-    "after": Update(make=after, why="gradients are clipped by their global norm, so all must be there"),
+    "after": Update(make=after, gradients=1, why="gradients are clipped by their global norm, so all must be there"),
+    "in-backward": Update(make=InBackward, gradients=0, why="each gradient is used and freed as soon as it is there "
+                                               "(Lv et al. 2023, arXiv:2306.09782)",
+                          problem=_in_backward_problem,
+                          eager="a compiled backward pass hands out every gradient at its end"),
 }
