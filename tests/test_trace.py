@@ -1,0 +1,155 @@
+"""A trace against the step it stands for, byte by byte, and against arithmetic where no such step can run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+
+from lpkit import measure, preset
+from lpkit.config import Config, ConfigError
+from lpkit.precision.scaled import hadamard_matrix
+from lpkit.predict import parameter_count
+from lpkit.predict.layout import Layout
+from lpkit.trace import _fake_step, _world, predict_trace, reconcile
+
+SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
+                          "precision.recipe": "fp32", "system.device": "cpu"})
+LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
+         "model.tied": False, "model.kv_heads": 2}
+CONFIGS = {
+    "gpt2": {}, "llama": LLAMA, "plain attention": {"model.attention": "plain"}, "accumulated": {"accumulate": 4},
+    "a large vocabulary": LLAMA | {"model.vocab": 8192}, "chunked": {"memory.loss": "chunked", "memory.loss_chunk": 64},
+    "recomputed": LLAMA | {"precision.recipe": "bf16", "memory.recompute": "block"},
+    "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
+    **{recipe: {"precision.recipe": recipe} for recipe in (
+        "bf16", "fp16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "int8")},
+    **{f"llama {recipe}": LLAMA | {"precision.recipe": recipe} for recipe in ("bf16", "fp8-delayed", "nvfp4")},
+    "fp8-blockwise": {"precision.recipe": "fp8-blockwise", "model.width": 128},
+    "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "accumulate": 2},
+    "cached weights": {"precision.recipe": "fp8-tensorwise", "accumulate": 2, "precision.weights": "cached"},
+    "mxfp8, recomputed, chunked": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block",
+                                           "memory.loss": "chunked", "memory.loss_chunk": 64},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_trace_is_the_measured_step_to_the_byte(name):
+    config = SMALL.replace(CONFIGS[name])
+    traced, measured = predict_trace(config), measure.memory(config)
+    assert traced.rows == measured.rows and traced.most == measured.most
+    assert (traced.phase, traced.module) == (measured.phase, measured.module)
+    assert traced.operations == measured.operations
+
+
+def test_shards_by_arithmetic():
+    """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16; a block's gradients in
+    float32 on their way, the next block's weights in bf16 on theirs."""
+    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "batch": 8, "model.attention": "sdpa"})
+    m, count = config.model, parameter_count(config.model)
+    outside = (m.V + m.T) * m.D + 2 * m.D
+    block = (count - outside) // m.L
+    found = predict_trace(config, 8)
+    assert found.most["weights"] == found.most["gradients"] == 4 * count // 8
+    assert found.most["optimizer state"] == 8 * count // 8 + 4 * (12 * m.L + 4)
+    assert found.most["gathered weights"] == 2 * (outside + block)
+    assert found.most["communication buffers"] == (2 + 4) * block
+    assert found.most["batch"] == 2 * 8 * m.T
+    whole = predict_trace(config, 8, layout=Layout(shard=8, zero=2))
+    assert whole.most["gathered weights"] == 2 * count and whole.most["weights"] == found.most["weights"]
+    hybrid = predict_trace(config, 8, layout=Layout(data=2, shard=4))
+    assert hybrid.most["weights"] == 2 * found.most["weights"]
+
+
+def test_a_world_of_1024_ranks():
+    """Two blocks of Llama 8B; rank 0 holds the first row of every parameter, or none of it is split further."""
+    config = preset("llama-8b").replace({"model.layers": 2, "batch": 1024, "accumulate": 1})
+    m = config.model
+    found = predict_trace(config, 1024)
+    rows = lambda n: -(-n // 1024)
+    matrices = m.L * (rows((m.H + 2 * m.G) * m.E) + rows(m.D) + rows(2 * m.F)) * m.D + m.L * rows(m.D) * m.F
+    norms, tables = (2 * m.L + 1) * rows(m.D), 2 * rows(m.V) * m.D
+    assert found.most["weights"] == 4 * (matrices + norms + tables)
+    assert found.rows["logits' gradients"] == 2 * m.T * m.V * 4
+
+
+def test_pytorchs_fsdp_tracker_counts_the_optimizer_wrong():
+    """torch.distributed._tools.fsdp2_mem_tracker: with the fused AdamW the first update is right, and the second has the
+    whole of every parameter, gradient and moment on top of the shards. Where this fails, PyTorch has mended it."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    def optimizer_bytes(moment: str) -> int:
+        snapshot = tracker.get_tracker_snapshot(moment)[torch.device("cpu")]
+        return next(n for kind, n in snapshot.items() if str(kind).endswith("OPT"))
+
+    whole, ranks = 4 * 256 * 256, 4     # numbers of 4 matrices
+    with _world(Layout(shard=ranks), "cpu") as mesh, FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x = torch.randn(8, 256)
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((x,))
+        with tracker:
+            model(x).sum().backward()
+            optimizer.step()
+            first = optimizer_bytes("current")
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+            model(x).sum().backward()
+            optimizer.step()
+        second = optimizer_bytes("peak")
+    state = 8 * whole // ranks + 4 * 4
+    assert first == state
+    assert second == state + 4 * 4 * whole + 4 * 4
+
+
+def test_nothing_is_left_behind():
+    predict_trace(SMALL.replace({"precision.recipe": "nvfp4"}), 2)
+    assert not dist.is_initialized()
+    assert not isinstance(hadamard_matrix(), FakeTensor)
+    with pytest.raises(ZeroDivisionError), _world(Layout(shard=4), "cpu"), _fake_step("cpu"):
+        1 / 0  # noqa: B018
+    assert not dist.is_initialized() and not isinstance(torch.ones(1), FakeTensor)
+
+
+def test_what_cannot_be_traced_is_refused():
+    with pytest.raises(ConfigError, match=r"batch=4 sequences does not split over"):
+        predict_trace(SMALL, 3)
+    with pytest.raises(ConfigError, match="FSDP2, over data and shard with ZeRO 2 or 3, and the layout is tensor 2"):
+        predict_trace(SMALL, 2, layout=Layout(tensor=2))
+    with pytest.raises(ConfigError, match="is 2 devices, not 4"):
+        predict_trace(SMALL, 4, layout=Layout(shard=2))
+    with pytest.raises(ConfigError, match="of cpu or cuda, not 'tpu'"):
+        predict_trace(SMALL, device="tpu")
+    with _world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
+        predict_trace(SMALL, 2)
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch traces CUDA's operations")
+def test_a_build_without_cuda_says_so():
+    with pytest.raises(ConfigError, match="built without CUDA"):
+        predict_trace(SMALL, device="cuda")
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch is built without CUDA")
+def test_operations_of_a_gpu_are_traced_with_its_blocks_of_512_bytes():
+    found = predict_trace(SMALL.replace(LLAMA | {"precision.recipe": "bf16"}), device="cuda")
+    assert found.rows["allocator"] > 0 and found.peak_bytes % 512 == 0
+    assert 4 * parameter_count(SMALL.replace(LLAMA).model) == found.rows["weights"]
+
+
+def test_what_a_race_decides_is_assumed_and_said():
+    found = predict_trace(SMALL.replace({"precision.recipe": "auto"}))
+    assert found.chosen["precision"].used == "bf16" and "assumed" in found.chosen["precision"].why
+
+
+def test_three_answers_side_by_side():
+    found = reconcile(SMALL)
+    assert found.traced.rows == found.measured.rows
+    assert found.sentences[1] == "The trace's peak is the measured one, to the byte."
+    assert found.comparison()["peak"].measured == found.measured.peak_bytes
+    assert abs(found.comparison()["peak"].error) < 0.05
+    assert found._repr_html_().count("<tr>") >= len(found.measured.rows) + 1
