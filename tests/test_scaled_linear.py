@@ -231,6 +231,60 @@ def test_blackwell_s_scale_layout_is_torchao_s():
         assert torch.equal(swizzled(scale), want)
 
 
+def read_scales(data: torch.Tensor, scale: torch.Tensor, kind, *, right: bool) -> torch.Tensor:
+    """What `F.scaled_mm` reads for (R, K) data, by its documentation: float32 (R, K)."""
+    from torch.nn.functional import ScalingType
+
+    rows, columns = data.shape
+    i, k = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    if kind == ScalingType.BlockWise1x128:
+        return scale[i, k // 128]
+    assert right and kind == ScalingType.BlockWise128x128 and scale.shape == (-(-columns // 512) * 4, rows // 128)
+    return scale[k // 128, i // 128]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(128, 128, 128), (128, 256, 256), (256, 128, 128), (640, 384, 256)])
+def test_blocks_of_128_say_what_they_are_also_where_one_block_is_the_whole_axis(monkeypatch, inputs, outputs, tokens):
+    """The shapes and strides pass PyTorch's own checks (on the meta device), and what they mean is the recipe's product."""
+    real, seen = torch.nn.functional.scaled_mm, []
+
+    def scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype):
+        meta = [t.to("meta") for t in (a, scale_a, scale_b)]
+        meta_b = torch.empty(b.T.shape, dtype=b.dtype, device="meta").T
+        assert [t.stride() for t in meta] == [t.stride() for t in (a, scale_a, scale_b)]
+        assert real(meta[0], meta_b, meta[1], kind_a, meta[2], kind_b, output_dtype=output_dtype).shape == (len(a), b.shape[1])
+        seen.append((kind_a.name, kind_b.name))
+        left, right = (x.double() * read_scales(x, s, kind, right=i) for i, (x, s, kind) in enumerate(
+            ((a, scale_a, kind_a), (b.T, scale_b, kind_b))))
+        return (left @ right.T).to(output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    emulated, native = (linear("fp8-blockwise", inputs, outputs, backend=backend) for backend in ("emulated", "scaled_mm"))
+    with torch.no_grad():       # every block of the weight has another scale
+        native.weight *= torch.logspace(-2, 2, outputs)[:, None] * torch.logspace(-1, 1, inputs)
+        emulated.weight.copy_(native.weight)
+    for ours, theirs in zip(three(emulated, tokens=tokens // 2, autocast=True), three(native, tokens=tokens // 2, autocast=True)):
+        assert sqnr_db(ours, theirs) > 40       # a rounding to bf16 or two
+    # y and dx; and dw, unless its sum over tokens is one block long: then these are scales of rows
+    assert seen == [("BlockWise1x128", "BlockWise128x128")] * 2 + [("BlockWise1x128", "BlockWise1x128")] * (tokens > 128)
+
+
+def test_one_token_has_a_row_s_scale():
+    """And not a tensor's: its one scale looks like both."""
+    for recipe in ("fp8-tensorwise", "fp8-rowwise", "int8"):
+        x = noise(1, 128)
+        with torch.no_grad():
+            theirs, ours = (linear(recipe, backend=backend)(x) for backend in ("scaled_mm", "emulated"))
+        assert sqnr_db(ours, theirs) > 40
+
+
+def test_blocks_of_128_are_e4m3_alone_on_hardware(monkeypatch):
+    row = resolve(PrecisionConfig(recipe="fp8-blockwise", gradient_format="e5m2"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert BACKENDS["scaled_mm"].why_not("fp8-blockwise", RECIPES["fp8-blockwise"], torch.device("cuda")) == ""
+    assert "in E4M3 alone, and dx has e5m2" in BACKENDS["scaled_mm"].why_not("fp8-blockwise", row, torch.device("cuda"))
+
+
 # ---- state
 
 def test_delayed_scaling_uses_the_history_and_the_margin():

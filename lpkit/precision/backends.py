@@ -120,6 +120,8 @@ class ScaledMM(Backend):
             if found is None or (a.format, b.format) == ("e5m2", "e5m2"):
                 return f"there is no product of {a.format} {a.block} and {b.format} {b.block} blocks, as {product} needs"
             needed, cpu, what = found
+            if a.block == (1, 128) and (a.format, b.format) != ("e4m3fn", "e4m3fn"):
+                return f"PyTorch multiplies {what} in E4M3 alone, and {product} has {a.format} and {b.format}"
             if device.type == "cpu" and not cpu:
                 return f"{what} need compute capability {needed[0]}.{needed[1]}, and this is a CPU"
             if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needed:
@@ -152,24 +154,36 @@ class ScaledMM(Backend):
         bias = bias if bias is None else bias.to(torch.bfloat16)
         if a.tensor is not None:
             y = _float4(left, right, a, b)
+        elif (scales := _inferred(a, b)) is not None:
+            y = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16,
+                                 bias=None if a.scale.dtype == torch.float8_e8m0fnu else bias)
+            bias = bias if a.scale.dtype == torch.float8_e8m0fnu else None
         else:
-            scale_a, scale_b = _layout(a), _layout(b)
-            scale_b = scale_b.T if scale_b.ndim == 2 else scale_b
-            fused = None if a.scale.numel() > 1 and a.scale.shape[1] > 1 else bias
-            y = torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, bias=fused, out_dtype=torch.bfloat16)
-            bias = None if fused is not None else bias
+            (scale_a, kind_a), (scale_b, kind_b) = _blocks128(a), _blocks128(b)
+            y = torch.nn.functional.scaled_mm(left, right, scale_a, kind_a, scale_b, kind_b, output_dtype=torch.bfloat16)
         return (y if bias is None else y + bias).to(dtype)
 
 
-def _layout(a: Scaled) -> Tensor:
-    """Scales as the kernels want them: 0-dim for a tensor, (M, 1) for rows, outer-dim-major for 1x128, swizzled E8M0 for MX."""
-    if a.scale.numel() == 1:
-        return a.scale.reshape(())
+def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
+    """Scales whose meaning `torch._scaled_mm` infers from their shapes: 0-dim for tensors, (M, 1) and (1, N) for rows, swizzled
+    E8M0 for MX. None for blocks of 128, which it may take for something else: where the sum is one block long, a scale
+    of 1x128 looks like a row's, and one of 128x128 like a tensor's."""
     if a.scale.dtype == torch.float8_e8m0fnu:
-        return swizzled(a.scale)
-    if a.scale.shape[1] == 1:
-        return a.scale.reshape(-1).view(-1, 1)      # a stride of 1, which contiguous() does not promise for one column
-    return a.scale.T.contiguous().T if a.scale.shape[0] == a.data.shape[0] else a.scale.contiguous()
+        return swizzled(a.scale), swizzled(b.scale)
+    if a.scale.numel() == b.scale.numel() == 1:
+        return a.scale.reshape(()), b.scale.reshape(())
+    if all(s.scale.shape == (s.data.shape[0], 1) for s in (a, b)):      # 1x128 over a sum of 128 is no more than this
+        return a.scale.reshape(-1).view(-1, 1), b.scale.reshape(-1).view(1, -1)     # strides that contiguous() does not promise
+    return None
+
+
+def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
+    """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed: (C rounded up to 4, R).
+    Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
+    kind = torch.nn.functional.ScalingType
+    if s.scale.shape[0] == s.data.shape[0]:
+        return s.scale.T.contiguous().T, kind.BlockWise1x128
+    return torch.nn.functional.pad(s.scale, (0, -s.scale.shape[1] % 4)).T, kind.BlockWise128x128
 
 
 def swizzled(scale: Tensor) -> Tensor:
