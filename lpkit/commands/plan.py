@@ -112,7 +112,7 @@ def text(result: dict[str, Any]) -> str:
 
     m = result["machine"]
     calibrated = (f"calibrated, all of them times {result['factor']:.3f}" if result["factor"] != 1 else
-                  "not calibrated; published large runs took up to 24% longer (docs/plan.md)")
+                  "not calibrated; published large runs took up to 25% longer (docs/plan.md)")
     rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro", "recompute",
              "precision", "memory", "step", "MFU", "time", "cost")]
     for i, one in enumerate(result["plans"], 1):

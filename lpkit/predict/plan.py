@@ -24,7 +24,7 @@ from lpkit.predict.layout import AXES, Layout, check, divisors, powers_of_two, s
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
 from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count
-from lpkit.predict.precision import ASSUMED, REACHED
+from lpkit.predict.precision import ASSUMED, REACHED, Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
@@ -127,12 +127,14 @@ class Plan:
 
 def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, budget: float | None = None,
          deadline_seconds: float | None = None, devices: int | None = None, precisions: Sequence[str] | None = None,
-         optimizer: str = "adamw", price_per_hour: float | None = None, calibration: Calibration | None = None) -> Plan:
+         optimizer: str = "adamw", price_per_hour: float | None = None, efficiency: Efficiency | None = None,
+         calibration: Calibration | None = None) -> Plan:
     """Search. `config.batch` and `config.model.context` are kept; `config.accumulate` is not.
 
     budget      US dollars for the whole run; deadline_seconds: for the whole run; None: no limit
     devices     None: powers of two up to 65,536
     precisions  rows of `ledger.PRECISIONS`; None: bf16-master, or fp32 where the machine has no bf16
+    efficiency  what is reached of the ceilings; None: as `time.step_time`
     calibration of one measured step (`time.calibrate`): the same factor for every layout
     Raises ConfigError for figures that are not positive.
     """
@@ -151,7 +153,7 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, bu
     for name in precisions:
         if name not in PRECISIONS:
             raise ConfigError(f"there is no precision {name!r}; {nearest(name, PRECISIONS)}")
-    search = _Search(config, tokens, on, budget or math.inf, deadline_seconds or math.inf, optimizer, calibration)
+    search = _Search(config, tokens, on, budget or math.inf, deadline_seconds or math.inf, optimizer, efficiency, calibration)
     for precision in precisions:
         for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
             search.devices(count, precision)
@@ -166,14 +168,14 @@ class _Search:
     """What a search has met so far."""
 
     def __init__(self, config: Config, tokens: float, on: Machine, budget: float, deadline_seconds: float, optimizer: str,
-                 calibration: Calibration | None):
+                 efficiency: Efficiency | None, calibration: Calibration | None):
         self.config, self.tokens, self.on, self.optimizer, self.calibration = config, tokens, on, optimizer, calibration
         self.budget, self.deadline = budget, deadline_seconds
         self.options: list[Option] = []
         self.refusals = {name: Refusal() for name in ("layout", "batch", "memory", "deadline", "budget")}
         self.evaluations = 0
         self.flops = training_flops(config.model, batch=1, attention="causal") / config.model.T * tokens
-        self.efficiency = REACHED if on.name == "this" else ASSUMED
+        self.efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
 
     def devices(self, count: int, precision: str) -> None:
         """All layouts of so many devices: one option, the best, for each split into tensor, pipeline and context."""
@@ -289,7 +291,8 @@ class _Search:
 
     def _option(self, config: Config, layout: Layout, precision: str, recompute: str, held: Memory) -> Option:
         self.evaluations += 1
-        step = step_time(config, self.on, layout, precision=precision, recompute=recompute, calibration=self.calibration)
+        step = step_time(config, self.on, layout, precision=precision, recompute=recompute,
+                         efficiency=self.efficiency, calibration=self.calibration)
         return Option(layout=layout, precision=precision, recompute=recompute, held=held, step=step,
                       paid=bill(step, self.on, self.tokens))
 

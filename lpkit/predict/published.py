@@ -3,7 +3,8 @@
 Only what the papers state is given to the formula: shapes, batch, layout, recomputation, machine. What they do not state
 and the formula needs is said here: PyTorch of 2021 and 2022 ran attention in pieces (model.attention = "plain") and fused
 little (fused = 1); Meta does not say how it counts attention's FLOPs: half of the square, which a mask leaves, makes the
-three rows agree with one another, so they are compared in that count.
+three rows agree with one another, so they are compared in that count. torchtitan's "selective op" makes every second product
+again, which is added to the formula's "selective"; its A100 runs are taken without a compiler, which the page does not name.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.flops import training_flops
 from lpkit.predict.layout import Layout
-from lpkit.predict.precision import ASSUMED
+from lpkit.predict.precision import ASSUMED, Efficiency
 from lpkit.predict.time import StepTime, calibrate, step_time
 from lpkit.predict.units import quantity
 
@@ -20,12 +21,15 @@ EAGER = replace(ASSUMED, fused=1.0)
 NARAYANAN = "Narayanan et al. 2021, table 1, A100 80GB, all recomputed, https://arxiv.org/abs/2104.04473"
 KORTHIKANTI = "Korthikanti et al. 2022, table 5, A100 80GB, {}, https://arxiv.org/abs/2205.05198"
 LLAMA = "Llama 3 team 2024, table 4, H100, https://arxiv.org/abs/2407.21783"
+TITAN = "torchtitan docs/performance.md, 64 A100 80GB, FSDP2, {}, https://github.com/pytorch/torchtitan"
+TITAN_H200 = ("torchtitan benchmarks, 2025-06, H200, FSDP2, torch.compile, FP8, selective op, "
+              "https://github.com/pytorch/torchtitan")
 LLAMA_CHUNKS = 8    # section 3.3.2: the first and the last chunk hold no layer, so a chunk is one of 128 slots
 
 
 def published() -> Comparison:
-    """A row a run: FLOP/s of a device, or seconds of a step."""
-    return Comparison((*_narayanan(), *_korthikanti(), *_llama()))
+    """A row a run: FLOP/s or tokens/s of a device, or seconds of a step."""
+    return Comparison((*_narayanan(), *_korthikanti(), *_llama(), *_torchtitan()))
 
 
 def published_table() -> str:
@@ -94,10 +98,39 @@ def _llama():
                   formula=_causal(config, _llama_time(config, layout)))
 
 
+def _torchtitan():
+    """Tokens a second of a device; `batch` is of a device, and the step has one micro-batch."""
+    eight = _llama_like(32, 4096, 32, 8, 14_336, 128_256, 8192)
+    seventy = _llama_like(80, 8192, 64, 8, 28_672, 128_256, 8192)
+    thirteen, old = _llama_like(40, 5120, 40, 40, 13_824, 32_000, 4096), replace(seventy, vocab=32_000, context=4096)
+    for name, model, batch, recompute, theirs in (
+            ("Llama 3 8B", eight, 1, "selective", 2973), ("Llama 3 70B", seventy, 1, "block", 331),
+            ("Llama 2 13B", thirteen, 2, "none", 2162), ("Llama 2 13B", thirteen, 2, "selective", 1904),
+            ("Llama 2 70B", old, 1, "selective", 355), ("Llama 2 70B", old, 2, "block", 353)):
+        words = {"none": "nothing recomputed", "selective": "selective op", "block": "all recomputed"}[recompute]
+        yield Row(name=f"{name}, 64 GPUs, {batch} x {model.T:,} tokens, {words}", unit="tokens/s", where=TITAN.format(words),
+                  measured=theirs, formula=_sharded(model, batch, 64, "a100-80", recompute, "bf16", EAGER))
+    for devices, theirs in ((32, 10_938), (64, 10_753)):
+        yield Row(name=f"Llama 3.1 8B, {devices} GPUs, 2 x 8,192 tokens", unit="tokens/s", where=TITAN_H200, measured=theirs,
+                  formula=_sharded(eight, 2, devices, "h200", "selective", "fp8-tensorwise", ASSUMED))
+
+
+def _sharded(model: ModelConfig, batch: int, devices: int, machine: str, recompute: str, precision: str,
+             efficiency: Efficiency) -> float:
+    step = step_time(Config(batch=batch * devices, accumulate=devices, model=model), machine, Layout(shard=devices),
+                     precision=precision, recompute=recompute, efficiency=efficiency)
+    passes = sum(row.seconds for row in step.rows if row.name.startswith(("attention.", "mlp."))) / 3
+    again = passes / 2 if recompute == "selective" else 0.0
+    return step.tokens / (step.step_seconds + again) / devices
+
+
+def _llama_like(layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, vocab: int, context: int) -> ModelConfig:
+    return ModelConfig(layers=layers, width=width, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, vocab=vocab,
+                       context=context, norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False)
+
+
 def _llama_config(batch: int, context: int) -> Config:
-    return Config(batch=batch, accumulate=batch, model=ModelConfig(
-        layers=126, width=16_384, heads=128, kv_heads=8, mlp_width=53_248, vocab=128_256, context=context, norm="rmsnorm",
-        position="rope", mlp="swiglu", bias=False, tied=False))
+    return Config(batch=batch, accumulate=batch, model=_llama_like(126, 16_384, 128, 8, 53_248, 128_256, context))
 
 
 def _llama_time(config: Config, layout: Layout) -> StepTime:

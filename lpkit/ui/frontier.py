@@ -6,7 +6,7 @@ from lpkit.predict.frontier import Point, frontier
 from lpkit.predict.units import quantity
 from lpkit.ui.style import COLOURS, FAINT, GRID, INK, html_table
 
-UNITS = {"days": "days", "dollars": "dollars", "loss": "nats a token", "tokens_per_second": "tokens/s"}
+TITLES = {"days": "days", "dollars": "US dollars", "loss": "loss (nats a token)", "tokens_per_second": "tokens a second"}
 SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
 LINEAR = ("loss",)
 
@@ -28,11 +28,14 @@ def frontier_figure(points: Sequence[Point], *, least: Sequence[str] = ("days", 
                      "marker": {"size": 6 if leads else 4, "symbol": SYMBOLS.get(where, "circle"),
                                 "color": COLOURS[0] if leads else FAINT, "opacity": 1.0 if leads else 0.6},
                      "text": [_words(point) for point in some], "hovertemplate": "%{text}<extra></extra>"})
-    scene = {axis: {"title": {"text": f"{name.replace('_', ' ')} ({UNITS.get(name, '')})"}, "gridcolor": GRID, "color": INK,
-                    "type": "linear" if name in LINEAR else "log", "exponentformat": "SI"}
+    scene = {axis: {"title": {"text": TITLES.get(name, name.replace("_", " "))}, "gridcolor": GRID, "color": INK,
+                    "type": "linear" if name in LINEAR else "log", "dtick": None if name in LINEAR else 1,
+                    "exponentformat": "SI"}
              for axis, name in zip(("xaxis", "yaxis", "zaxis"), axes)}
     return {"data": data, "layout": {"title": {"text": title}, "height": 560, "showlegend": True,
-                                     "scene": {**scene, "camera": {"eye": {"x": 1.6, "y": 1.6, "z": 0.9}}}}}
+                                     "margin": {"l": 0, "r": 0, "b": 0},
+                                     "scene": {**scene, "aspectmode": "cube",
+                                               "camera": {"eye": {"x": 1.6, "y": 1.6, "z": 0.8}, "center": {"z": -0.15}}}}}
 
 
 def frontier_view(points: Sequence[Point]) -> tuple[Callable[..., tuple[dict, str]], dict[str, list]]:
