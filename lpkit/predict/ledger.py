@@ -7,15 +7,17 @@ Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1910.02054) for 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from lpkit.config import Config, ConfigError, nearest
 from lpkit.predict import machines, walk
-from lpkit.predict.activations import FP32, Kept, kept
+from lpkit.predict.activations import FP32, TOKEN_ID, Kept, kept
 from lpkit.predict.layout import Layout
 from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import LOW, Low
 
+Item = TypeVar("Item")
 MOMENTS = {     # in the order in which they come
     walk.LOSS: "everything is kept, and the logits have their gradients",
     walk.HEAD: "the head has its gradient, the last norm is at work",
@@ -24,6 +26,14 @@ MOMENTS = {     # in the order in which they come
     walk.EMBED: "each table has a dense gradient",
     walk.UPDATE: "nothing is kept any more, and every gradient is there",
 }
+STORED = {      # what `memory.parameters` makes of the bytes of a Precision
+    "fp32": {}, "bf16": {"weights": 2, "gradients": 2, "stream": 2},
+}
+# Bytes for each number of the largest parameter while it is updated by itself: moments decoded and coded again (two of
+# float32, their codes, ratios and blocks); a weight of 16 bits in float32, with the noise that rounds it.
+DECODED, ROUNDED, WIDENED = {"adamw-8bit": 22}, {"bf16": 10}, {"bf16": 4}
+AT_ONCE = {"after": False, "in-backward": True}
+RESTS = {"device": (), "cpu": ("gpu",), "disk": ("cpu", "gpu")}     # kinds of machines whose memory the state leaves
 CHUNKS = {"whole": lambda tokens: 0, "chunked": lambda tokens: tokens}
 LOSS, UPDATE = walk.LOSS, walk.UPDATE
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
@@ -106,14 +116,15 @@ class Memory:
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
 
-def model_states(count: float, *, precision: str = "bf16-master", optimizer: str = "adamw", zero: int = 0,
+def model_states(count: float, *, precision: "str | Precision" = "bf16-master", optimizer: str = "adamw", zero: int = 0,
                  devices: int = 1) -> tuple[Row, ...]:
     """What outlives a step, for `count` parameters.
 
     ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the gradients too; 3 the
     weights too.
     """
-    p, per_parameter = _precision(precision), _optimizer(optimizer)
+    p = precision if isinstance(precision, Precision) else _precision(precision)
+    per_parameter = _optimizer(optimizer)
     if zero not in (0, 1, 2, 3):
         raise ConfigError(f"there is no ZeRO stage {zero}; choose 0, 1, 2 or 3")
     if devices < 1:
@@ -159,6 +170,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
     layout = layout or (Layout(shard=devices, zero=zero) if zero else Layout(data=devices))
     on, recompute = machines.find(machine), recompute or config.memory.recompute
     p = _precision(precision or {"auto": "bf16"}.get(config.precision.recipe, config.precision.recipe))
+    if stored := _of(STORED, config.memory.parameters, "memory.parameters"):
+        p = replace(p, **stored)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     keep = kept(config.model, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
                 recompute=recompute, every=config.memory.recompute_every, kind=on.kind)
@@ -179,7 +192,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         parts["head"] + (parts["embedding"] if m.tied and not embeds else 0))
     count = inside + tables / layout.tensor
     sharded, native = layout.zero == 3 and ranks > 1, p.low is not None and on.kind == "gpu" and p.dtype in on.flops
-    at_once = config.memory.update == "in-backward"
+    at_once = _of(AT_ONCE, config.memory.update, "memory.update")
     if cut > 1 or layout.pipeline > 1:
         keep = keep.share(cut, layers / m.L)
     z = walk.Sizes(
@@ -188,17 +201,20 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         copied=p.compute < p.stream and not sharded, gathers=pieces > 1 or sharded or at_once, embeds=embeds, heads=heads,
         low=p.low, last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention)
     again = range(0, layers, config.memory.recompute_every) if recompute != "none" else range(0)
-    moments = walk.walk(z, keep, again=again, chunk=CHUNKS[config.memory.loss](config.memory.loss_chunk)).most
+    moments = walk.walk(z, keep, again=again, chunk=_of(CHUNKS, config.memory.loss, "memory.loss")(config.memory.loss_chunk)).most
 
     def at(row: str) -> dict[str, float]:
         return {moment: rows[row] for moment, (_, rows) in moments.items() if rows[row]}
 
-    states = model_states(count, precision=_name_of(p), optimizer=optimizer, zero=layout.zero, devices=ranks)
-    gradients = dict(at(walk.GRADIENTS), **states[-1].at) if not z.gathers else dict.fromkeys(
-        () if at_once else MOMENTS, states[-1].bytes)
+    states = model_states(count, precision=p, optimizer=optimizer, zero=layout.zero, devices=ranks)
+    gradients = at(walk.GRADIENTS)
+    if not z.gathers:
+        gradients |= states[-1].at
+    elif not at_once:       # those of earlier micro-batches, or shards
+        gradients = {moment: gradients.get(moment, 0) + states[-1].bytes for moment in MOMENTS}
     # a stage of a pipeline begins that many micro-batches before the first comes back: one forward, one backward
     waiting = min(layout.pipeline if embeds else 1, pieces) - 1
-    waits = waiting * (keep.total_bytes - keep.loss_bytes)
+    waits = waiting * (keep.total_bytes - keep.loss_bytes - keep.operations["embed"])
     activations = {moment: held + waits for moment, held in at(walk.ACTIVATIONS).items()}
     if waits:
         activations = dict.fromkeys([moment for moment in MOMENTS if moment != UPDATE], waits) | activations
@@ -207,6 +223,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     def row(name: str, held: Mapping[str, float], formula: str, source: str) -> None:
         rows.append(Row(name=name, at=held, formula=formula, source=source))
 
+    row("batch", dict.fromkeys(MOMENTS, 2 * TOKEN_ID * sequences * pieces * m.T / layout.context),
+        "token ids and targets of one update, int64", "lpkit.datasets")
     if sharded:
         block = inside / layers
         window = tables / layout.tensor + min(2, layers) * block
@@ -233,22 +251,37 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     temporaries = at(walk.TEMPORARIES)
     row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
         "of the log-probabilities and of the logits, float32", "torch.nn.functional.cross_entropy")
+    resting = on.kind in _of(RESTS, config.memory.optimizer_state, "memory.optimizer_state")
+    if resting:
+        rows = [one for one in rows if one.name != "optimizer state"]
+    row("optimizer temporaries", {UPDATE: _update_bytes(config, optimizer, resting, layout.tensor)},
+        "the moments and the weight of the largest parameter, as its update wants them", "lpkit.optim.adamw")
     row("temporaries", temporaries, "gradients of activations, and what is cast or copied on the way", ENGINE)
     return tuple(one for one in rows if one.bytes)
 
 
-def _name_of(precision: Precision) -> str:
-    return next(name for name, row in PRECISIONS.items() if row is precision)
+def _update_bytes(config: Config, optimizer: str, resting: bool, shards: int) -> float:
+    """While the largest parameter is updated by itself; a fused step over all of them needs nothing."""
+    m = config.model
+    mlp = [walk.UP[m.mlp] * m.F * m.D, m.F * m.D]
+    largest = max(m.V * m.D, *mlp, (m.H + 2 * m.G) * m.E * m.D) / shards
+    stored = config.memory.parameters
+    if optimizer in DECODED:
+        return largest * (DECODED[optimizer] + WIDENED.get(stored, 0))
+    # two float32 moments come back; those of the one before are let go when they are there
+    return largest * ROUNDED.get(stored, 0) + (8 * max(m.V * m.D, sum(mlp)) / shards if resting else 0)
+
+
+def _of(table: Mapping[str, Item], name: str, what: str) -> Item:
+    if name not in table:
+        raise ConfigError(f"there is no {what} {name!r}; {nearest(name, table)}")
+    return table[name]
 
 
 def _precision(name: str) -> Precision:
-    if name not in PRECISIONS:
-        raise ConfigError(f"there is no precision {name!r}; {nearest(name, PRECISIONS)}")
-    return PRECISIONS[name]
+    return _of(PRECISIONS, name, "precision")
 
 
 def _optimizer(name: str) -> float:
-    if name not in OPTIMIZER_STATE:
-        raise ConfigError(f"there is no optimizer {name!r}; {nearest(name, OPTIMIZER_STATE)}")
-    return OPTIMIZER_STATE[name][0]
+    return _of(OPTIMIZER_STATE, name, "optimizer")[0]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lpkit.config import ModelConfig
-from lpkit.predict.activations import FP32, Kept
+from lpkit.predict.activations import FP32, TOKEN_ID, Kept
 from lpkit.predict.recipes import Low
 
 LOSS, HEAD, LAST, FIRST = "backward begins", "head and last norm", "the last block", "the first block"
@@ -76,7 +76,9 @@ def walk(z: Sizes, kept: Kept, *, again: range, chunk: int = 0) -> Account:
     plain = _Block(live, z, kept, None)
     inner = _Block(live, z, kept, z.low) if z.low else plain
     last, head = plain if z.last_is_kept else inner, plain
-    live.add(ACTIVATIONS, kept.total_bytes - kept.loss_bytes)
+    # token ids and targets have a row of their own
+    live.add(ACTIVATIONS, kept.total_bytes - kept.loss_bytes - kept.operations["embed"])
+    loss_bytes = kept.loss_bytes - TOKEN_ID * z.tokens
     for block, number in ((last, (z.layers - 1 not in again) * 1), (inner, z.layers - 1 - len(again) + (z.layers - 1 in again))):
         live.add(COPIES, number * block.copied_bytes)
         live.add(LOW, number * block.low_bytes)
@@ -86,9 +88,9 @@ def walk(z: Sizes, kept: Kept, *, again: range, chunk: int = 0) -> Account:
     elif z.heads:
         live.mark(LOSS, cached + head.copies(m.V * m.D / z.shards) + logits * z.compute)
         live.add(COPIES, head.copies(m.V * m.D / z.shards))
-        live.add(LOGITS, kept.loss_bytes)
+        live.add(LOGITS, loss_bytes)
         live.mark(LOSS, 2 * FP32 * logits)          # of the log-probabilities, and of the logits
-        live.add(LOGITS, -kept.loss_bytes)
+        live.add(LOGITS, -loss_bytes)
         live.add(TEMPORARIES, logits * z.compute)
         live.mark(HEAD, logits * FP32 if z.mixed else 0)
         head.linear(HEAD, m.D, m.V / z.shards, frees=kept.operations["head"], grad=logits * z.compute, from_stream=True)
@@ -123,12 +125,14 @@ def _chunked(live: Account, z: Sizes, head: "_Block", kept: Kept, chunk: int, ca
     logits = min(chunk, z.tokens) * m.V / z.shards
     hidden = z.tokens * m.D * z.stream
     live.add(ACTIVATIONS, -kept.operations["head"])
-    live.add(LOGITS, hidden + FP32 * table)         # both gradients
+    live.add(LOGITS, hidden)                        # both gradients
+    live.add(GRADIENTS, FP32 * table)
     narrow = z.compute if z.mixed else 0
     live.mark(LOSS, hidden + cached + head.copies(table) + max(
         logits * (2 * FP32 + narrow) - (FP32 * table if pieces == 1 else 0),
         logits * (FP32 + z.compute + narrow) + table * (narrow + (FP32 if pieces > 1 else 0))))
-    live.add(LOGITS, -hidden - FP32 * table)
+    live.add(LOGITS, -hidden)
+    live.add(GRADIENTS, -FP32 * table)
     live.add(TEMPORARIES, hidden)
     if not z.gathers:
         live.add(GRADIENTS, z.gradient * table)

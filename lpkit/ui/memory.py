@@ -12,7 +12,7 @@ COLOURS = {   # one family of rows, one hue
     "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0", "gradients": "#6b7280",
     "gathered weights": "#b8860b", "weight copies": "#ddaa33", "activations": "#bb5566", "recomputed block": "#e0a3ad",
     "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6", "low-precision weights": "#cc9966", "scales": "#996633",
-    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb",
+    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb", "optimizer temporaries": "#888888", "batch": "#000000",
 }
 
 
