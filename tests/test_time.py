@@ -161,6 +161,8 @@ def test_recomputation_costs_what_it_repeats():
     again = block["recomputation"].seconds
     assert block.step_seconds - plain.step_seconds == pytest.approx(again)
     assert 0.25 < again / plain.step_seconds < 1 / 3     # one forward pass of three, without the head
+    half = step_time(LLAMA.replace({"memory.recompute": "block", "memory.recompute_every": 2}), H100, precision="bf16-master")
+    assert half["recomputation"].seconds == pytest.approx(again / 2)      # every second block, as the config says
     selective = step_time(LLAMA, H100, precision="bf16-master", recompute="selective")
     assert plain.step_seconds < selective.step_seconds < block.step_seconds
     assert set(RECOMPUTED) == {"none", "selective", "block"}

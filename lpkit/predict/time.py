@@ -209,14 +209,17 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 
 
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
-              precision: str = "bf16", recompute: str = "none", efficiency: Efficiency | None = None,
+              precision: str | None = None, recompute: str | None = None, efficiency: Efficiency | None = None,
               calibration: Calibration | None = None) -> StepTime:
     """One update of `config`. Raises ConfigError for what cannot be.
 
-    precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts, as `lpkit advise` counts them
+    precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts, as `lpkit advise` counts
+                 them. None: the config's recipe, where "auto" is bf16
+    recompute    a row of RECOMPUTED; None: the config's. Every n-th block, as the config says
     efficiency   what is reached of the ceilings; None: ASSUMED, or REACHED for a machine that was measured
     """
-    layout, on = layout or Layout(), machines.find(machine)
+    layout, on, recompute = layout or Layout(), machines.find(machine), recompute or config.memory.recompute
+    precision = precision or {"auto": "bf16"}.get(config.precision.recipe, config.precision.recipe)
     check(config, layout)
     for value, known, what in ((precision, PRECISIONS, "precision"), (recompute, RECOMPUTED, "recompute mode")):
         if value not in known:
@@ -228,7 +231,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     if recipe is not None:
         on.peak_flops(p.dtype)      # refuses a machine that lacks it
         p = replace(p, dtype=BASE)
-    parts = _Parts(m, on, layout, p, recompute, recipe, efficiency, sequences)
+    again = -(-m.L // config.memory.recompute_every) / m.L      # the share of the blocks that run again
+    parts = _Parts(m, on, layout, p, recompute, again, recipe, efficiency, sequences)
     rows = parts.rows(pieces)
     factor = calibration.factor if calibration else 1.0
     if factor != 1.0:
@@ -242,8 +246,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
 class _Parts:
     """One micro-batch on one rank: seconds of one layer, of the head, and of what they say to other ranks."""
 
-    def __init__(self, m: ModelConfig, on: Machine, layout: Layout, p: Precision, recompute: str, recipe: Recipe | None,
-                 efficiency: Efficiency, sequences: int):
+    def __init__(self, m: ModelConfig, on: Machine, layout: Layout, p: Precision, recompute: str, blocks: float,
+                 recipe: Recipe | None, efficiency: Efficiency, sequences: int):
         self.m, self.on, self.layout, self.p, self.efficiency = m, on, layout, p, efficiency
         self.recompute, self.sequences = recompute, sequences
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
@@ -269,19 +273,19 @@ class _Parts:
         casts = (p.compute + p.weights) / self.bandwidth if p.compute < p.weights else 0.0
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = 2 * casts * (product_weights(m) - m.V * m.D) / m.L / layout.tensor / shards
-        # messages
+        # a forward pass has 4 collectives a layer; backward has 4, and one more gather that hides
         self.tensor_link = link(on, layout, "tensor", efficiency)
         self.activation_bytes = sequences * m.T // layout.context * m.D * p.compute     # of a tensor group, whole
         self.tensor_once = all_gather_seconds(self.activation_bytes, self.tensor_link)
-        # a forward pass has 4 collectives a layer; backward has 4, and one more gather that hides
+        # what runs again in backward, on average over the layers
         self.again = RECOMPUTED[recompute]
-        attention_again = {"attention"} if not self.attention.passes else {"attention", "unfused attention"}
+        attention_again = {"attention", "unfused attention"} if self.attention.passes else {"attention"}
         self.layer_forward = self._layer(self.forward) + self.pointwise
-        repeated = sum(seconds for kinds, seconds in (
+        self.repeated = blocks * sum(seconds for kinds, seconds in (
             ({"products"}, self._layer(self.forward) - self.forward["attention"]),
             (attention_again, self.forward["attention"]), ({"pointwise"}, self.pointwise)) if kinds & self.again)
-        self.repeated, self.repeated_tensor = repeated, 4 * self.tensor_once * ("tensor" in self.again)
-        self.layer_backward = self._layer(self.backward) + 1.5 * self.pointwise + repeated
+        self.repeated_tensor = blocks * 4 * self.tensor_once * ("tensor" in self.again)
+        self.layer_backward = self._layer(self.backward) + 1.5 * self.pointwise + self.repeated
         keys = 2 * sequences * m.T * m.G * m.E * p.compute / layout.tensor if layout.context > 1 else 0.0
         ring = all_gather_seconds(keys, link(on, layout, "context", efficiency))
         # forward passes keys and values round; backward passes them and their gradients
