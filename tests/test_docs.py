@@ -171,7 +171,7 @@ def test_a_page_explains_its_recipe():
     assert recipes.WORDS.keys() == {*RECIPES, "settings"} and recipes.WORDS["settings"].keys() == OVERRIDES.keys()
     for name, recipe in RECIPES.items():
         words = recipes.WORDS[name]
-        assert 3 <= len(re.findall(r"[.!?](?:\s|$)", words["text"])) <= 9, name
+        assert 3 <= len(re.findall(r"[.!?](?:\s|$)", words["text"])) <= 6, name
         assert words["sources"] and all(url.startswith("https://") for _, url in words["sources"]), name
         page = (DOCS / "recipes" / f"{name}.md").read_text()
         assert len(re.findall(r"(?m)^\| `(?:y|dx|dw)` \|", page)) == 2 * len(recipe.products), "six casts, or none"
