@@ -127,6 +127,13 @@ def test_options_fit_are_ranked_and_within_the_limits():
     assert {name for name, one in found.refusals.items() if one.layouts} >= {"layout", "deadline", "budget"}
 
 
+def test_with_a_deadline_alone_the_cheapest_comes_first():
+    found = plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400)
+    costs = [option.paid.cost for option in found.options]
+    assert found.first == "cheapest" and costs == sorted(costs)
+    assert found.options[0].layout.devices < max(option.layout.devices for option in found.options)
+
+
 def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
     """A second holds some 3,000 of them on one core."""
     config = replace(preset("dense-1t"), batch=2048, accumulate=1)
@@ -165,7 +172,7 @@ def test_spans(text, seconds):
     assert span("--deadline", text) == seconds
 
 
-FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
+FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -202,7 +209,7 @@ def test_wrong_input_is_one_sentence(arguments, said, capsys):
 
 @pytest.mark.parametrize("tokens", ["-1", "nan", "inf", "lots", "", "1e30", "0"])
 def test_tokens_that_are_none(tokens, capsys):
-    assert cli.main(["plan", "--model", "llama-8b", f"--tokens={tokens}"]) == 2
+    assert cli.main(["plan", "--model", "llama-8b", f"--tokens={tokens}", "--devices=8"]) == 2
     assert "--tokens" in capsys.readouterr().err
 
 
@@ -210,6 +217,8 @@ def test_missing_figures_are_asked_for(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "--model", "llama-8b"])
     assert stopped.value.code == 2 and "--tokens" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", "llama-8b", "--tokens", "1T"]) == 2
+    assert "a plan needs a limit: give --budget, --deadline or --devices" in capsys.readouterr().err
 
 
 def test_every_row_of_a_plan_opens_to_its_formula_and_source(capsys):

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.top < 1:
         raise ConfigError(f"--top must be 1 or more, got {args.top}")
+    if args.budget is None and args.deadline is None and args.devices is None:
+        raise ConfigError("a plan needs a limit: give --budget, --deadline or --devices")
     config = resolve(args.model, [*args.set, *([f"model.context={args.context}"] if args.context is not None else [])])
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
@@ -125,7 +127,7 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on {quantity(result['tokens'], 'tokens')}, "
         f"{quantity(result['tokens_per_step'], 'tokens')} a step, {m['title']}",
-        f"{result['feasible']:,} of {result['counted']:,} layouts are feasible; the soonest first", "",
+        f"{result['feasible']:,} of {result['counted']:,} layouts are feasible; the {result['first']} first", "",
         *("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows), "",
         *(f"  {name}: {one['layouts']:,} layouts, {one['nearest']}" for name, one in result["refused"].items())]
     best = result["plans"][0]

@@ -1,5 +1,6 @@
 """Which layouts train a model on a machine, before a deadline and within a budget: the feasible ones ranked, and why the
-rest are not.
+rest are not. With a budget, or a number of devices, the soonest comes first; with a deadline alone, the cheapest: otherwise
+every device there is would be best.
 
 Every layout of every number of devices is counted; few are evaluated, because
     what cannot exist is left out by the axis that forbids it (`layout.check`);
@@ -85,6 +86,7 @@ class Plan:
     """`options` are ranked. `refusals` by constraint: layout, batch, memory, deadline, budget."""
 
     options: tuple[Option, ...]
+    first: str                      # soonest or cheapest
     refusals: dict[str, Refusal]
     machine: Machine
     parameters: int
@@ -111,7 +113,7 @@ class Plan:
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
         m = self.machine
         return {
-            "plans": [option.to_dict() for option in self.options[:top]], "feasible": len(self.options),
+            "first": self.first, "plans": [option.to_dict() for option in self.options[:top]], "feasible": len(self.options),
             "refused": {name: {"layouts": one.layouts, "nearest": one.nearest} for name, one in self.refusals.items()
                         if one.layouts},
             "counted": self.counted, "evaluations": self.evaluations, "parameters": self.parameters, "tokens": self.tokens,
@@ -157,9 +159,12 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, bu
     for precision in precisions:
         for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
             search.devices(count, precision)
-    options = tuple(sorted(search.options, key=lambda option: option.order))
+    first = "soonest" if budget or devices else "cheapest"
+    orders = {"soonest": lambda option: option.order, "cheapest": lambda option: (option.paid.cost or option.paid.device_hours,
+                                                                                  *option.order)}
+    options = tuple(sorted(search.options, key=orders[first]))
     optimal = _optimal(options[0], budget) if options and budget else ()
-    return Plan(options=options, refusals=search.refusals, machine=on, parameters=parameter_count(config.model),
+    return Plan(options=options, first=first, refusals=search.refusals, machine=on, parameters=parameter_count(config.model),
                 tokens=tokens, budget=budget or math.inf, tokens_per_step=config.tokens_per_step,
                 evaluations=search.evaluations, optimal=optimal)
 
