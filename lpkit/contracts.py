@@ -46,6 +46,8 @@ class Transform(ABC):
 class Place:
     """Where an optimizer's state rests between updates. This one: where it was made."""
 
+    in_memory = True    # the device's or the host's, and not a file
+
     def rest(self, t: Tensor) -> Tensor:
         """`t`, new or from a checkpoint, as it lies there."""
         return t

@@ -90,7 +90,7 @@ def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepM
         "logits and loss": saved.operations["loss"],
     }
     bench.optimizer.zero_grad(set_to_none=True)
-    with Tracker(bench.model, bench.optimizer, bench.device) as tracker:
+    with bench.tracker() as tracker:
         bench.update()
     peak = tracker.footprint().peak_bytes
     forward, backward, optimize = map(statistics.median, zip(*(bench.update() for _ in range(rounds))))
@@ -111,7 +111,7 @@ def memory(config: Config, *, device: str | None = None, count: bool = False) ->
     gpu = bench.device.type == "cuda"
     if gpu:
         hardware.reset_peak(bench.device)
-    with Tracker(bench.model, bench.optimizer, bench.device) as tracker:
+    with bench.tracker() as tracker:
         tracker.hold(bench.batch, "batch")
         bench.train(tracker.optimizing)
     counted = hardware.peak_bytes(bench.device) if gpu else None
@@ -241,6 +241,9 @@ class Bench:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return forward, backward, self._now() - start
+
+    def tracker(self) -> Tracker:
+        return Tracker(self.model, self.optimizer, self.device, place=self.built.place)
 
     def train(self, optimizing: Callable[[], AbstractContextManager] = nullcontext) -> None:
         """As the trainer does it, `optimizing` around what follows the last backward."""

@@ -31,14 +31,16 @@ from lpkit import hardware, measure
 from lpkit.assembly import Decided, decide
 from lpkit.config import Config, ConfigError
 from lpkit.contracts import Choice, Stage, Transform
+from lpkit.memory.files import Scratch
 from lpkit.nn import attention
+from lpkit.optim import moments
 from lpkit.precision import scaled
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.layout import Layout, check
 from lpkit.predict.ledger import MOMENTS, memory, micro_batch
 from lpkit.predict.machines import Machine
 from lpkit.predict.units import quantity
-from lpkit.tracking import ROWS, Footprint, Tracker
+from lpkit.tracking import ROWS, Footprint
 
 ASSUMED_RECIPE = "bf16"     # what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
 
@@ -64,7 +66,7 @@ def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None 
         recipe = replace(decided.recipe, compute=None) if shard else decided.recipe
         bench = measure.Bench(config, decided=replace(decided, recipe=recipe), more=shard)
         bench.train()
-        with Tracker(bench.model, bench.optimizer, bench.device) as tracker:
+        with bench.tracker() as tracker:
             tracker.hold(bench.batch, "batch")
             tracker.hold(_gathered(bench.model), "gathered weights")
             bench.train(tracker.optimizing)
@@ -140,13 +142,27 @@ def _world(layout: Layout, device: str) -> Iterator[DeviceMesh | None]:
 
 @contextmanager
 def _fake_step(device: str) -> Iterator[None]:
-    """Everything made in here is fake, and nothing of it stays in a cache."""
-    scaled.hadamard_matrix.cache_clear()
+    """Everything made in here is fake. What is made once a process is made before, and nothing fake stays in its cache."""
+    for signed in (True, False):
+        moments.midpoints(signed)
+    scaled.hadamard_matrix()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Healthy(), torch.device(device):
+        with _no_files(), FakeTensorMode(allow_non_fake_inputs=True), _Healthy(), torch.device(device):
             yield
     finally:
-        scaled.hadamard_matrix.cache_clear()
+        scaled.hadamard_matrix.cache_clear()        # one of each device, fake ones too
+
+
+@contextmanager
+def _no_files() -> Iterator[None]:
+    """What would lie in a file lies on PyTorch's device without memory."""
+    mapped, let_go = Scratch.mapped, Scratch.let_go
+    Scratch.mapped = lambda self, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    Scratch.let_go = lambda self, t: None
+    try:
+        yield
+    finally:
+        Scratch.mapped, Scratch.let_go = mapped, let_go
 
 
 class _Healthy(TorchDispatchMode):

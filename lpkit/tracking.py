@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lpkit.contracts import Choice
+from lpkit.contracts import Choice, Place
 from lpkit.precision.linear import scaled_linears
 
 ROWS = {
@@ -89,7 +89,7 @@ class Footprint:
     operations: dict[str, int]      # activations, logits and loss when the last backward began, by what kept them first
     timeline: tuple[Point, ...]     # thinned: of neighbours the largest, the peak itself among them
     changes: int                    # how many there were
-    offloaded_bytes: int = 0        # the most that lay on another device
+    offloaded_bytes: int = 0        # the most that lay on another device, or in a file
     counted_bytes: int | None = None    # the peak by the allocator's own count, what kernels take for themselves included
     chosen: dict[str, Choice] = field(default_factory=dict)
     where: str = ""                 # for a Comparison
@@ -112,8 +112,9 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-                 device: torch.device | str = "cpu"):
+                 device: torch.device | str = "cpu", *, place: Place = Place()):    # noqa: B008
         super().__init__()
+        self.place = place      # of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
         self.refs: dict[int, weakref.ref] = {}
@@ -122,7 +123,8 @@ class Tracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = [(0, LOSS)]         # from this autograd sequence number on, the module
         self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
-        self.offloaded = self.most_offloaded = 0
+        self.elsewhere: dict[int, int] = {}     # bytes of storages on another device or in a file
+        self.most_offloaded = 0
         self.undo: list[Callable[[], None]] = []
 
     # ---- what is held, and where we are
@@ -140,7 +142,10 @@ class Tracker(TorchDispatchMode):
             self.hold([buffer], "amax histories" if name.endswith("amax_history") else "scales")
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
-                self.hold([value], "master weights" if "master" in name else "optimizer state")
+                if self.place.in_memory:
+                    self.hold([value], "master weights" if "master" in name else "optimizer state")
+                else:
+                    self._offload(value)
         self._hold_gradients()
 
     def _hold_gradients(self) -> None:
@@ -149,11 +154,14 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def optimizing(self) -> Iterator[None]:
         """Clipping and the update."""
-        self.optimizers += 1
+        self._optimizing(1)
         try:
             yield
         finally:
-            self.optimizers -= 1
+            self._optimizing(-1)
+
+    def _optimizing(self, change: int, *_: Any) -> None:
+        self.optimizers += change
 
     def _where(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
@@ -227,8 +235,7 @@ class Tracker(TorchDispatchMode):
         if not nbytes and phase != "before":
             return None
         if t.device.type != self.kind:
-            self._offload(nbytes)
-            weakref.finalize(storage, self._offload, -nbytes).atexit = False
+            self._offload(t)
             return None
         record = self.records[key] = Record(nbytes, row, phase, module)
         self.refs[key] = weakref.ref(storage, partial(self._gone, key))
@@ -256,9 +263,16 @@ class Tracker(TorchDispatchMode):
         finally:
             self.inside -= 1
 
-    def _offload(self, nbytes: int) -> None:
-        self.offloaded += nbytes
-        self.most_offloaded = max(self.most_offloaded, self.offloaded)
+    def _offload(self, tensor: Any) -> None:
+        for t in _inner(tensor):
+            storage = t.untyped_storage()
+            if (key := storage._cdata) not in self.elsewhere:
+                self.elsewhere[key] = storage.nbytes()
+                self.refs[key] = weakref.ref(storage, partial(self._back, key))
+        self.most_offloaded = max(self.most_offloaded, sum(self.elsewhere.values()))
+
+    def _back(self, key: int, _: Any) -> None:
+        del self.elsewhere[key], self.refs[key]
 
     def row_of(self, t: Any) -> str | None:
         record = self.records.get(t.untyped_storage()._cdata) if isinstance(t, Tensor) else None
@@ -283,6 +297,9 @@ class Tracker(TorchDispatchMode):
         for p in self.model.parameters():
             if p.requires_grad:
                 self._hooks(p.register_hook(partial(self._gradient, weakref.ref(p))))
+        if self.optimizer is not None:      # in backward it steps once a parameter
+            self._hooks(self.optimizer.register_step_pre_hook(partial(self._optimizing, 1)),
+                        self.optimizer.register_step_post_hook(partial(self._optimizing, -1)))
         for layer in scaled_linears(self.model):
             layer.cast = partial(self._cast, layer.cast)
             self.undo.append(partial(layer.__dict__.pop, "cast"))

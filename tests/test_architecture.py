@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "hardware": BASE | {"predict"},
     "tracking": BASE | {"precision"},
     "measure": BASE | {"assembly", "hardware", "nn", "precision", "predict", "tracking"},
-    "trace": BASE | {"assembly", "hardware", "measure", "nn", "precision", "predict", "tracking"},
+    "trace": BASE | {"assembly", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "tracking"},
     "steps": BASE,
     "checkpoint": BASE,
     "runs": BASE,

@@ -29,6 +29,10 @@ CONFIGS = {
     "fp8-blockwise": {"precision.recipe": "fp8-blockwise", "model.width": 128},
     "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "accumulate": 2},
     "cached weights": {"precision.recipe": "fp8-tensorwise", "accumulate": 2, "precision.weights": "cached"},
+    "8-bit moments, bf16 weights, in backward": {
+        "precision.recipe": "bf16", "optimizer.name": "adamw-8bit", "memory.parameters": "bf16", "optimizer.clip": 0,
+        "memory.update": "in-backward"},
+    "state in a file": {"memory.optimizer_state": "disk"},
     "mxfp8, recomputed, chunked": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block",
                                            "memory.loss": "chunked", "memory.loss_chunk": 64},
 }
@@ -40,7 +44,7 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
     traced, measured = predict_trace(config), measure.memory(config)
     assert traced.rows == measured.rows and traced.most == measured.most
     assert (traced.phase, traced.module) == (measured.phase, measured.module)
-    assert traced.operations == measured.operations
+    assert traced.operations == measured.operations and traced.offloaded_bytes == measured.offloaded_bytes
 
 
 def test_shards_by_arithmetic():

@@ -93,6 +93,21 @@ def test_the_peak_is_the_allocators(name):
     assert all(n <= found.most[row] for point in found.timeline for row, n in point.rows.items())
 
 
+@pytest.mark.parametrize("changes", [{}, LLAMA | {"precision.recipe": "bf16"}], ids=["gpt2", "llama bf16"])
+def test_pytorchs_tracker_finds_the_same_peak(changes):
+    """torch.distributed._tools.mem_tracker, in the third update."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    bench = measure.Bench(SMALL.replace(changes), "cpu")
+    ours = measure.memory(SMALL.replace(changes), device="cpu")
+    bench.train()
+    theirs = MemTracker()
+    theirs.track_external(bench.model, bench.optimizer, *bench.batch)
+    with theirs:
+        bench.train()
+    assert theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] == pytest.approx(ours.peak_bytes, rel=0.01)
+
+
 def test_rows_of_a_step_by_arithmetic():
     config = SMALL.replace({"precision.recipe": "bf16", "optimizer.name": "adamw"})
     m, tokens = config.model, config.batch * config.model.context
@@ -121,6 +136,21 @@ def test_recomputed_blocks_have_their_row():
     kept = measure.memory(SMALL.replace({"precision.recipe": "bf16"}), device="cpu")
     assert found.most["recomputed block"] > 0 and "recomputed block" not in kept.most
     assert found.most["activations"] < 0.35 * kept.most["activations"]
+
+
+def test_what_lies_in_a_file_is_counted_apart():
+    found = measure.memory(SMALL.replace({"memory.optimizer_state": "disk"}), device="cpu")
+    held = measure.memory(SMALL, device="cpu")
+    steps = held.most["optimizer state"] - 2 * held.most["weights"]
+    assert "optimizer state" not in found.most and found.offloaded_bytes == 2 * held.most["weights"]
+    assert steps == 4 * len(list(measure.Bench(SMALL, "cpu").model.parameters()))
+
+
+def test_updates_in_backward_never_hold_all_gradients():
+    found = measure.memory(SMALL.replace({"memory.update": "in-backward", "optimizer.clip": 0}), device="cpu")
+    largest = max(p.nbytes for p in measure.Bench(SMALL, "cpu").model.parameters())
+    assert largest <= found.most["gradients"] < 0.5 * found.most["weights"]
+    assert {point.phase for point in found.timeline if point.rows.get("optimizer temporaries")} == {"optimizer"}
 
 
 def test_nothing_is_left_behind():

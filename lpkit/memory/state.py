@@ -51,6 +51,8 @@ class Host(Place):
 class Disk(Place):
     """A memory-mapped file. Its pages are the system's to write and to drop; this process lets go of them at once."""
 
+    in_memory = False
+
     def __init__(self):
         self.scratch = Scratch()
 
