@@ -153,7 +153,7 @@ def build(config: Config, decided: Decided, *, more: tuple[Transform, ...] = ())
     compiled = (Compile(entry=rows["loss"].entry),) if chosen["compile"].used == "on" else ()
     model = build_model(config, device, attend=chosen["attention"].used,
                         transforms=(*rows["parameters"].transforms(), precision, *more,
-                                    *rows["recompute"].transforms(m), *compiled))
+                                    *rows["recompute"].transforms(m), *rows["saved"].transforms(), *compiled))
     loss, scaler = rows["loss"].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
     place = rows["optimizer_state"].place(device)
     optimizer = optimizer_spec(config).build(model, place)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import mmap
 import os
 import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -57,9 +65,146 @@ class Scratch:
 
 def _segment(nbytes: int) -> mmap.mmap:
     with tempfile.TemporaryFile() as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, nbytes)     # now, and not by a signal in the middle of a step
-        except OSError as error:
-            raise ConfigError(f"{Scratch.where()} has no room for {nbytes:,} bytes ({error.strerror}); point TMPDIR to a "
-                              f"disk that has, or keep this on the device") from None
+        _take(file.fileno(), 0, nbytes)     # now, and not by a signal in the middle of a step
         return mmap.mmap(file.fileno(), nbytes)
+
+
+def _take(file: int, offset: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file, offset, nbytes)
+    except OSError as error:
+        raise ConfigError(f"{Scratch.where()} has no room for {offset + nbytes:,} bytes ({error.strerror}); point TMPDIR to "
+                          f"a disk that has, or keep this on the device") from None
+
+
+# ---- a file of slots
+
+def allows_direct() -> bool:
+    """Whether the temporary folder's filesystem lets files be read and written past the page cache."""
+    with Slots() as slots:
+        return slots.direct
+
+
+def has_kvikio() -> bool:
+    return importlib.util.find_spec("kvikio") is not None
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place in the file, free again when nobody holds it any more."""
+
+    offset: int
+    nbytes: int
+    leaving: mmap.mmap | None = None    # pages on their way out
+    written: Future | None = None
+    coming: Future | None = None        # pages on their way back
+
+
+class Slots:
+    """One file without a name, of slots of whole pages that are used again. One thread writes and reads, in order, so that
+    who asks goes on meanwhile; what is on its way out is given back from memory.
+
+    open_again(path): opens the file once more, by a library that wants its name, before it has none.
+    """
+
+    WAITING = 2**28     # bytes that may be on their way out before who writes has to wait
+
+    def __init__(self, open_again: Callable[[str], Any] = lambda path: None):
+        handle, path = tempfile.mkstemp()
+        try:
+            self.file, self.direct = _direct(path, handle)
+            self.again = open_again(path)
+        finally:
+            os.unlink(path)
+        self.end, self.free = 0, {}
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="lpkit disk")
+        self.out: deque[tuple[Future, int]] = deque()
+        self.close = weakref.finalize(self, _close, self.thread, self.file)
+
+    def __enter__(self) -> Slots:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def slot(self, nbytes: int) -> Slot:
+        """Raises ConfigError when the disk has no room."""
+        size = -(-max(nbytes, 1) // PAGE) * PAGE
+        if not (free := self.free.setdefault(size, [])):
+            _take(self.file, self.end, size)
+            free.append(self.end)
+            self.end += size
+        slot = Slot(free.pop(), nbytes)
+        weakref.finalize(slot, free.append, slot.offset).atexit = False
+        return slot
+
+    def write(self, t: Tensor) -> Slot:
+        """t (bytes,) uint8 on the CPU; it may change when this returns."""
+        slot = self.slot(len(t))
+        pages = _pages(slot.nbytes)
+        torch.frombuffer(pages, dtype=torch.uint8, count=len(t)).copy_(t)
+        slot.leaving = pages
+        slot.written = self.thread.submit(_write, self.file, slot)
+        self.out.append((slot.written, slot.nbytes))
+        while self.out and (self.out[0][0].done() or sum(nbytes for _, nbytes in self.out) > self.WAITING):
+            self.out.popleft()[0].result()
+        return slot
+
+    def expect(self, slot: Slot) -> None:
+        """Begin to read."""
+        if slot.leaving is None and slot.coming is None:
+            slot.coming = self.thread.submit(_read, self.file, slot.nbytes, slot.offset)
+
+    def read(self, slot: Slot) -> Tensor:
+        """(bytes,) uint8. Raises OSError."""
+        if (pages := slot.leaving) is None:
+            slot.written.result()
+            self.expect(slot)
+            pages, slot.coming = slot.coming.result(), None
+        return torch.frombuffer(pages, dtype=torch.uint8, count=slot.nbytes)
+
+
+def _direct(path: str, handle: int) -> tuple[int, bool]:
+    """The file opened past the page cache where that is allowed, and whether it is."""
+    try:
+        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return handle, False
+    try:
+        os.ftruncate(direct, PAGE)
+        os.pwrite(direct, _pages(1), 0)     # some accept the flag and not what follows
+    except OSError as error:
+        os.close(direct)
+        if error.errno != errno.EINVAL:
+            raise
+        return handle, False
+    os.close(handle)
+    return direct, True
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Memory that begins at a page, as O_DIRECT wants."""
+    return mmap.mmap(-1, -(-max(nbytes, 1) // PAGE) * PAGE)
+
+
+def _write(file: int, slot: Slot) -> None:
+    done, view = 0, memoryview(slot.leaving)
+    while done < len(view):
+        done += os.pwrite(file, view[done:], slot.offset + done)
+    slot.leaving = None
+
+
+def _read(file: int, nbytes: int, offset: int) -> mmap.mmap:
+    pages, done = _pages(nbytes), 0
+    view = memoryview(pages)
+    while done < len(pages):
+        count = os.preadv(file, [view[done:]], offset + done)
+        if not count:
+            raise OSError(f"the scratch file ends at {offset + done}, where {nbytes - done} bytes are missing")
+        done += count
+    return pages
+
+
+def _close(thread: ThreadPoolExecutor, file: int) -> None:
+    thread.shutdown(wait=True)
+    os.close(file)

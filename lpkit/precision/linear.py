@@ -187,6 +187,15 @@ def refuse(name: str, problem: str, sizes: dict[str, int]) -> None:
                       f"{' or '.join(fits)}")
 
 
+def _of_weight(made: Scaled) -> Scaled:
+    """Marked, for `lpkit.memory.saved`: what moves activations away leaves these where they are."""
+    if not torch.compiler.is_compiling():
+        for t in (made.data, made.scale, made.tensor):
+            if t is not None:
+                t.of_weight = True
+    return made
+
+
 class ScaledMatmul(torch.autograd.Function):
     """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`."""
 
@@ -198,7 +207,7 @@ class ScaledMatmul(torch.autograd.Function):
             y = layer.arithmetic.product(cast_x, cast_w, dtype, bias)
             kept = []
             if ctx.needs_input_grad[0]:
-                kept.append(layer.transposed(cast_w, "y", "dx", "w", w, dtype))      # (K, N)
+                kept.append(_of_weight(layer.transposed(cast_w, "y", "dx", "w", w, dtype)))     # (K, N)
             if ctx.needs_input_grad[1]:
                 kept.append(layer.transposed(cast_x, "y", "dw", "x", x, dtype))      # (K, M)
         ctx.save_for_backward(*(t for one in kept for t in (one.data, one.scale, one.tensor)))
