@@ -2,22 +2,23 @@
 
     run = lpkit.train(config)            blocks, returns the Run
     handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says `run = await handle`
+    series = start_each({"a": config})   the same for several, one after the other: `runs = await series`
 
-Both write the same run folder. Stopping keeps a checkpoint and the partial Run.
+All write the same run folder. Stopping keeps a checkpoint and the partial Run.
 """
 
 import asyncio
 import datetime
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lpkit.config import Config
+from lpkit.config import Config, ConfigError
 from lpkit.contracts import Observer, StepRecord
-from lpkit.runs import Run
+from lpkit.runs import Run, RunFailedError
 
 if TYPE_CHECKING:
     from lpkit.trainer import Job
@@ -74,33 +75,26 @@ def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Handle:
-    """A run in a background thread. Everything here may be called from any thread."""
+class Background:
+    """Work in a background thread that somebody may wait for. Everything here may be called from any thread."""
 
-    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False):
-        from lpkit.trainer import Control
-
-        self.config, self.planned_steps = config, config.steps
-        self.path = Path(out or default_folder())
-        self.title = self.path.name
-        self.records: list[StepRecord] = []
+    def __init__(self, name: str):
         self.error: BaseException | None = None
-        self._control = Control()
-        self._observers: list[Observer] = [self.records.append]
+        self._observers: list[Observer] = []
         self._when_done: list[Callable[[], None]] = []
-        self._run: Run | None = None
+        self._result: Any = None
         self._lock = threading.Lock()
-        self._finished = threading.Event()      # the run has ended
+        self._finished = threading.Event()      # the work has ended
         self._told = threading.Event()          # and everybody who asked knows: a figure has its last point
-        self._thread = threading.Thread(target=self._work, args=(resume,), name=f"train {self.title}", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-    def _work(self, resume: bool) -> None:
-        from lpkit.trainer import fit
+    def _do(self) -> Any:
+        """The work; what it returns is the result."""
+        raise NotImplementedError
 
+    def _work(self) -> None:
         try:
-            self._run = fit(_job(self.config, self.path, resume), self.path, resume=resume, observers=[self._tell],
-                            control=self._control)
+            self._result = self._do()
         except BaseException as error:   # kept for `result`, which raises it where somebody is looking
             self.error = error
         with self._lock:
@@ -118,16 +112,12 @@ class Handle:
     def done(self) -> bool:
         return self._finished.is_set()
 
-    @property
-    def paused(self) -> bool:
-        return not self._control.go_on.is_set()
-
     def subscribe(self, observer: Observer) -> None:
         """Call `observer(record)` after every step, on the training thread."""
         self._observers.append(observer)
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Call once when the run has ended; at once when it already has."""
+        """Call once when the work has ended; at once when it already has."""
         with self._lock:
             if not self.done:
                 self._when_done.append(callback)
@@ -136,15 +126,9 @@ class Handle:
 
     def stop(self) -> None:
         """After the step at hand; keeps a checkpoint."""
-        self._control.stop()
+        raise NotImplementedError
 
-    def pause(self) -> None:
-        self._control.go_on.clear()
-
-    def resume(self) -> None:
-        self._control.go_on.set()
-
-    def __await__(self) -> Generator[Any, None, Run]:
+    def __await__(self) -> Generator[Any, None, Any]:
         """`run = await handle`: as `result`, but a notebook's buttons keep working meanwhile."""
         try:
             while not self._told.is_set():
@@ -153,7 +137,7 @@ class Handle:
             self.stop()
         return self.result()
 
-    def result(self) -> Run:
+    def result(self) -> Any:
         """Wait for the end and return the Run. Interrupting the wait stops the training and returns the partial Run."""
         try:
             self._told.wait()
@@ -162,9 +146,114 @@ class Handle:
             self._told.wait()
         if self.error is not None:
             raise self.error
-        return self._run
+        return self._result
+
+
+class Handle(Background):
+    """A run in a background thread. Its result is the Run."""
+
+    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
+                 observers: Sequence[Observer] = ()):
+        from lpkit.trainer import Control
+
+        self.config, self.planned_steps = config, config.steps
+        self.path = Path(out or default_folder())
+        self.title = self.path.name
+        super().__init__(f"train {self.title}")
+        self.records: list[StepRecord] = []
+        self._observers += [self.records.append, *observers]
+        self._control, self._resume = Control(), resume
+        self._thread.start()
+
+    def _do(self) -> Run:
+        from lpkit.trainer import fit
+
+        return fit(_job(self.config, self.path, self._resume), self.path, resume=self._resume, observers=[self._tell],
+                   control=self._control)
+
+    @property
+    def paused(self) -> bool:
+        return not self._control.go_on.is_set()
+
+    def stop(self) -> None:
+        self._control.stop()
+
+    def pause(self) -> None:
+        self._control.go_on.clear()
+
+    def resume(self) -> None:
+        self._control.go_on.set()
+
+
+class Series(Background):
+    """Named runs, one after the other, in folders of those names. To a figure it is the run at hand.
+
+    The result is {name: Run} of all that began. A run that fails leaves its Run and does not keep the next from beginning;
+    settings that cannot be end the series. Stop ends the run at hand and begins no other.
+    """
+
+    def __init__(self, configs: Mapping[str, Config], *, out: str | Path | None = None):
+        if not configs:
+            raise ConfigError("a series needs at least one config to train")
+        self.configs, self.path = dict(configs), Path(out or default_folder("series"))
+        self.handles: dict[str, Handle] = {}        # of those that have begun
+        super().__init__(f"train {self.path.name}")
+        self._stopped = self._paused = False
+        self._thread.start()
+
+    def _do(self) -> dict[str, Run]:
+        for name, config in self.configs.items():
+            with self._lock:
+                if self._stopped:
+                    break
+                self.handles[name] = handle = Handle(config, out=self.path / name, observers=[self._tell])
+                if self._paused:
+                    handle.pause()
+            try:
+                handle.result()
+            except RunFailedError:
+                pass        # its Run says so
+        return {name: Run(handle.path) for name, handle in self.handles.items()}
+
+    @property
+    def title(self) -> str:
+        return list(self.handles or self.configs)[-1 if self.handles else 0]
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.handles[self.title].records if self.handles else []
+
+    @property
+    def planned_steps(self) -> int:
+        return self.configs[self.title].steps
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for handle in self.handles.values():
+                handle.stop()
+
+    def pause(self) -> None:
+        self._wait(True)
+
+    def resume(self) -> None:
+        self._wait(False)
+
+    def _wait(self, paused: bool) -> None:
+        with self._lock:
+            self._paused = paused
+            for handle in self.handles.values():
+                (handle.pause if paused else handle.resume)()
 
 
 def start(config: Config, *, out: str | Path | None = None, resume: bool = False) -> Handle:
     """Begin training in the background and return its Handle."""
     return Handle(config, out=out, resume=resume)
+
+
+def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) -> Series:
+    """Begin to train all of `configs`, one after the other in the background. `out` is the folder of their folders.
+
+    Raises ConfigError when there are none.
+    """
+    return Series(configs, out=out)

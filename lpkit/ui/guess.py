@@ -1,10 +1,11 @@
-"""A widget that asks for a number before the run gives it.
+"""Widgets that ask for a number, or for one of several words, before the run gives it.
 
-It holds a value and shows it; it neither computes nor waits. The cell below reads `.value`, which is set from the
+They hold a value and show it; they neither compute nor wait. The cell below reads `.value`, which is set from the
 start, so that a headless run goes straight through.
 """
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 import ipywidgets as widgets
@@ -26,7 +27,7 @@ class Guess(widgets.VBox):
         if not low <= value <= high:
             raise ConfigError(f"Guess starts at value={value}, outside low={low} to high={high}")
         self.unit, self.low, self.high = unit, low, high
-        text = widgets.HTML(f"<div style='font:600 14px {FONT};color:{INK};line-height:1.5'>{escape(question)}</div>")
+        text = _asked(question)
         self.slider = widgets.FloatLogSlider(
             value=value, min=math.log10(low), max=math.log10(high), step=0.01, readout=False,
             description="your guess", style={"description_width": "90px"}, layout=widgets.Layout(width="460px"))
@@ -54,6 +55,27 @@ class Guess(widgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         return {**super()._repr_mimebundle_(**kwargs), "text/plain": f"your guess: {self.value:g} {self.unit}"}
+
+
+class Pick(widgets.VBox):
+    """A question and the answers to choose from. `.value` is one of them; the first, until somebody chooses."""
+
+    value = traitlets.Unicode(help="the answer that is chosen")
+
+    def __init__(self, question: str, answers: Sequence[str]):
+        if not answers:
+            raise ConfigError("Pick needs at least one answer to choose from")
+        self.buttons = widgets.ToggleButtons(options=list(answers), style={"button_width": "auto"},
+                                             layout=widgets.Layout(width="100%"))
+        super().__init__([_asked(question), self.buttons], layout=widgets.Layout(padding="4px 12px"), value=answers[0])
+        widgets.link((self, "value"), (self.buttons, "value"))
+
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        return {**super()._repr_mimebundle_(**kwargs), "text/plain": f"your guess: {self.value}"}
+
+
+def _asked(question: str) -> widgets.HTML:
+    return widgets.HTML(f"<div style='font:600 14px {FONT};color:{INK};line-height:1.5'>{escape(question)}</div>")
 
 
 def _round(value: float) -> float:

@@ -124,14 +124,23 @@ class LiveRun(Stored, widgets.VBox):
         self.figure.flush()
         self._say()
 
+    @property
+    def _reached_all(self) -> bool:
+        """Whether what has ended has done all that was planned."""
+        records = self.handle.records
+        return bool(records) and records[-1].step >= self.handle.planned_steps
+
+    def _words(self, records: Sequence[StepRecord], planned: int) -> str:
+        return progress(records, planned)
+
     def _say(self) -> None:
         records, planned = list(self.handle.records), self.handle.planned_steps
         if self.handle.done:
-            reached = records[-1].step if records else 0
-            state = ("failed" if self.handle.error is not None else "done" if reached >= planned else "stopped")
+            state = ("failed" if self.handle.error is not None else "done" if self._reached_all else "stopped")
         else:
             state = "stopping" if self._stopping else "paused" if self._paused else "running"
-        words = progress(records, planned).split(" · about")[0] if state != "running" else progress(records, planned)
+        words = self._words(records, planned)
+        words = words if state == "running" else words.split(" · about")[0]
         if state == "failed":
             words = str(self.handle.error)
         colour = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}.get(state, INK)

@@ -40,12 +40,14 @@ TEMPLATE = {
 }
 
 
-def html_table(header: tuple[str, ...], rows: list[tuple], *, caption: str = "") -> str:
-    """A quiet table. Cells are escaped; all columns but the first are set to the right."""
+def html_table(header: tuple[str, ...], rows: list[tuple], *, caption: str = "", prose: int | None = None) -> str:
+    """A quiet table. Cells are escaped; all columns but the first, and `prose`, one of sentences, are set to the right."""
+    fits = "" if prose is None else "white-space:nowrap;"     # what is no sentence stays on its line
+
     def line(cells, tag, style=""):
         return "<tr>" + "".join(
-            f"<{tag} style='padding:3px 12px;text-align:{'right' if i else 'left'};{style}'>{escape(str(cell))}</{tag}>"
-            for i, cell in enumerate(cells)) + "</tr>"
+            f"<{tag} style='padding:3px 12px;text-align:{'left' if i in (0, prose) else 'right'};{'' if i == prose else fits}{style}'>"
+            f"{escape(str(cell))}</{tag}>" for i, cell in enumerate(cells)) + "</tr>"
 
     rule = f"border-bottom:1px solid {GRID};"
     return (f"<table style='border-collapse:collapse;font:13px {escape(FONT)};color:{INK};line-height:1.5;"

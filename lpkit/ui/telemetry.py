@@ -60,8 +60,10 @@ def heat_map(samples: Sequence[Any], *, metric: str = "SQNR", role: str = "x", r
     if not some:
         there = ", ".join(dict.fromkeys(sample.role for sample in samples))
         raise ConfigError(f"there are no samples of {role!r}" + (f"; there are {there}" if there else " yet"))
-    steps, layers = (list(dict.fromkeys(getattr(sample, key) for sample in some)) for key in ("step", "layer"))
+    steps = list(dict.fromkeys(sample.step for sample in some))
     cells = {(sample.layer, sample.step): sample for sample in some}
+    there = {layer for layer, _ in cells}       # gradients come from the last layer to the first; the map is the same for all
+    layers = [layer for layer in dict.fromkeys(sample.layer for sample in samples) if layer in there]
     shown = chosen(some, layer, step)
     values = [[cells[one, at] and what.value(cells[one, at], quality_of(cells[one, at], recipe)) if (one, at) in cells else None
                for at in steps] for one in layers]
@@ -182,12 +184,7 @@ def telemetry_explorer(read: Callable[[], Sequence[Any]] | Sequence[Any], *, han
     explorer = Explorer(show, metric=list(METRICS), role=roles, recipe=[AS_RUN, *held[-1].others], layer=layers, step=steps,
                         start={"step": steps[-1], **(start or {})})
 
-    def clicked(change: dict) -> None:
-        point = change["new"]
-        if point.get("curve") == 0:
-            explorer.set(layer=point["y"], step=int(point["x"]))
-
-    explorer.figure.observe(clicked, names="clicked")
+    _by_click(explorer)
     if handle is not None and callable(read):
         def again(_record: Any = None) -> None:
             held[:] = read()
@@ -201,3 +198,35 @@ def telemetry_explorer(read: Callable[[], Sequence[Any]] | Sequence[Any], *, han
         handle.subscribe(throttled)
         handle.on_done(lambda: (throttled.flush(), again(), explorer.refresh_output()))
     return explorer
+
+
+def telemetry_of_runs(runs: Mapping[str, Sequence[Any]], *, start: Mapping[str, Any] | None = None) -> Explorer:
+    """The same over the samples of several runs of one model, by name: one menu says which run, another what its tensors are
+    looked at as. Raises ConfigError when no run has samples."""
+    held = {name: list(samples) for name, samples in runs.items() if samples}
+    if not held:
+        raise ConfigError("no run has samples to show; the first comes with step 1")
+    everything = [sample for samples in held.values() for sample in samples]
+    roles, layers = (list(dict.fromkeys(getattr(s, key) for s in everything)) for key in ("role", "layer"))
+    steps = sorted({sample.step for sample in everything})
+
+    def show(run: str, metric: str, role: str, recipe: str, layer: str, step: int) -> tuple[dict, str]:
+        some = [sample for sample in held[run] if sample.role == role]
+        return (heat_map(held[run], metric=metric, role=role, recipe=recipe, layer=layer, step=step, title=f"Trained with {run}"),
+                quality_table(chosen(some, layer, step)) if some else "")
+
+    explorer = Explorer(show, run=list(held), metric=list(METRICS), role=roles, recipe=[AS_RUN, *max((sample.others for sample in everything), key=len)],
+                        layer=layers, step=steps, labels={"run": "trained with", "role": "tensor", "recipe": "looked at"},
+                        start={"step": steps[-1], **(start or {})})
+    _by_click(explorer)
+    return explorer
+
+
+def _by_click(explorer: Explorer) -> None:
+    """A click into the map chooses the cell."""
+    def clicked(change: dict) -> None:
+        point = change["new"]
+        if point.get("curve") == 0:
+            explorer.set(layer=point["y"], step=int(point["x"]))
+
+    explorer.figure.observe(clicked, names="clicked")

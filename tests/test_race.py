@@ -1,0 +1,210 @@
+"""Recipes side by side: the formula of their noise against products that were made, and what is said about runs."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import plotly.graph_objects as go
+import pytest
+import torch
+
+import lpkit
+from lpkit.bench.harness import paired
+from lpkit.config import Config, ConfigError
+from lpkit.handle import start_each
+from lpkit.kernels.cast import Noise
+from lpkit.precision import advise, race, telemetry
+from lpkit.precision.recipes import RECIPES
+from lpkit.precision.scaled import quantise
+from lpkit.ui import LiveRuns, Pick, gap_figure, html_table, race_figure, telemetry_of_runs
+from lpkit.ui.figure import plain
+
+CASTING = [name for name, recipe in RECIPES.items() if recipe.products]
+SMALL = Config().replace({"model.layers": 2, "model.width": 128, "model.context": 64, "batch": 8, "system.device": "cpu"})
+
+
+@pytest.fixture
+def tiny(corpus, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return SMALL.replace({"data.source": str(corpus / "*.py"), "steps": 6, "eval_every": 2, "eval_batches": 1,
+                          "checkpoint_every": 0, "precision.telemetry_every": 3, "system.threads": 1})
+
+
+# noise
+
+@pytest.mark.parametrize("name", CASTING)
+def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
+    """All three products of a Linear of Gaussian operands, in float64, with and without the casts. Rotations cancel."""
+    recipe, draw = RECIPES[name], torch.Generator().manual_seed(1)
+    tokens, width, wide = SMALL.batch * SMALL.model.T, SMALL.model.D, SMALL.model.F
+    x, w, g = (torch.randn(shape, generator=draw) for shape in ((tokens, width), (wide, width), (tokens, wide)))
+    sides = {"y": (x, w), "dx": (g, w.T), "dw": (g.T, x.T)}
+    shares = []
+    for product, operands in sides.items():
+        made = []
+        for i, (operand, cast) in enumerate(zip(operands, getattr(recipe, product))):
+            noise = Noise(seed=i + 1) if cast.rounding == "stochastic" else None
+            made.append(quantise(operand.contiguous(), cast, noise=noise).dequantise(torch.float64))
+        true, got = operands[0].double() @ operands[1].double().T, made[0] @ made[1].T
+        shares.append(float((got - true).square().sum() / true.square().sum()))
+    assert race.predicted_db(recipe, SMALL) == pytest.approx(-10 * math.log10(sum(shares) / 3), abs=1)
+
+
+def test_a_recipe_that_casts_nothing_has_no_noise_to_predict():
+    with pytest.raises(ConfigError, match="casts no operand"):
+        race.predicted_db(RECIPES["bf16"], SMALL)
+
+
+def test_who_runs_on_a_cpu_and_what_is_trained():
+    recipes = race.contenders(torch.device("cpu"))
+    assert recipes == CASTING      # no fp16: it would be multiplied in float32
+    made = race.entries(SMALL, recipes)
+    assert list(made) == ["bf16", *CASTING, race.AGAIN]
+    assert [config.precision.recipe for config in made.values()] == ["bf16", *CASTING, "bf16"]
+    assert [config.seed for config in made.values()] == [0] * (1 + len(CASTING)) + [1]
+
+
+# what runs did
+
+def run(losses, vals, seconds, backend="emulated"):
+    metrics = [{"step": i, "loss": loss, "step_seconds": one} | ({"val_loss": vals[i]} if i in vals else {})
+               for i, (loss, one) in enumerate(zip(losses, seconds), 1)]
+    return SimpleNamespace(metrics=metrics, path=race.MEASURED / "nowhere",
+                           summary={"status": "complete", "chosen": {"backend": {"used": backend}}})
+
+
+def test_outcomes_by_hand():
+    ours, base = [3.0] * 5, [3.0] * 5
+    found = race.outcomes({
+        "bf16": run(base, {2: 4.0, 4: 2.0}, [9, 9, 2.0, 3.0, 2.5], "pytorch"),
+        "mxfp8": run(ours, {2: 4.04, 4: 1.99}, [1, 1, 3.0, 2.4, 2.8]),
+        "nvfp4": run(ours[:3], {2: 4.4}, [9, 9, 4.0]),
+        race.AGAIN: run(base, {2: 4.4, 4: 2.06}, [9, 9, 1.5, 2.0, 2.0], "pytorch")})
+    assert list(found) == ["mxfp8", "nvfp4", race.AGAIN]
+    assert found["mxfp8"].gaps == pytest.approx({2: 1.0, 4: -0.5}) and found["mxfp8"].last == pytest.approx(-0.5)
+    assert found["mxfp8"].step_times == pytest.approx(2.4 / 1.5)       # the first two steps left out; the better bf16
+    assert found["nvfp4"].gaps == pytest.approx({2: 10.0})             # where both were evaluated
+    assert race.band(found) == pytest.approx(3.0)                      # of the later half
+    assert found["mxfp8"].noise_db is None and found["mxfp8"].backend == "emulated"
+
+
+def test_a_series_that_was_stopped_early_has_less_to_say():
+    assert race.outcomes({"bf16": run([], {}, [])}) == {}
+    assert race.outcomes({"bf16": run([3.0], {}, [1.0])}) == {} and race.band({}) is None
+    found = race.outcomes({"bf16": run([3.0], {}, [1.0]), "mxfp8": run([3.0], {}, [2.0])})
+    assert found["mxfp8"].gaps == {} and found["mxfp8"].last is None and found["mxfp8"].step_times == 2.0
+    heads, rows = race.table(found, {"mxfp8": 28.64}, advise(SMALL, "h200"))
+    assert len(rows[0]) == len(heads) and rows[0][:3] == ("mxfp8", "emulated", "28.6 dB") and rows[0][-1] == ""
+    go.Figure(plain(gap_figure({}, band=None, predicted={"mxfp8": 28.6}, measured={}, base="bf16")), skip_invalid=False)
+
+
+def test_recorded_losses_are_quoted_with_where_they_come_from(tmp_path):
+    source, _, rows = race.recorded(tmp_path)
+    assert "lpkit bench recipe-losses" in source and rows == []
+    losses = {"bf16": [2.0, 2.5], "mxfp8": [2.01, 2.5], "nvfp4": [2.1, 2.6]}
+    facts = {"device": "AMD EPYC", "date": "2026-11-21T00:26:46+00:00", "command": "lpkit bench recipe-losses --out data/measured",
+             "steps": 300, "losses": losses}
+    cases = [paired("recipe-losses", ours=losses[name], peer=losses["bf16"], peer_name="bf16", case=name, better="lower",
+                    unit="nats per token", target=target, facts=facts).to_dict() for name, target in (("mxfp8", 1.01), ("nvfp4", 1.025))]
+    path = tmp_path / "recipe-losses-amd-epyc.json"
+    path.write_text(json.dumps(cases[0] | {"cases": cases}))
+    source, _, rows = race.recorded(tmp_path)
+    assert all(words in source for words in ("Recorded", "AMD EPYC", "2026-11-21", "recipe-losses --out", "300 steps", "2 seeds"))
+    assert rows == [("mxfp8", "1.0025", "+0.50% +0.00%", "1.01: met"), ("nvfp4", "1.0450", "+5.00% +4.00%", "1.025: not met")]
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"recipe-losses-amd-epyc.json.*is not a recorded bench"):
+        race.recorded(tmp_path)
+
+
+# a series of runs
+
+def test_a_series_trains_all_and_each_is_the_run_alone(tiny, tmp_path):
+    configs = race.entries(tiny, ["fp8-tensorwise", "nvfp4"])
+    series = start_each(configs, out=tmp_path / "series")
+    live = LiveRuns(series, read=telemetry.read)
+    runs = series.result()
+    assert list(runs) == list(configs) and {run.summary["status"] for run in runs.values()} == {"complete"}
+    alone = lpkit.train(configs["nvfp4"], out=tmp_path / "alone")
+    assert [line["loss"] for line in runs["nvfp4"].metrics] == [line["loss"] for line in alone.metrics]
+
+    lines, noise = live.figure.spec["data"][:-1], live.figure.spec["data"][-1]
+    assert [line["name"] for line in lines[::2]] == list(configs) and all(line["x"] == [1, 2, 3, 4, 5, 6] for line in lines[::2])
+    assert lines[1]["y"] == [0] * 6 and lines[-1]["y"] == []       # another seed has other batches: no difference to draw
+    assert noise["x"] == list(configs) and noise["y"][-1] == "head"
+    column = {name: [row[i] for row in noise["z"]] for i, name in enumerate(noise["x"])}
+    assert all(24 < db < 27 for db in column["fp8-tensorwise"][:-1]) and column["fp8-tensorwise"][-1] > 40     # E5M2; kept
+    assert column["nvfp4"][0] < 20 and column["nvfp4"][4] > 40                                                 # the last block
+    assert "done" in live.status.value and live.stop_button.disabled
+
+    seen = race.samples(runs)
+    explorer = telemetry_of_runs(seen, start={"role": "dy"})
+    assert explorer.figure.spec["data"][0]["y"] == noise["y"]       # from the first layer to the last, for gradients too
+    explorer.figure.clicked = {"curve": 0, "x": "1", "y": "blocks.1.mlp.up"}
+    explorer.set(run="nvfp4")
+    assert explorer.choices["layer"] == "blocks.1.mlp.up" and "nvfp4" in explorer.figure.spec["layout"]["title"]["text"]
+
+    found = race.outcomes(runs)
+    cast = [sample for sample in seen["fp8-tensorwise"] if sample.layer != "head"]
+    assert found["fp8-tensorwise"].noise_db == race.measured_db(cast) == pytest.approx(
+        race.predicted_db(RECIPES["fp8-tensorwise"], tiny), abs=1)
+    assert found[race.AGAIN].noise_db is None and race.band(found) > 0
+
+
+def test_stop_ends_the_run_at_hand_and_begins_no_other(tiny, tmp_path):
+    series = start_each(race.entries(tiny.replace({"steps": 40, "precision.telemetry_every": 0}), ["int8"]), out=tmp_path)
+    live = LiveRuns(series, read=telemetry.read)
+    series.subscribe(lambda record: live.stop_button.click() if series.title == "int8" and record.step == 3 else None)
+    runs = series.result()
+    assert {name: run.summary["status"] for name, run in runs.items()} == {"bf16": "complete", "int8": "stopped"}
+    assert "stopped" in live.status.value and "int8" in live.status.value
+    assert len(live.figure.spec["data"]) == 4       # losses and differences of two runs, and no telemetry
+
+
+def test_a_run_that_fails_does_not_keep_the_next_from_beginning(tiny, tmp_path):
+    series = start_each({"bad": tiny.replace({"optimizer.lr": 1e30, "optimizer.clip": 0, "optimizer.warmup_steps": 0}), "good": tiny},
+                        out=tmp_path / "a")
+    assert [run.summary["status"] for run in series.result().values()] == ["failed", "complete"]
+    series = start_each({"impossible": tiny.replace({"precision.recipe": "fp8-blockwise", "model.width": 96}), "good": tiny},
+                        out=tmp_path / "b")
+    with pytest.raises(ConfigError, match="do not tile"):
+        series.result()
+    assert list(series.handles) == ["impossible"]
+    with pytest.raises(ConfigError, match="at least one config"):
+        start_each({})
+
+
+def test_a_series_that_pauses_waits(tiny, tmp_path):
+    series = start_each({"one": tiny, "two": tiny}, out=tmp_path)
+    series.pause()
+    assert series.title == "one" and all(handle.paused for handle in series.handles.values())
+    series.resume()
+    assert list(series.result()) == ["one", "two"]
+
+
+# drawn
+
+def test_plotly_accepts_the_figures():
+    gaps = {name: {10: 0.1 * i, 20: -0.1 * i} for i, name in enumerate(CASTING)}
+    spec = plain(gap_figure(gaps, band=0.3, predicted=dict.fromkeys(CASTING, 30.0), measured=dict.fromkeys(CASTING, 29.0),
+                            base="bf16", title="t"))
+    go.Figure(spec, skip_invalid=False)
+    assert spec["layout"]["yaxis"]["range"] == pytest.approx([-0.69, 0.69]) and "two seeds of bf16 differ by 0.3%" in json.dumps(spec)
+    go.Figure(plain(race_figure({"bf16": {1: 3.0, 2: 2.0}, "<i>": {1: 3.3}}, planned_steps=9)), skip_invalid=False)
+    assert race_figure({"bf16": {1: 3.0, 2: 2.0}, "b": {1: 3.3}})["data"][3]["y"] == pytest.approx([10.0])
+    go.Figure(plain(race_figure({})), skip_invalid=False)
+
+
+def test_one_of_several_words():
+    pick = Pick("Which?", ["a", "b"])
+    assert pick.value == "a"
+    pick.buttons.value = "b"
+    assert pick.value == "b"
+    pick.value = "a"
+    assert pick.buttons.value == "a"
+    with pytest.raises(ConfigError, match="at least one answer"):
+        Pick("Which?", [])
+
+
+def test_a_column_of_sentences_is_set_to_the_left():
+    table = html_table(("a", "b", "c"), [("1", "2", "a sentence")], prose=2)
+    assert table.count("text-align:right") == 2 and "white-space:nowrap" in table and "nowrap" not in html_table(("a",), [("1",)])
