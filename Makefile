@@ -1,6 +1,7 @@
 # make lab     set up once, then open JupyterLab on the course
 # make test    set up once, then everything that proves the project
 # make docs    build the site into docs/_build/html
+# make ledger  measure how far off the memory ledger is, into data/measured and docs/ledger.md
 # make upgrade renew constraints.txt
 # make clean   remove the environment and what was built
 #
@@ -15,7 +16,7 @@ READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CU
 SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
 
-.PHONY: help lab test docs upgrade clean setup install
+.PHONY: help lab test docs ledger upgrade clean setup install
 .NOTPARALLEL:
 
 help:
@@ -31,6 +32,11 @@ test: setup
 
 docs: setup
 	$(PY) docs/build.py
+
+ledger: setup
+	$(PY) -m lpkit bench ledger --out data/measured
+	mkdir -p build && $(PY) -m lpkit.bench.ledger --page > build/ledger.md
+	mv build/ledger.md docs/ledger.md
 
 setup:
 	@test -f "$(READY)" && $(SOUND) 2>/dev/null || $(MAKE) --no-print-directory install

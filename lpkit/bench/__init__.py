@@ -21,6 +21,7 @@ BENCHES = {
     "fp8-linear": "lpkit.bench.fp8_linear",
     "fp8-step": "lpkit.bench.fp8_step",
     "import": "lpkit.bench.imports",
+    "ledger": "lpkit.bench.ledger",
     "loader": "lpkit.bench.loader",
     "low-precision-cpu": "lpkit.bench.low_precision_cpu",
     "mx-qdq": "lpkit.bench.mx_qdq",
