@@ -104,7 +104,8 @@ def memory(config: Config, *, device: str | None = None, count: bool = False) ->
     """Every live byte of one update of the model of `config`, as lpkit.train makes it, by row; the second one, because
     the optimizer makes its state in the first.
 
-    On a GPU the allocator counts too; on a CPU PyTorch's profiler does, in one more update, if asked to `count`.
+    On a GPU the allocator counts too, cuBLAS's workspace included; on a CPU PyTorch's profiler does, in one more update,
+    if asked to `count`.
     """
     bench = Bench(config, device)
     bench.train()
@@ -114,11 +115,12 @@ def memory(config: Config, *, device: str | None = None, count: bool = False) ->
     with bench.tracker() as tracker:
         tracker.hold(bench.batch, "batch")
         bench.train(tracker.optimizing)
-    counted = hardware.peak_bytes(bench.device) if gpu else None
+    counted, reserved = ((hardware.peak_bytes(bench.device), torch.cuda.max_memory_reserved(bench.device)) if gpu
+                         else (None, None))
     held = sum(tracker.now().values())
     if count and not gpu:
         counted = held + _counted_peak(bench.train)
-    return tracker.footprint(counted_bytes=counted, chosen=bench.chosen, where=bench.where)
+    return tracker.footprint(counted_bytes=counted, reserved_bytes=reserved, chosen=bench.chosen, where=bench.where)
 
 
 def _counted_peak(update: Callable[[], object]) -> int:

@@ -21,17 +21,18 @@ from html import escape
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lpkit import hardware, measure
 from lpkit.assembly import Decided, decide
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config, ConfigError, flat
 from lpkit.contracts import Choice, Stage, Transform
-from lpkit.memory.files import Scratch
+from lpkit.memory.files import Scratch, Slot, Slots
+from lpkit.memory.loss import LOSSES
 from lpkit.nn import attention
 from lpkit.optim import moments
 from lpkit.precision import scaled
@@ -40,7 +41,7 @@ from lpkit.predict.layout import Layout, check
 from lpkit.predict.ledger import MOMENTS, memory, micro_batch
 from lpkit.predict.machines import Machine
 from lpkit.predict.units import quantity
-from lpkit.tracking import ROWS, Footprint
+from lpkit.tracking import ROWS, Footprint, wrapped
 
 ASSUMED_RECIPE = "bf16"     # what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
 
@@ -57,11 +58,14 @@ def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None 
     if layout.devices != layout.batch_ranks or (layout.devices > 1 and (layout.shard == 1 or layout.zero < 2)):
         raise ConfigError(f"a trace shards by FSDP2, over data and shard with ZeRO 2 or 3, and the layout is {layout}; the "
                           f"closed form, lpkit.predict.memory, has the other axes")
+    if layout.devices > 1:
+        _refuse_what_does_not_shard(config)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     config = config.replace({"batch": sequences * pieces, "accumulate": pieces})
     decided = _decide(config, device)
     with _world(layout, device) as mesh, _fake_step(device):
-        shard = () if mesh is None else (Shard(mesh=mesh, compute=decided.recipe.compute, zero=layout.zero),)
+        shard = () if mesh is None else (Shard(mesh=mesh, compute=decided.recipe.compute, zero=layout.zero,
+                                               entry=LOSSES[config.memory.loss].entry),)
         # sharded parameters are gathered in the compute dtype, and autocast would have nothing to do
         recipe = replace(decided.recipe, compute=None) if shard else decided.recipe
         bench = measure.Bench(config, decided=replace(decided, recipe=recipe), more=shard)
@@ -75,11 +79,13 @@ def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(Transform):
-    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32."""
+    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32. `entry`: the method of the
+    model that the loss calls; None: the model itself."""
 
     mesh: DeviceMesh
     compute: torch.dtype | None
     zero: int
+    entry: str | None = None
     stage = Stage.DATA
 
     def __call__(self, model: nn.Module) -> nn.Module:
@@ -87,10 +93,22 @@ class Shard(Transform):
         again = None if self.zero == 3 else False       # None: blocks are gathered once more for backward, the rest stays
         for module in (*model.blocks, model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
+        if self.entry:
+            register_fsdp_forward_method(model, self.entry)
         return model
 
 
-def _gathered(model: nn.Module) -> Iterator[torch.Tensor]:
+WHOLE_ALONE = {"optimizer.name": "adamw", "memory.parameters": "fp32", "memory.optimizer_state": "device"}
+
+
+def _refuse_what_does_not_shard(config: Config) -> None:
+    """Updates that read a parameter's bits, which a shard's wrapper does not give."""
+    for key, only in WHOLE_ALONE.items():
+        if (asked := flat(config)[key]) != only:
+            raise ConfigError(f"{key}={asked} updates whole parameters; set {key}={only}, or trace one device")
+
+
+def _gathered(model: nn.Module) -> Iterator[Tensor]:
     """What FSDP gathers whole parameters into; without memory between reshard and unshard."""
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -147,28 +165,46 @@ def _fake_step(device: str) -> Iterator[None]:
         moments.midpoints(signed)
     scaled.hadamard_matrix()
     try:
-        with _no_files(), FakeTensorMode(allow_non_fake_inputs=True), _Healthy(), torch.device(device):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _no_files(fake), fake, _Healthy(), torch.device(device):
             yield
     finally:
         scaled.hadamard_matrix.cache_clear()        # one of each device, fake ones too
 
 
 @contextmanager
-def _no_files() -> Iterator[None]:
-    """What would lie in a file lies on PyTorch's device without memory."""
-    mapped, let_go = Scratch.mapped, Scratch.let_go
-    Scratch.mapped = lambda self, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
-    Scratch.let_go = lambda self, t: None
+def _no_files(fake: FakeTensorMode) -> Iterator[None]:
+    """What would lie in a file lies nowhere, or on PyTorch's device without memory."""
+
+    def write(self: Slots, t: Tensor) -> Slot:
+        return self.slot(len(t))
+
+    def read(self: Slots, slot: Slot) -> Tensor:
+        with _disable_current_modes(), fake:    # pages of the system, which nobody tracks in a real step either
+            return torch.empty(slot.nbytes, dtype=torch.uint8)
+
+    instead = {
+        (Scratch, "mapped"): lambda self, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+        (Scratch, "let_go"): lambda self, t: None,
+        (Slots, "slot"): lambda self, nbytes: Slot(0, nbytes), (Slots, "expect"): lambda self, slot: None,
+        (Slots, "write"): write, (Slots, "read"): read,
+    }
+    originals = {(owner, name): getattr(owner, name) for owner, name in instead}
     try:
+        for (owner, name), by in instead.items():
+            setattr(owner, name, by)
         yield
     finally:
-        Scratch.mapped, Scratch.let_go = mapped, let_go
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
 
 
 class _Healthy(TorchDispatchMode):
     """Numbers that a fake tensor has not: true, 1.0, and no count of anything."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if wrapped(types):
+            return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
@@ -180,60 +216,75 @@ class Reconciled:
     """Three answers to what one device holds at the peak of a step: bytes by row, each at its own peak."""
 
     formula: dict[str, float]
-    formula_moment: str         # of ledger.MOMENTS
+    formula_moment: str             # of ledger.MOMENTS
     traced: Footprint
-    measured: Footprint
-
-    def comparison(self, of: str = "formula") -> Comparison:
-        """`of`, "formula" or "trace", beside the measurement."""
-        said = {"formula": self.formula, "trace": self.traced.rows}[of]
-        return Comparison.of_rows({**said, "peak": sum(said.values())},
-                                  {**self.measured.rows, "peak": self.measured.peak_bytes},
-                                  unit="bytes", where=self.measured.where)
+    measured: Footprint | None      # None: no such machine here
 
     @property
-    def sentences(self) -> tuple[str, str]:
+    def truth(self) -> Footprint:
+        return self.measured or self.traced
+
+    def comparison(self, of: str = "formula") -> Comparison:
+        """`of`, "formula" or "trace", beside the measurement, or where there is none the trace."""
+        said = {"formula": self.formula, "trace": self.traced.rows}[of]
+        return Comparison.of_rows({**said, "peak": sum(said.values())}, {**self.truth.rows, "peak": self.truth.peak_bytes},
+                                  unit="bytes", where=self.truth.where)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
         """How far off the formula and the trace are, and which row explains it."""
-        return self._sentence("formula"), self._sentence("trace")
+        return tuple(map(self._sentence, ("formula", "trace") if self.measured else ("formula",)))
 
     def _sentence(self, of: str) -> str:
         rows = {row.name: row for row in self.comparison(of)}
-        peak = rows.pop("peak")
+        peak, there = rows.pop("peak"), "measured" if self.measured else "traced"
         off = peak.formula - peak.measured
         if not off:
-            return f"The {of}'s peak is the measured one, to the byte."
+            return f"The {of}'s peak is the {there} one, to the byte."
         if abs(peak.error) < 0.001:
-            return f"The {of}'s peak is the measured one within 0.1%: {quantity(abs(off), 'bytes')} off."
+            return f"The {of}'s peak is the {there} one within 0.1%: {quantity(abs(off), 'bytes')} off."
         widest = max(rows.values(), key=lambda row: (row.formula - row.measured) * off)
         moment = self.formula_moment if of == "formula" else f"in {self.traced.phase}, {self.traced.module}"
         return (f"The {of}'s peak is {quantity(abs(off), 'bytes')} ({percent(peak.error)}) {'above' if off > 0 else 'below'} the "
-                f"measured one; {widest.name!r} explains most of it: {quantity(widest.formula, 'bytes')} against "
-                f"{quantity(widest.measured, 'bytes')}. The {of}'s moment is: {moment}; the measured one: in "
-                f"{self.measured.phase}, {self.measured.module}.")
+                f"{there} one; {widest.name!r} explains most of it: {quantity(widest.formula, 'bytes')} against "
+                f"{quantity(widest.measured, 'bytes')}. The {of}'s moment is: {moment}; the {there} one: in "
+                f"{self.truth.phase}, {self.truth.module}.")
 
     def _repr_html_(self) -> str:
-        names = [name for name in (*ROWS, "peak") if any(name in rows for rows in self._columns)]
-        lines = ["".join(f"<td>{cell}</td>" for cell in (name, *(
-            quantity(rows.get(name, 0), "bytes") for rows in self._columns))) for name in names]
-        head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("", "formula", "traced", "measured"))
+        sides = {"formula": self.formula, "traced": self.traced.rows} | (
+            {"measured": self.measured.rows} if self.measured else {})
+        columns = [{**rows, "peak": sum(rows.values())} for rows in sides.values()]
+        names = [name for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
+        lines = ["".join(f"<td>{cell}</td>" for cell in (name, *(quantity(rows.get(name, 0), "bytes") for rows in columns)))
+                 for name in names]
+        head = "".join(f"<th style='text-align:left'>{side}</th>" for side in ("", *sides))
         said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
         return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table>{said}"
-
-    @property
-    def _columns(self) -> list[dict[str, float]]:
-        return [{**rows, "peak": sum(rows.values())} for rows in (self.formula, self.traced.rows, self.measured.rows)]
 
 
 def reconcile(config: Config, *, device: str | None = None) -> Reconciled:
     """Formula, trace and one measured step of `config` on this machine, side by side by row."""
     measured = measure.memory(config, device=device)
     used = {key: choice.used for key, choice in measured.chosen.items()}
-    on = torch.device(used["device"])
     config = config.replace({"precision.recipe": used["precision"], "precision.backend": used["backend"],
                              "model.attention": used["attention"]})
-    said = memory(config, _machine(on), attention=used["attention"])
-    return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
-                      traced=predict_trace(config, device=on.type), measured=measured)
+    traced = predict_trace(config, device=torch.device(used["device"]).type)
+    return _reconciled(config, 1, None, traced, measured)
+
+
+def reconcile_trace(config: Config, world_size: int, *, layout: Layout | None = None, device: str = "cpu") -> Reconciled:
+    """Formula and trace of a world that is not here; as `predict_trace`."""
+    layout = layout or Layout(shard=world_size)
+    return _reconciled(config, world_size, layout, predict_trace(config, world_size, layout=layout, device=device), None)
+
+
+def _reconciled(config: Config, world_size: int, layout: Layout | None, traced: Footprint,
+                measured: Footprint | None) -> Reconciled:
+    used = {key: choice.used for key, choice in traced.chosen.items()}
+    config = config.replace({"precision.recipe": used["precision"]})
+    said = memory(config, _machine(torch.device(used["device"])), world_size, layout=layout, attention=used["attention"])
+    return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment], traced=traced,
+                      measured=measured)
 
 
 def _machine(device: torch.device) -> Machine:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lpkit.contracts import Choice, Place
+from lpkit.memory.files import Slot, Slots
 from lpkit.precision.linear import scaled_linears
 
 ROWS = {
@@ -91,6 +92,7 @@ class Footprint:
     changes: int                    # how many there were
     offloaded_bytes: int = 0        # the most that lay on another device, or in a file
     counted_bytes: int | None = None    # the peak by the allocator's own count, what kernels take for themselves included
+    reserved_bytes: int | None = None   # CUDA: the most that the allocator took from the driver
     chosen: dict[str, Choice] = field(default_factory=dict)
     where: str = ""                 # for a Comparison
 
@@ -123,7 +125,7 @@ class Tracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = [(0, LOSS)]         # from this autograd sequence number on, the module
         self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
-        self.elsewhere: dict[int, int] = {}     # bytes of storages on another device or in a file
+        self.elsewhere: dict[int, int] = {}     # bytes of what is on another device or in a file
         self.most_offloaded = 0
         self.undo: list[Callable[[], None]] = []
 
@@ -200,9 +202,8 @@ class Tracker(TorchDispatchMode):
     # ---- makings and ends
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for t in types:
-            if t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor):
-                return NotImplemented       # a wrapper: its own operations come by
+        if wrapped(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
         if made:
@@ -266,10 +267,17 @@ class Tracker(TorchDispatchMode):
     def _offload(self, tensor: Any) -> None:
         for t in _inner(tensor):
             storage = t.untyped_storage()
-            if (key := storage._cdata) not in self.elsewhere:
-                self.elsewhere[key] = storage.nbytes()
-                self.refs[key] = weakref.ref(storage, partial(self._back, key))
-        self.most_offloaded = max(self.most_offloaded, sum(self.elsewhere.values()))
+            self._away(storage, storage._cdata, storage.nbytes())
+
+    def _slot(self, slot: Callable, slots: Slots, nbytes: int) -> Slot:
+        taken = slot(slots, nbytes)
+        self._away(taken, id(taken), nbytes)
+        return taken
+
+    def _away(self, thing: Any, key: int, nbytes: int) -> None:
+        if key not in self.elsewhere:
+            self.elsewhere[key], self.refs[key] = nbytes, weakref.ref(thing, partial(self._back, key))
+            self.most_offloaded = max(self.most_offloaded, sum(self.elsewhere.values()))
 
     def _back(self, key: int, _: Any) -> None:
         del self.elsewhere[key], self.refs[key]
@@ -308,6 +316,7 @@ class Tracker(TorchDispatchMode):
         self.undo.append(lambda: saved.__exit__(None, None, None))
         self._replace(torch.UntypedStorage, "resize_", self._resize)
         self._replace(torch.autograd, "grad", self._grad)
+        self._replace(Slots, "slot", self._slot)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -413,6 +422,11 @@ class Tracker(TorchDispatchMode):
 
 
 _IN_FLIGHT = ("temporaries", "attention workspace", "recomputed block", "communication buffers")
+
+
+def wrapped(types: Iterable[type]) -> bool:
+    """Whether an operation is on tensors made of others. A mode that leaves it alone sees the operations inside."""
+    return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor) for t in types)
 
 
 def _rounding(change: int) -> int:

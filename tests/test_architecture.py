@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "memory": BASE | {"nn"},
     "datasets": BASE | {"predict"},
     "hardware": BASE | {"predict"},
-    "tracking": BASE | {"precision"},
+    "tracking": BASE | {"memory", "precision"},
     "measure": BASE | {"assembly", "hardware", "nn", "precision", "predict", "tracking"},
     "trace": BASE | {"assembly", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "tracking"},
     "steps": BASE,

@@ -12,7 +12,7 @@ from lpkit.config import Config, ConfigError
 from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import parameter_count
 from lpkit.predict.layout import Layout
-from lpkit.trace import _fake_step, _world, predict_trace, reconcile
+from lpkit.trace import _fake_step, _world, predict_trace, reconcile, reconcile_trace
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
@@ -33,6 +33,7 @@ CONFIGS = {
         "precision.recipe": "bf16", "optimizer.name": "adamw-8bit", "memory.parameters": "bf16", "optimizer.clip": 0,
         "memory.update": "in-backward"},
     "state in a file": {"memory.optimizer_state": "disk"},
+    **{f"saved {where}": {"precision.recipe": "bf16", "memory.saved": where} for where in ("cpu", "disk", "int4")},
     "mxfp8, recomputed, chunked": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block",
                                            "memory.loss": "chunked", "memory.loss_chunk": 64},
 }
@@ -64,6 +65,15 @@ def test_shards_by_arithmetic():
     assert whole.most["gathered weights"] == 2 * count and whole.most["weights"] == found.most["weights"]
     hybrid = predict_trace(config, 8, layout=Layout(data=2, shard=4))
     assert hybrid.most["weights"] == 2 * found.most["weights"]
+
+
+@pytest.mark.parametrize("changes", [
+    {"precision.recipe": "fp16"}, {"precision.recipe": "mxfp8", "memory.recompute": "block"},
+    {"memory.loss": "chunked", "memory.loss_chunk": 64}, {"memory.update": "in-backward", "optimizer.clip": 0}])
+def test_techniques_shard_too(changes):
+    found, alone = predict_trace(SMALL.replace(changes), 2), predict_trace(SMALL.replace(changes))
+    assert 2 * found.most["weights"] == alone.most["weights"] and found.most["gathered weights"] > 0
+    assert found.most["activations"] <= 0.75 * alone.most["activations"]
 
 
 def test_a_world_of_1024_ranks():
@@ -128,6 +138,8 @@ def test_what_cannot_be_traced_is_refused():
         predict_trace(SMALL, 4, layout=Layout(shard=2))
     with pytest.raises(ConfigError, match="of cpu or cuda, not 'tpu'"):
         predict_trace(SMALL, device="tpu")
+    with pytest.raises(ConfigError, match=r"optimizer\.name=adamw-8bit updates whole parameters; set optimizer\.name=adamw"):
+        predict_trace(SMALL.replace({"optimizer.name": "adamw-8bit"}), 2)
     with _world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
         predict_trace(SMALL, 2)
 
@@ -157,3 +169,6 @@ def test_three_answers_side_by_side():
     assert found.comparison()["peak"].measured == found.measured.peak_bytes
     assert abs(found.comparison()["peak"].error) < 0.05
     assert found._repr_html_().count("<tr>") >= len(found.measured.rows) + 1
+    sharded = reconcile_trace(SMALL, 2)
+    assert sharded.measured is None and len(sharded.sentences) == 1 and "measured" not in sharded._repr_html_()
+    assert sharded.comparison()["weights"].error == 0

@@ -163,3 +163,22 @@ def test_nothing_is_left_behind():
         assert tracker.now().keys() == {"weights", "optimizer state", "batch"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules())
     assert not any(p._backward_hooks for p in bench.model.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_the_allocator_holds_what_is_tracked():
+    """The snapshot's blocks by address: each live storage is one, rounded up to 512 bytes."""
+    config = SMALL.replace(LLAMA | {"precision.recipe": "bf16"})
+    found = measure.memory(config, device="cuda")
+    assert found.rows["allocator"] > 0 and found.reserved_bytes >= found.counted_bytes
+    assert found.peak_bytes <= found.counted_bytes <= 1.1 * found.peak_bytes + 64 * 2**20      # cuBLAS's workspace
+    bench = measure.Bench(config, "cuda")
+    bench.train()
+    with bench.tracker() as tracker:
+        tracker.hold(bench.batch, "batch")
+        bench.train(tracker.optimizing)
+    blocks = {block["address"]: block for segment in torch.cuda.memory._snapshot()["segments"]
+              for block in segment["blocks"] if block["state"] == "active_allocated"}
+    for p in bench.model.parameters():
+        held = blocks[p.untyped_storage().data_ptr()]
+        assert held["requested_size"] == p.nbytes and held["size"] == -(-p.nbytes // 512) * 512
