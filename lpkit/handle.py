@@ -138,7 +138,7 @@ class Background:
         return self.result()
 
     def result(self) -> Any:
-        """Wait for the end and return the Run. Interrupting the wait stops the training and returns the partial Run."""
+        """Wait for the end and return the result. Interrupting the wait stops the training; what is returned is partial."""
         try:
             self._told.wait()
         except KeyboardInterrupt:

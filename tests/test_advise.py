@@ -141,6 +141,17 @@ def test_a_cpu_is_told_that_emulation_is_slower():
     assert got.efficiency is REACHED
 
 
+def test_what_is_to_be_beaten_can_be_named():
+    slow = replace(CPU, flops={"fp32": 2e11, "bf16": 1e11})      # a CPU without bf16 products
+    free, named = advise(gpt(4, 256, batch=1), slow), advise(gpt(4, 256, batch=1), slow, base="bf16")
+    assert (free.base, named.base) == ("fp32", "bf16") and named.sentence.startswith("bf16: ")
+    assert named.plans[0].cost.base_step_seconds > free.plans[0].cost.base_step_seconds
+    with pytest.raises(ConfigError, match="fp16"):
+        advise(gpt(4, 256, batch=1), slow, base="fp16")
+    with pytest.raises(ConfigError, match="there is no base 'fp8'"):
+        advise(gpt(4, 256, batch=1), "h200", base="fp8")
+
+
 def test_bytes_are_those_of_the_linear_itself():
     """`ScaledLinear` keeps x and w for backward, cast: the formula's bytes against autograd's."""
     import torch

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.config import Config, ConfigError
+from lpkit.contracts import pick
 from lpkit.precision import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.formats import format_of
@@ -48,6 +49,7 @@ from lpkit.predict.precision import (
 )
 from lpkit.predict.units import duration, quantity
 
+BASES = ("bf16", "fp16", "fp32")
 WORTH = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
@@ -190,18 +192,20 @@ def _linears(config: Config) -> list[Product]:
     return [p for p in products(config.model, batch=config.batch // config.accumulate) if not p.pairs]
 
 
-def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
+def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None, base: str | None = None,
            train: Train | None = None, seeds: int = 3, steps: int = 60, measured: Path = MEASURED) -> Advice:
     """Which recipe to train `config` with on one `machine`, a name of the catalogue or one that was measured here.
 
     recipes   rows to consider; None: every one that casts
+    base      what to beat: bf16, fp16 or fp32; None: the fastest of what the machine has
     train     `lpkit.train`, to settle it by running: the two best and 16 bits, `steps` steps of `seeds` seeds each.
               The machine must then be the one at hand
     measured  the folder of recorded benches
     Raises ConfigError for an unknown machine or recipe, or settings that go with none.
     """
     on = machines.find(machine)
-    base = _base(on)
+    base = _base(on) if base is None else pick(dict.fromkeys(BASES, base), base, "base")
+    on.peak_flops(base)     # raises where there is none
     efficiency, recorded = recall(on, base, measured)
     plans = []
     for name in recipes or [name for name, row in RECIPES.items() if row.products]:
@@ -227,7 +231,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
 
 def _base(on: Machine) -> str:
     """The 16-bit recipe to beat: the fastest of what the machine has."""
-    return max((dtype for dtype in ("bf16", "fp16", "fp32") if dtype in on.flops), key=lambda dtype: on.flops[dtype])
+    return max((dtype for dtype in BASES if dtype in on.flops), key=lambda dtype: on.flops[dtype])
 
 
 def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficiency: Efficiency,
