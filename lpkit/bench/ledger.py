@@ -55,7 +55,9 @@ def configs(larger: dict[str, Any] | None = None) -> Iterator[tuple[str, Config]
                  *((f"{recipe}, {name}", {"precision.recipe": recipe, **SHAPES[name]})
                    for recipe in LOW for name in ("as it is", "accumulated")),
                  *((f"{recipe}, {name}", {"precision.recipe": recipe, **changes})
-                   for recipe in ("bf16", "fp8-tensorwise") for name, changes in TECHNIQUES.items())]
+                   for recipe in ("bf16", "fp8-tensorwise") for name, changes in TECHNIQUES.items()),
+                 *((f"{recipe}, recompute selective, sdpa", {"precision.recipe": recipe, "memory.recompute": "selective",
+                                                             "model.attention": "sdpa"}) for recipe in LOW)]
         for name, changes in cases:
             yield f"{style}, {name}", Config().replace({**shape, **(larger or {}), **changes})
 

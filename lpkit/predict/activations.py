@@ -13,10 +13,10 @@ from lpkit.config import ConfigError, ModelConfig, nearest
 from lpkit.predict.params import product_weights
 
 Kind = Literal["cpu", "gpu"]
-RECOMPUTE = {
+RECOMPUTE = {     # by what it costs
     "none": "keep everything",
-    "block": "keep each block's input, run the block again in backward (Chen et al. 2016, arXiv:1604.06174)",
     "selective": "keep results of products and of fused attention too (Korthikanti et al. 2022, arXiv:2205.05198)",
+    "block": "keep each block's input, run the block again in backward (Chen et al. 2016, arXiv:1604.06174)",
 }
 FP32, TOKEN_ID = 4, 8   # bytes; token ids are int64
 
@@ -27,6 +27,7 @@ class Kept:
 
     operations: dict[str, int]    # bytes over all blocks; of those that run again, what they keep until then: "again"
     block: dict[str, int]         # bytes of one block, everything kept: what recomputing it holds for a moment
+    last: dict[str, int]          # of the last block, whose products may be in other bits than those of the others
     weight_copy_bytes: int        # the weights once more in the compute dtype, made and kept by autocast
     again_bytes: int              # what a block keeps that runs again
 
@@ -35,6 +36,7 @@ class Kept:
         outside = ("embed", "norm", "head", "loss")
         return Kept(operations={name: n / cut * (1 if name in outside else depth) for name, n in self.operations.items()},
                     block={name: n / cut for name, n in self.block.items()},
+                    last={name: n / cut for name, n in self.last.items()},
                     weight_copy_bytes=self.weight_copy_bytes / cut * depth, again_bytes=self.again_bytes / cut)
 
     @property
@@ -53,29 +55,28 @@ class Kept:
 
 
 def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, attention: str = "sdpa",
-         recompute: str = "none", every: int = 1, kind: Kind = "cpu") -> Kept:
+         recompute: str = "none", every: int = 1, kind: Kind = "cpu", operand: float | None = None,
+         last_operand: float | None = None) -> Kept:
     """For `batch` sequences of model.context tokens.
 
     `compute` is the bytes of a number in the products, `stream` in the residual stream: 4 and 4 in float32, 2 and 4
     under 16-bit autocast, 2 and 2 for a model that is 16-bit throughout. `kind` matters where PyTorch's kernels keep
-    different things on a GPU: its RMSNorm is fused, and autocast takes a plain softmax in float32.
+    different things on a GPU: its RMSNorm is fused, and autocast takes a plain softmax in float32. `operand` is the bytes
+    of a number that a block's products keep of their inputs, where they cast them; None: they keep what they are given.
     """
     if recompute not in RECOMPUTE:
         raise ConfigError(f"there is no recompute mode {recompute!r}; {nearest(recompute, RECOMPUTE)}")
     N, D, L, V = batch * model.T, model.D, model.L, model.V
-    block = {
-        "norm1": _norm(model, N, stream, kind),
-        "attention.qkv": N * D * compute,    # what the norm gave, or its 16-bit copy
-        **_attention(model, batch, compute, attention, kind),
-        "norm2": _norm(model, N, stream, kind),
-        **_mlp(model, N, compute),
-    }
+    block = _block(model, batch, compute, stream, attention, kind, operand)
+    last = block if last_operand == operand else _block(model, batch, compute, stream, attention, kind, last_operand)
     again = len(range(0, L, every)) if recompute != "none" else 0      # blocks that run again
     stored = N * D * stream
     if recompute == "selective":
         stored += N * (_qkv(model) + 2 * D + {"gelu": 1, "swiglu": 2}[model.mlp] * model.F) * compute
         stored += N * (D * compute + model.H * FP32) if attention == "sdpa" else 0
-    blocks = {name: (L - again) * n for name, n in block.items() if n} if again < L else {}
+    whole = 0 if recompute != "none" and (L - 1) % every == 0 else 1      # whether the last one is kept
+    blocks = {name: (L - again - whole) * block.get(name, 0) + whole * last.get(name, 0)
+              for name in {**block, **last}} if again < L else {}
     if again:
         blocks["again"] = again * stored
     if model.position == "rope":             # cos and sin, made once for all blocks
@@ -89,10 +90,23 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
             "head": N * D * compute,
             "loss": N * V * FP32 + N * TOKEN_ID + FP32,   # log-probabilities, targets, how many targets count
         },
-        block=block,
+        block=block, last=last,
         weight_copy_bytes=(V * D + inside * (L - again) // L) * compute if compute < stream else 0,
         again_bytes=stored,
     )
+
+
+def _block(model: ModelConfig, B: int, compute: int, stream: int, attention: str, kind: Kind,
+           operand: float | None) -> dict[str, int]:
+    N, D, F = B * model.T, model.D, model.F
+    norm = _norm(model, N, stream, kind)
+    found = {"norm1": norm, "attention.qkv": N * D * compute,     # what the norm gave, or its 16-bit copy
+             **_attention(model, B, compute, attention, kind), "norm2": norm, **_mlp(model, N, compute)}
+    if operand is not None:     # copies, also of what is kept anyway
+        up = "mlp.up" if model.mlp == "gelu" else "mlp.gate_up"
+        found |= {"attention.qkv": N * D * operand, "attention.out": N * D * operand, up: N * D * operand,
+                  "mlp.down": N * F * operand}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def _norm(model: ModelConfig, N: int, stream: int, kind: Kind) -> int:

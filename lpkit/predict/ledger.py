@@ -173,8 +173,10 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
     if stored := _of(STORED, config.memory.parameters, "memory.parameters"):
         p = replace(p, **stored)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
+    operand = p.low and p.low.held_bytes(_native(p, on))
     keep = kept(config.model, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
-                recompute=recompute, every=config.memory.recompute_every, kind=on.kind)
+                recompute=recompute, every=config.memory.recompute_every, kind=on.kind, operand=operand,
+                last_operand=None if p.low and "last" in p.low.keep else operand)
     ends = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     stages = [_stage(config, on, layout, p, keep, optimizer or config.optimizer.name, sequences=sequences, pieces=pieces,
                      recompute=recompute, attention=attention, embeds=first, heads=last) for first, last in ends]
@@ -191,7 +193,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     tables = embeds * (parts["embedding"] + parts["positions"]) + heads * (
         parts["head"] + (parts["embedding"] if m.tied and not embeds else 0))
     count = inside + tables / layout.tensor
-    sharded, native = layout.zero == 3 and ranks > 1, p.low is not None and on.kind == "gpu" and p.dtype in on.flops
+    sharded, native = layout.zero == 3 and ranks > 1, _native(p, on)
     at_once = _of(AT_ONCE, config.memory.update, "memory.update")
     if cut > 1 or layout.pipeline > 1:
         keep = keep.share(cut, layers / m.L)
@@ -258,6 +260,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         "the moments and the weight of the largest parameter, as its update wants them", "lpkit.optim.adamw")
     row("temporaries", temporaries, "gradients of activations, and what is cast or copied on the way", ENGINE)
     return tuple(one for one in rows if one.bytes)
+
+
+def _native(p: Precision, on: Machine) -> bool:
+    """Whether operands lie in memory in the bits of their format."""
+    return p.low is not None and on.kind == "gpu" and p.dtype in on.flops
 
 
 def _update_bytes(config: Config, optimizer: str, resting: bool, shards: int) -> float:

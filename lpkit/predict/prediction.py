@@ -75,7 +75,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
     mfu        model FLOPs utilisation to assume, before recomputation; 0.4 is a good large run (PaLM reports 0.46)
     precision  a row of `ledger.PRECISIONS`; None: as the config asks, where "auto" is bf16 if the machine has it
     zero       stage 0 to 3; None: the lowest stage that fits, or 3
-    recompute  a row of `activations.RECOMPUTE`; None: the config's where that fits, else "block"
+    recompute  a row of `activations.RECOMPUTE`; None: the config's, or the first that fits
     A low-precision recipe counts with its bytes, and with the time of 16 bits: `lpkit advise` weighs its casts and products.
     Raises ConfigError.
     """
@@ -96,7 +96,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price}")
     stages = [zero] if zero is not None else [0] if devices == 1 else [0, 1, 2, 3]
-    for again, stage in itertools.product(list(RECOMPUTE) if recompute is None else [recompute], stages):
+    modes = [recompute] if recompute else [config.memory.recompute] if config.memory.recompute != "none" else RECOMPUTE
+    for again, stage in itertools.product(modes, stages):
         held = memory(config, on, devices, precision=chosen, optimizer=optimizer, zero=stage, recompute=again,
                       attention=attention)
         if held.fits:
@@ -119,7 +120,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
             "mfu": mfu, "precision": chosen, "dtype": dtype, "peak_flops_per_device": peak, "optimizer": optimizer or config.optimizer.name,
             "zero": stage, "recompute": again,
             "layout_why": "asked for" if zero is not None and recompute is not None else
-            "the first that fits, in the order none before block, then ZeRO 0 to 3" if held.fits else
+            "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3" if held.fits else
             "nothing that was tried fits; the leanest is shown",
             "attention": attention, "layout": "data parallel",
             "sequences_per_device": sequences, "micro_batches": pieces, "steps": config.steps,

@@ -56,10 +56,14 @@ class Low:
                    dx + casts + FP32 * max(3 * g, g + 3 * x, g + x + w))
 
     def forward_bytes(self, tokens: float, K: float, N: float) -> float:
-        """While the emulation of a Linear's forward runs, beyond what it keeps: its input, the result, and, where one
-        layout does not serve both products, x and w as the forward casts them and x turned round."""
-        square = self.x[0] == self.x[1]
-        return BF16 * (tokens * (K + N) + (0 if square else 2 * tokens * K + N * K))
+        """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the result; where one layout
+        does not serve both products, x and w as the forward casts them, x turned round (or mixed, in float32), and what
+        waits for the result."""
+        x, y = tokens * K, tokens * N
+        if self.x[0] == self.x[1]:
+            return BF16 * (x + y)
+        turned = 2 * FP32 if self.bits < 8 else BF16
+        return BF16 * (2 * x + y + N * K) + turned * x + (FP32 + BF16) * y
 
 
 LOW = {

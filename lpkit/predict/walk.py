@@ -162,7 +162,8 @@ class _Block:
 
     def __init__(self, live: Account, z: Sizes, kept: Kept, low: Low | None):
         m = z.model
-        self.live, self.z, self.kept, self.low, self.mixed = live, z, kept, low, z.mixed
+        self.live, self.z, self.low, self.mixed = live, z, low, z.mixed
+        self.again_bytes, self.block = kept.again_bytes, kept.block if low is z.low else kept.last
         self.stream = z.tokens * m.D * z.stream                 # the gradient of the residual stream
         self.narrow = z.tokens * m.D * z.compute                # one that a product takes or gives
         self.qkv = (m.H + 2 * m.G) * m.E / z.shards
@@ -183,12 +184,12 @@ class _Block:
 
     def backward(self, moment: str, recompute: bool) -> None:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
-        z, m, live, block = self.z, self.z.model, self.live, self.kept.block
+        z, m, live, block = self.z, self.z.model, self.live, self.block
         self.row = AGAIN if recompute else ACTIVATIONS
         if recompute:       # its input is there already, and so is what it kept: of that, the last result is never fetched
-            unused = self.narrow if self.kept.again_bytes > self.stream and not self.low else 0
-            live.add(ACTIVATIONS, self.stream + unused - self.kept.again_bytes)
-            live.add(AGAIN, self.kept.block_bytes - self.stream)
+            unused = self.narrow if self.again_bytes > self.stream and not self.low else 0
+            live.add(ACTIVATIONS, self.stream + unused - self.again_bytes)
+            live.add(AGAIN, sum(block.values()) - self.stream)
             live.add(COPIES, self.copied_bytes)
             live.add(LOW, self.low_bytes)
             live.mark(moment, self.low.forward_bytes(z.tokens, m.F / z.shards, m.D) if self.low and not z.native else 0)
@@ -278,7 +279,7 @@ class _Block:
     def _attended(self, moment: str, work: float, out: float) -> None:
         live, m, z = self.live, self.z.model, self.z
         live.mark(moment, work)
-        live.add(self.row, -self.kept.block["attention"])
+        live.add(self.row, -self.block["attention"])
         live.add(TEMPORARIES, out - self.narrow)
         if m.position == "rope":                    # in float32, and halves turned round
             q = z.tokens * m.H * m.E / z.shards
