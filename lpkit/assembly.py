@@ -44,13 +44,14 @@ class Compile(Transform):
     """torch.compile, in place: parameter names stay. `entry`: the method that the loss calls; None: the model itself."""
 
     entry: str | None = None
+    backend: str | Callable = "inductor"
     stage = Stage.COMPILE
 
     def __call__(self, model: nn.Module) -> nn.Module:
         if self.entry is None:
-            model.compile()
+            model.compile(backend=self.backend)
         else:
-            setattr(model, self.entry, torch.compile(getattr(model, self.entry)))
+            setattr(model, self.entry, torch.compile(getattr(model, self.entry), backend=self.backend))
         return model
 
 
@@ -150,7 +151,7 @@ def build(config: Config, decided: Decided, *, more: tuple[Transform, ...] = ())
     precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
                              tokens=config.batch // config.accumulate * config.model.context)
     rows = memory.rows_of(config)
-    compiled = (Compile(entry=rows["loss"].entry),) if chosen["compile"].used == "on" else ()
+    compiled = (Compile(entry=rows["loss"].entry, backend=rows["recompute"].compiler(m)),) if chosen["compile"].used == "on" else ()
     model = build_model(config, device, attend=chosen["attention"].used,
                         transforms=(*rows["parameters"].transforms(), precision, *more,
                                     *rows["recompute"].transforms(m), *rows["saved"].transforms(), *compiled))

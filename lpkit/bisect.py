@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -23,7 +22,7 @@ from lpkit.precision.faults import FAULTS, NUDGES, Finding, Plant, Unit, hidden,
 from lpkit.precision.linear import scaled_linears
 from lpkit.precision.recipes import RECIPES
 from lpkit.precision.telemetry import Sample, Telemetry
-from lpkit.trainer import Job
+from lpkit.trainer import Job, update
 
 
 def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: int = 120, steps: int = 8) -> Finding:
@@ -36,20 +35,23 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
         raise ConfigError(f"there is no recipe or fault {suspect!r}; {nearest(suspect, [*RECIPES, *FAULTS])}")
     recipe = suspect if planted is None else pick(FAULTS, planted.fault, "fault").recipe
     config = config.replace({"precision.recipe": recipe, "precision.backend": "auto", "steps": warm_steps + steps,
-                             "optimizer.schedule": "constant", "system.compile": False})
+                             "optimizer.schedule": "constant", "system.compile": False,
+                             # a copy of a job has no hooks, streams and files of its own
+                             "memory.saved": "device", "memory.optimizer_state": "device", "memory.update": "after"})
     jobs = [warmed(config.replace({"seed": config.seed + seed}), warm_steps) for seed in range(seeds)]
     candidates = units(jobs[0].model) if jobs else []
     if jobs and not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a recipe of 8 or 4 bits")
 
     def loss(promoted: Sequence[Unit], seed: int, nudge: int) -> float:
-        model, optimizer = copy.deepcopy((jobs[seed].model, jobs[seed].optimizer))     # together: it holds the parameters
+        job = jobs[seed]
+        model, optimizer, finish = copy.deepcopy((job.model, job.optimizer, job.finish))    # together: they share parameters
         if nudge:
             for p in model.parameters():
                 p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)
         if planted is not None:
             plant(model, planted)
-        job = replace(jobs[seed], model=promote(model, promoted), optimizer=optimizer)
+        job = replace(job, model=promote(model, promoted), optimizer=optimizer, finish=finish)
         nothing = math.log(config.model.vocab)      # what a run that breaks is worth: it knows nothing
         return statistics.fmean(min(value, nothing) if math.isfinite(value) else nothing
                                 for value in train(job, warm_steps, warm_steps + steps))
@@ -87,13 +89,9 @@ def warmed(config: Config, steps: int) -> Job:
 def train(job: Job, first: int, last: int) -> list[float]:
     """Steps `first` to `last`, nothing kept but the losses: nats per token."""
     config, losses = job.config, []
-    clip = partial(torch.nn.utils.clip_grad_norm_, list(job.model.parameters()), config.optimizer.clip or math.inf)
     for step in range(first, last):
         x, y = job.data.batch(step)
         for group in job.optimizer.param_groups:
             group["lr"] = config.optimizer.lr * job.schedule(step)
-        losses.append(job.step(job.model, x.to(job.device), y.to(job.device)))
-        clip()
-        job.optimizer.step()
-        job.optimizer.zero_grad(set_to_none=True)
+        losses.append(update(job, x.to(job.device), y.to(job.device))[0])
     return torch.stack(losses).tolist() if losses else []

@@ -12,6 +12,7 @@ from lpkit.handle import start, train
 from lpkit.measure import memory, saved_bytes
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
+from lpkit.memory.recompute import within
 from lpkit.memory.saved import Copy, Counter, Few, Ticket
 from lpkit.optim.adamw import PiecewiseAdamW
 from lpkit.optim.moments import Float32, from_blocks, levels, to_blocks
@@ -102,6 +103,60 @@ def test_recomputed_blocks_keep_their_input_alone():
     for every, blocks in ((1, 4), (2, 2), (3, 2), (9, 1)):      # 0; 0 and 2; 0 and 3; 0
         found = kept(config.replace({"memory.recompute": "block", "memory.recompute_every": every}))
         assert found.total_bytes == everything.total_bytes - blocks * (one // 4 - tokens * 128 * 4)
+
+
+def test_a_budget_keeps_its_share_and_is_forgotten():
+    """Against what the same backend keeps without; the same loss and gradients up to the order of sums."""
+    x, y = batch(SMALL)
+    kept, gradients = {}, {}
+    for share in (1.0, 0.5, 0.25, 0.0):
+        torch._dynamo.reset()
+        built = build(SMALL, decide(SMALL))
+        built.model.compile(backend=partial(within, share, compiler="aot_eager_decomp_partition"))
+        weights = {p.untyped_storage().data_ptr() for p in built.model.parameters()}
+        saved = {}
+
+        def pack(t, weights=weights, saved=saved):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = built.loss(built.model, x, y)
+        loss.backward()
+        kept[share], gradients[share] = sum(saved.values()), [p.grad for p in built.model.parameters()]
+        assert torch._functorch.config.activation_memory_budget == 1.0
+    block_inputs = kept[0.0]
+    for share in (0.5, 0.25):
+        assert block_inputs < kept[share] <= share * (kept[1.0] - block_inputs) + 2 * block_inputs
+    for share in (0.5, 0.25, 0.0):
+        for g, want in zip(gradients[share], gradients[1.0]):
+            assert (g - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputation_is_compiled_with_the_rest(recompute):
+    """The same loss and gradients as the compiled model without, bit for bit, from one graph."""
+    config, found = SMALL.replace({"precision.recipe": "bf16", "model.layers": 1}), []
+    for name in ("none", recompute):
+        torch._dynamo.reset()
+        built = build(config.replace({"memory.recompute": name}), decide(config.replace({"memory.recompute": name})))
+        built.model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+        loss = built.loss(built.model, *batch(config))
+        loss.backward()
+        found.append({"loss": loss.detach(), **{name: p.grad for name, p in built.model.named_parameters()}})
+    assert same(*found)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_within_a_budget_and_with_chunked_loss_resumes(small, tmp_path):
+    torch._dynamo.reset()
+    run = resumes(small.replace({"memory.recompute": "budget", "memory.recompute_budget": 0.3, "memory.loss": "chunked",
+                                 "model.layers": 1, "system.compile": True}), tmp_path)
+    plain = train(small.replace({"model.layers": 1}), out=tmp_path / "plain")
+    assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in plain.metrics], rel=1e-3)
+    assert run.summary["chosen"]["recompute"]["used"] == "budget"
 
 
 # ---- chunked loss
@@ -494,6 +549,7 @@ def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes,
     ({"memory.update": "in-backward", "optimizer.clip": 0, "accumulate": 2}, "set accumulate=1"),
     ({"memory.update": "in-backward", "optimizer.clip": 0, "precision.recipe": "fp16"}, r"choose precision\.recipe=bf16"),
     ({"memory.update": "in-backward", "optimizer.clip": 0, "system.compile": True}, r"set system\.compile=false"),
+    ({"memory.recompute": "budget"}, r"needs torch\.compile.*set system\.compile=true"),
     ({"memory.saved": "int8", "system.compile": True}, r"set system\.compile=false"),
     ({"memory.parameters": "bf16"}, r"set precision\.recipe=bf16"),
     ({"memory.parameters": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),

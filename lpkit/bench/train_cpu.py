@@ -9,12 +9,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-
 from lpkit.assembly import assemble
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
 from lpkit.config import Config, ConfigError
-from lpkit.trainer import Job
+from lpkit.trainer import Job, update
 
 CONFIG = Config().replace({"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "batch": 16,
                            "steps": 200, "system.device": "cpu"})
@@ -45,14 +43,10 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def _update(job: Job) -> Callable[[int], float]:
-    def update(step: int) -> float:
+    def one(step: int) -> float:
         x, y = job.data.batch(step)
         for group in job.optimizer.param_groups:
             group["lr"] = job.config.optimizer.lr * job.schedule(step)
-        loss = job.step(job.model, x, y)
-        torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.config.optimizer.clip)
-        job.optimizer.step()
-        job.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return update(job, x, y)[0].item()
 
-    return update
+    return one

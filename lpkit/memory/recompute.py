@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lpkit.config import MemoryConfig
 from lpkit.contracts import Stage, Transform
@@ -37,27 +39,38 @@ class Recompute(Transform):
     stage = Stage.RECOMPUTE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        contexts = partial(create_selective_checkpoint_contexts, list(self.keep)) if self.keep else noop_context_fn
+        # torch.compile understands these contexts and no others, so none is passed where none is needed
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, list(self.keep))} if self.keep else {}
         for block in model.blocks[::self.every]:
             block.forward = partial(_twice, block.forward, contexts)
         return model
 
 
-def _twice(forward: Callable[..., Tensor], contexts: Callable, x: Tensor, *rest) -> Tensor:
+def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Tensor, *rest) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
-    return checkpoint(forward, x, *rest, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(forward, x, *rest, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor", **settings: Any) -> Callable[..., Any]:
+    """A backend for torch.compile: `compiler`, that keeps at most about this share of what it would for backward and makes
+    the rest again, the cheapest first. The setting is PyTorch's own, and holds while this graph is compiled."""
+    from torch._dynamo.backends.registry import lookup_backend      # takes a second
+
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return lookup_backend(compiler)(graph, inputs, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation(Row):
-    """What becomes of the model."""
+    """What becomes of the model, and of the backend that compiles it."""
 
-    transforms: Callable[[MemoryConfig], tuple[Transform, ...]]
+    transforms: Callable[[MemoryConfig], tuple[Transform, ...]] = lambda m: ()
+    compiler: Callable[[MemoryConfig], str | Callable] = lambda m: "inductor"
 
 
 RECOMPUTE = {
-    "none": Recomputation(transforms=lambda m: (), why="everything is kept"),
+    "none": Recomputation(why="everything is kept"),
     "block": Recomputation(
         transforms=lambda m: (Recompute(every=m.recompute_every),),
         why="a block keeps its input alone and runs again in backward (Chen et al. 2016, arXiv:1604.06174)"),
@@ -65,4 +78,8 @@ RECOMPUTE = {
         transforms=lambda m: (Recompute(every=m.recompute_every, keep=PRODUCTS + ATTENTION),),
         why="results of weight products and of fused attention are kept, what is cheap is made again "
             "(Korthikanti et al. 2022, arXiv:2205.05198)"),
+    "budget": Recomputation(
+        compiler=lambda m: partial(within, m.recompute_budget),
+        why="torch.compile chooses what to make again, https://pytorch.org/blog/activation-checkpointing-techniques/",
+        needs_compile="whose graph it divides"),
 }

@@ -17,7 +17,7 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lpkit.contracts import pick
 from lpkit.precision.formats import FORMATS
@@ -61,9 +61,7 @@ def train(job: Any, store: str, *, steps: int) -> Stored:
         before = [p.detach().clone() for p in matrices] if step == steps - 1 else []
         x, y = (t.to(job.device) for t in job.data.batch(step))
         losses.append(job.step(job.model, x, y).item())
-        nn.utils.clip_grad_norm_(job.model.parameters(), job.config.optimizer.clip)
-        job.optimizer.step()
-        job.optimizer.zero_grad(set_to_none=True)
+        job.finish()
         updated = [p.detach().clone() for p in matrices] if before else []
         with torch.no_grad():
             for p in job.model.parameters():

@@ -31,12 +31,10 @@ def operands(job: Any, *, steps: int) -> dict[str, list[Tensor]]:
     if steps < 1:
         raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 or more, got {steps}")
     for step in range(steps):
-        _step(job, step)
         for group in job.optimizer.param_groups:
             group["lr"] = job.config.optimizer.lr * job.schedule(step)
-        nn.utils.clip_grad_norm_(job.model.parameters(), job.config.optimizer.clip)
-        job.optimizer.step()
-        job.optimizer.zero_grad(set_to_none=True)
+        _step(job, step)
+        job.finish()
     found: dict[str, list[Tensor]] = {role: [] for role in ROLES}
 
     def keep(role: str, x: Tensor) -> None:
