@@ -80,7 +80,8 @@ def test_outcomes_by_hand():
         "mxfp8": run(ours, {2: 4.04, 4: 1.99}, [1, 1, 3.0, 2.4, 2.8]),
         "nvfp4": run(ours[:3], {2: 4.4}, [9, 9, 4.0]),
         race.AGAIN: run(base, {2: 4.4, 4: 2.06}, [9, 9, 1.5, 2.0, 2.0], "pytorch")})
-    assert list(found) == ["mxfp8", "nvfp4", race.AGAIN]
+    assert list(found) == ["bf16", "mxfp8", "nvfp4", race.AGAIN]
+    assert found["bf16"].gaps == {2: 0, 4: 0} and found["bf16"].step_times == pytest.approx(2.0 / 1.5)     # how sure a clock is
     assert found["mxfp8"].gaps == pytest.approx({2: 1.0, 4: -0.5}) and found["mxfp8"].last == pytest.approx(-0.5)
     assert found["mxfp8"].step_times == pytest.approx(2.4 / 1.5)       # the first two steps left out; the better bf16
     assert found["nvfp4"].gaps == pytest.approx({2: 10.0})             # where both were evaluated
@@ -90,11 +91,11 @@ def test_outcomes_by_hand():
 
 def test_a_series_that_was_stopped_early_has_less_to_say():
     assert race.outcomes({"bf16": run([], {}, [])}) == {}
-    assert race.outcomes({"bf16": run([3.0], {}, [1.0])}) == {} and race.band({}) is None
+    assert race.outcomes({"bf16": run([3.0], {}, [1.0])})["bf16"].last is None and race.band({}) is None
     found = race.outcomes({"bf16": run([3.0], {}, [1.0]), "mxfp8": run([3.0], {}, [2.0])})
     assert found["mxfp8"].gaps == {} and found["mxfp8"].last is None and found["mxfp8"].step_times == 2.0
     heads, rows = race.table(found, {"mxfp8": 28.64}, advise(SMALL, "h200"))
-    assert len(rows[0]) == len(heads) and rows[0][:3] == ("mxfp8", "emulated", "28.6 dB") and rows[0][-1] == ""
+    assert len(rows[1]) == len(heads) and rows[1][:3] == ("mxfp8", "emulated", "28.6 dB") and rows[1][-1] == ""
     go.Figure(plain(gap_figure({}, band=None, predicted={"mxfp8": 28.6}, measured={}, base="bf16")), skip_invalid=False)
 
 

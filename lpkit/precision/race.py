@@ -108,7 +108,7 @@ def samples(runs: Mapping[str, Run]) -> dict[str, list[Sample]]:
 
 
 def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
-    """Of every run that took a step, but BASE itself. The base's seconds are the better of its two runs', begun first and last."""
+    """Of every run that took a step. The base's seconds are the better of its two runs', begun first and last."""
     seen = samples(runs)
     evaluated = {name: {line["step"]: line["val_loss"] for line in run.metrics if "val_loss" in line} for name, run in runs.items()}
     seconds = {name: step_seconds(run) for name, run in runs.items() if run.metrics}
@@ -116,7 +116,7 @@ def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
     return {name: Outcome(
         gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items() if step in base},
         step_times=seconds[name] / least if least else None, noise_db=measured_db(seen.get(name, ())),
-        backend=runs[name].summary["chosen"]["backend"]["used"]) for name in seconds if name != BASE}
+        backend=runs[name].summary["chosen"]["backend"]["used"]) for name in seconds}
 
 
 def band(found: Mapping[str, Outcome]) -> float | None:
