@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
 from lpkit.assembly import Decided, build, decide
-from lpkit.config import Config
+from lpkit.config import Config, ConfigError
 from lpkit.contracts import Choice, Transform, pick
+from lpkit.memory.rows import asked
 from lpkit.precision.linear import advance
 from lpkit.predict.flops import Product, products
 from lpkit.predict.machines import Machine
@@ -204,12 +205,20 @@ def _others_seconds() -> float:
     return sum(t) - unused - time.process_time()
 
 
+def refuse_compiled(config: Config) -> None:
+    """Hooks and modes do not see into what is compiled. Raises ConfigError for what must be."""
+    for key, row in asked(config).items():
+        if row.needs_compile:
+            raise ConfigError(f"memory.{key}={getattr(config.memory, key)} needs torch.compile, and what is compiled cannot be "
+                              f"watched; compare peak_bytes of lpkit.train instead, or choose another memory.{key}")
+
+
 class Bench:
     """The model, optimizer and step of a run, and random tokens: one update, timed by phase or as the trainer does it."""
 
     def __init__(self, config: Config, device: str | None = None, *, decided: Decided | None = None,
                  more: tuple[Transform, ...] = ()):
-        # hooks and modes do not see into what is compiled
+        refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device, "system.compile": False})
         decided = decided or decide(config)
         self.built = build(config, decided, more=more)

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "datasets": BASE | {"predict"},
     "hardware": BASE | {"predict"},
     "tracking": BASE | {"memory", "precision"},
-    "measure": BASE | {"assembly", "hardware", "nn", "precision", "predict", "tracking"},
+    "measure": BASE | {"assembly", "hardware", "memory", "nn", "precision", "predict", "tracking"},
     "trace": BASE | {"assembly", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "tracking"},
     "steps": BASE,
     "checkpoint": BASE,

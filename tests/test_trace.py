@@ -9,10 +9,12 @@ from torch.distributed.fsdp import fully_shard
 
 from lpkit import measure, preset
 from lpkit.config import Config, ConfigError
+from lpkit.memory.row import Row
+from lpkit.memory.rows import MEMORY
 from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import parameter_count
 from lpkit.predict.layout import Layout
-from lpkit.trace import _fake_step, _world, predict_trace, reconcile, reconcile_trace
+from lpkit.trace import _Chunks, _fake_step, _world, predict_trace, reconcile, reconcile_trace
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
@@ -129,7 +131,15 @@ def test_nothing_is_left_behind():
     assert not dist.is_initialized() and not isinstance(torch.ones(1), FakeTensor)
 
 
-def test_what_cannot_be_traced_is_refused():
+@pytest.mark.parametrize("rows", [1, 3, 8, 10, 64])
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 16])
+def test_shards_are_cut_as_chunk_cuts(rows, count):
+    x = torch.arange(rows * 2.0).view(rows, 2)
+    want = [*torch.chunk(x, count), *[torch.empty(0)] * count][:count]
+    assert all(map(torch.equal, want, map(_Chunks(x, count, 0).__getitem__, range(count))))
+
+
+def test_what_cannot_be_traced_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"batch=4 sequences does not split over"):
         predict_trace(SMALL, 3)
     with pytest.raises(ConfigError, match="FSDP2, over data and shard with ZeRO 2 or 3, and the layout is tensor 2"):
@@ -138,6 +148,10 @@ def test_what_cannot_be_traced_is_refused():
         predict_trace(SMALL, 4, layout=Layout(shard=2))
     with pytest.raises(ConfigError, match="of cpu or cuda, not 'tpu'"):
         predict_trace(SMALL, device="tpu")
+    monkeypatch.setitem(MEMORY["recompute"], "budget", Row(why="", needs_compile="whose graph it divides"))
+    for watch in (predict_trace, measure.memory):
+        with pytest.raises(ConfigError, match=r"memory\.recompute=budget needs torch\.compile, and what is compiled cannot be"):
+            watch(SMALL.replace({"memory.recompute": "budget"}))
     with pytest.raises(ConfigError, match=r"optimizer\.name=adamw-8bit updates whole parameters; set optimizer\.name=adamw"):
         predict_trace(SMALL.replace({"optimizer.name": "adamw-8bit"}), 2)
     with _world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
