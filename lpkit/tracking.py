@@ -58,12 +58,11 @@ LOSS = "loss"       # where no module is at work
 class Record:
     """A storage, from its making on."""
 
-    __slots__ = ("kept_by", "live", "module", "nbytes", "phase", "row")
+    __slots__ = ("kept_by", "module", "nbytes", "phase", "row")
 
     def __init__(self, nbytes: int, row: str, phase: str, module: str):
         self.nbytes, self.row, self.phase, self.module = nbytes, row, phase, module
         self.kept_by: str | None = None     # the module whose operation saved it first
-        self.live = True
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,6 @@ class Tracker(TorchDispatchMode):
     def _gone(self, key: int, _: Any) -> None:
         record = self.records.pop(key)
         del self.refs[key]
-        record.live = False
         self.log.append((record, -record.nbytes, self.phase, self.modules[-1] if self.modules else ""))
 
     def _resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -14,7 +14,7 @@ from lpkit.memory.rows import MEMORY
 from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import parameter_count
 from lpkit.predict.layout import Layout
-from lpkit.trace import _Chunks, _fake_step, _world, predict_trace, reconcile, reconcile_trace
+from lpkit.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
@@ -183,6 +183,6 @@ def test_three_answers_side_by_side():
     assert found.comparison()["peak"].measured == found.measured.peak_bytes
     assert abs(found.comparison()["peak"].error) < 0.05
     assert found._repr_html_().count("<tr>") >= len(found.measured.rows) + 1
-    sharded = reconcile_trace(SMALL, 2)
+    sharded = reconcile(SMALL, 2)
     assert sharded.measured is None and len(sharded.sentences) == 1 and "measured" not in sharded._repr_html_()
     assert sharded.comparison()["weights"].error == 0
