@@ -52,8 +52,8 @@ ASSUMED_RECIPE = "bf16"     # what precision.recipe=auto stands for: the run dec
 def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None = None, device: str = "cpu") -> Footprint:
     """Live bytes of one device in the second update of `config` on `world_size` devices, by row; as `measure.memory`.
 
-    layout: data (replicas) and shard (FSDP2, `zero` 3, or 2 to keep whole weights until their backward); without one, all
-    ranks shard. device: whose operations to trace, "cpu" or "cuda"; neither has to be there, but the second needs a PyTorch
+    layout: data (replicas) and shard (FSDP2, `zero` 3, or 2 to keep whole weights from forward to backward: what rests is
+    sharded in both); without one, all ranks shard. device: whose operations to trace, "cpu" or "cuda"; neither has to be there, but the second needs a PyTorch
     built with CUDA. Raises ConfigError for what cannot be traced.
     """
     layout = layout or Layout(shard=world_size)

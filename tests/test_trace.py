@@ -65,6 +65,9 @@ def test_shards_by_arithmetic():
     assert found.most["batch"] == 2 * 8 * m.T
     whole = predict_trace(config, 8, layout=Layout(shard=8, zero=2))
     assert whole.most["gathered weights"] == 2 * count and whole.most["weights"] == found.most["weights"]
+    pieces = predict_trace(config.replace({"batch": 16, "accumulate": 16}), 8)      # two of one sequence a rank
+    assert pieces.rows["gradients"] > found.rows["gradients"] and pieces.most["batch"] == 2 * found.most["batch"]
+    assert pieces.most["activations"] == found.most["activations"]
     hybrid = predict_trace(config, 8, layout=Layout(data=2, shard=4))
     assert hybrid.most["weights"] == 2 * found.most["weights"]
 
