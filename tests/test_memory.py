@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+import lpkit
 from lpkit import checkpoint
 from lpkit.assembly import assemble, build, decide
 from lpkit.config import Config, ConfigError
@@ -17,6 +18,7 @@ from lpkit.memory.saved import Copy, Counter, Few, Ticket
 from lpkit.optim.adamw import PiecewiseAdamW
 from lpkit.optim.moments import Float32, from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
+from lpkit.precision import telemetry
 from lpkit.precision.recipes import RECIPES
 from lpkit.predict import parameter_count
 from lpkit.tracking import Tracker
@@ -103,6 +105,23 @@ def test_recomputed_blocks_keep_their_input_alone():
     for every, blocks in ((1, 4), (2, 2), (3, 2), (9, 1)):      # 0; 0 and 2; 0 and 3; 0
         found = kept(config.replace({"memory.recompute": "block", "memory.recompute_every": every}))
         assert found.total_bytes == everything.total_bytes - blocks * (one // 4 - tokens * 128 * 4)
+
+
+def test_selective_recomputation_keeps_the_products_and_attention():
+    """By arithmetic, beyond a block's input: 3 D of qkv, D each of attention, its projection and down, F of up, and attention's
+    log-sums, H."""
+    config = SMALL.replace({"model.attention": "sdpa", "model.mlp_width": 256})
+    block, selective = (held(config.replace({"memory.recompute": name})) for name in ("block", "selective"))
+    assert selective - block == 2 * 4 * 32 * (6 * 128 + 256 + 2) * 4
+
+
+def test_telemetry_sees_a_recomputed_chunked_step_once_and_changes_nothing(small, tmp_path):
+    config = small.replace({"memory.recompute": "selective", "memory.loss": "chunked", "memory.loss_chunk": 32,
+                            "memory.saved": "cpu", "precision.recipe": "fp8-delayed"})
+    plain, seen = train(config, out=tmp_path / "plain"), train(config.replace({"precision.telemetry_every": 2}), out=tmp_path / "seen")
+    assert [line["loss"] for line in plain.metrics] == [line["loss"] for line in seen.metrics]
+    samples = telemetry.read(tmp_path / "seen")
+    assert len(samples) == 3 * 3 * 9 == len({(one.step, one.layer, one.role) for one in samples})  # steps, roles, Linears
 
 
 def test_a_budget_keeps_its_share_and_is_forgotten():
@@ -198,6 +217,15 @@ def test_chunked_loss_keeps_no_logits():
     assert kept(config).operations["loss"] == 4 * 32 * 128 * 4
     whole = kept(config.replace({"memory.loss": "whole"})).operations["loss"]
     assert whole == 4 * 32 * 4096 * 4 + 4 * 32 * 8 + 4     # log-probabilities, targets, their number
+
+
+def test_the_peak_falls_by_the_logits():
+    """Log-probabilities, their gradient and the logits' are there together without; a chunk of 1/64 of them with."""
+    config = SMALL.replace({"model.vocab": 8192, "model.context": 256, "model.tied": False})
+    whole, chunks = (memory(config.replace({"memory.loss": name, "memory.loss_chunk": 16})) for name in ("whole", "chunked"))
+    logits = 4 * 256 * 8192 * 4
+    assert whole.peak_bytes - chunks.peak_bytes > 2.5 * logits
+    assert chunks.most["logits and loss"] + chunks.most["logits' gradients"] < 0.1 * logits
 
 
 def test_a_chunked_run_goes_on_where_it_was_and_evaluates_the_same(small, tmp_path):
@@ -478,6 +506,7 @@ def test_bf16_parameters_train_and_resume(small, tmp_path, changes):
     plain = train(config, out=tmp_path / "float32")
     run = resumes(config.replace({"memory.parameters": "bf16"}), tmp_path, stop=8)
     assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in plain.metrics], rel=0.01)
+    assert len(lpkit.sample(run, prompt="def ", tokens=4, temperature=0)) > 4
     saved = checkpoint.load_latest(run.checkpoints)[0].tensors
     assert {t.dtype for name, t in saved.items() if name.startswith("model/") and name.endswith("weight")} == {torch.bfloat16}
 

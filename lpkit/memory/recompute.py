@@ -55,7 +55,7 @@ def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Ten
 def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor", **settings: Any) -> Callable[..., Any]:
     """A backend for torch.compile: `compiler`, that keeps at most about this share of what it would for backward and makes
     the rest again, the cheapest first. The setting is PyTorch's own, and holds while this graph is compiled."""
-    from torch._dynamo.backends.registry import lookup_backend      # takes a second
+    from torch._dynamo.backends.registry import lookup_backend  # takes a second
 
     with torch._functorch.config.patch(activation_memory_budget=budget):
         return lookup_backend(compiler)(graph, inputs, **settings)
