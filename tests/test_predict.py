@@ -330,3 +330,16 @@ def test_the_peak_under_a_memory_technique(recipe, changes):
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("saved", ["cpu", "disk", "int8", "int4"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_the_peak_with_activations_away(recipe, saved):
+    """10%: what comes back, and what is put into codes, is taken to be a tensor of the MLP throughout."""
+    config = preset("cpu-3m").replace({"model.layers": 4, "batch": 4, "model.context": 128, "model.width": 128,
+                                       "precision.recipe": recipe, "memory.saved": saved})
+    found = measure.memory(config, device="cpu")
+    said = memory(config, CPU, attention=found.chosen["attention"].used)
+    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+    elsewhere = memory(config.replace({"memory.saved": "device"}), CPU, attention="blocked").at(LOSS)["activations"]
+    assert found.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)

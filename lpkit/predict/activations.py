@@ -6,7 +6,7 @@ same ones, and tests/test_predict.py holds the two equal, to the byte, on the CP
 Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198); the terms are this model's own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lpkit.config import ConfigError, ModelConfig, nearest
@@ -18,6 +18,7 @@ RECOMPUTE = {     # by what it costs
     "selective": "keep results of products and of fused attention too (Korthikanti et al. 2022, arXiv:2205.05198)",
     "block": "keep each block's input, run the block again in backward (Chen et al. 2016, arXiv:1604.06174)",
 }
+OUTSIDE = ("embed", "norm", "head", "loss")     # operations that are not a block's
 FP32, TOKEN_ID = 4, 8   # bytes; token ids are int64
 
 
@@ -33,11 +34,25 @@ class Kept:
 
     def share(self, cut: int, depth: float) -> "Kept":
         """Of a device that has 1/cut of each tensor and `depth` of the blocks."""
-        outside = ("embed", "norm", "head", "loss")
-        return Kept(operations={name: n / cut * (1 if name in outside else depth) for name, n in self.operations.items()},
+        return Kept(operations={name: n / cut * (1 if name in OUTSIDE else depth) for name, n in self.operations.items()},
                     block={name: n / cut for name, n in self.block.items()},
                     last={name: n / cut for name, n in self.last.items()},
                     weight_copy_bytes=self.weight_copy_bytes / cut * depth, again_bytes=self.again_bytes / cut)
+
+    def away(self, number_bytes: float, *, compute: int, stream: int) -> "Kept":
+        """With `number_bytes` for each number that blocks keep: in few bits, or 0, elsewhere. Statistics stay."""
+        def shrunk(block: dict[str, int]) -> dict[str, float]:
+            return {name: nbytes * number_bytes / (stream if name.startswith("norm") else compute)
+                    for name, nbytes in block.items()}
+
+        again = self.again_bytes * number_bytes / stream if "again" in self.operations else self.again_bytes
+        blocks = {} if "again" in self.operations else shrunk(
+            {name: n for name, n in self.operations.items() if name not in OUTSIDE})
+        if "again" in self.operations:
+            blocks["again"] = self.operations["again"] * number_bytes / stream
+        return replace(self, operations=self.operations | blocks, again_bytes=again,
+                       block=self.block if again != self.again_bytes else shrunk(self.block),
+                       last=self.last if again != self.again_bytes else shrunk(self.last))
 
     @property
     def block_bytes(self) -> int:

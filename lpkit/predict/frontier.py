@@ -1,21 +1,24 @@
 """The impossible triangle: speed, quality and cost cannot all be best. Which configs are not beaten in all of them?
 
 A point is beaten when another one is at least as good everywhere and better somewhere (Pareto). `triangle` makes points
-of configs: days and dollars from `lpkit.predict.time`, loss from a published scaling law, or measured where it was.
+of configs: days and dollars from `lpkit.predict.time`, loss from a published scaling law, or measured where it was; `grid`
+finds each config its layout.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError
-from lpkit.predict import machines
 from lpkit.predict.layout import Layout
-from lpkit.predict.machines import Machine
+from lpkit.predict.machines import Machine, find
 from lpkit.predict.params import parameter_count
+from lpkit.predict.plan import plan
 from lpkit.predict.scaling import DEFAULT, LAWS, Law
 from lpkit.predict.time import bill, step_time
+from lpkit.predict.units import quantity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,20 @@ class Candidate:
     recompute: str = "none"
 
 
+def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int], tokens: Iterable[float],
+         ) -> tuple[Candidate, ...]:
+    """Every config on every number of devices of every machine, in the soonest layout that fits (`plan`), for each number of
+    tokens. Where nothing fits there is no candidate."""
+    made, devices, tokens = [], tuple(devices), tuple(tokens)
+    for (name, config), machine, count in itertools.product(configs.items(), map(find, machines), devices):
+        for best in plan(config, max(tokens), machine, devices=count).options[:1]:
+            cut = replace(config, accumulate=config.batch // best.step.sequences)
+            made += [Candidate(name=f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}", config=cut,
+                               layout=best.layout, machine=machine, tokens=many, precision=best.precision,
+                               recompute=best.recompute) for many in tokens]
+    return tuple(made)
+
+
 def triangle(candidates: Iterable[Candidate], *, law: Law | None = None, measured: Mapping[str, float] | None = None,
              ) -> tuple[Point, ...]:
     """A point for each, with `days`, `dollars` and `loss`, and `tokens_per_second` beside them.
@@ -77,7 +94,7 @@ def triangle(candidates: Iterable[Candidate], *, law: Law | None = None, measure
     """
     law, measured, made = law or LAWS[DEFAULT], measured or {}, []
     for one in candidates:
-        on = machines.find(one.machine)
+        on = find(one.machine)
         step = step_time(one.config, on, one.layout, precision=one.precision, recompute=one.recompute)
         paid = bill(step, on, one.tokens)
         if paid.cost is None:

@@ -34,6 +34,11 @@ STORED = {      # what `memory.parameters` makes of the bytes of a Precision
 DECODED, ROUNDED, WIDENED = {"adamw-8bit": 22}, {"bf16": 10}, {"bf16": 4}
 AT_ONCE = {"after": False, "in-backward": True}
 RESTS = {"device": (), "cpu": ("gpu",), "disk": ("cpu", "gpu")}     # kinds of machines whose memory the state leaves
+SAVED = {       # bytes for each number that blocks keep, by the kind of machine; None: as it is
+    "device": {}, "cpu": {"gpu": 0.0}, "disk": {"cpu": 0.0, "gpu": 0.0},
+    **{f"int{bits}": dict.fromkeys(("cpu", "gpu"), bits / 8 + 8 / 256) for bits in (8, 4, 2)},
+}
+PACKED = {2: 16, 4: 12}     # bytes a number while its code is found: in float32, padded, from the least, and the noise
 CHUNKS = {"whole": lambda tokens: 0, "chunked": lambda tokens: tokens}
 LOSS, UPDATE = walk.LOSS, walk.UPDATE
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
@@ -177,14 +182,24 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
     keep = kept(config.model, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
                 recompute=recompute, every=config.memory.recompute_every, kind=on.kind, operand=operand,
                 last_operand=None if p.low and "last" in p.low.keep else operand)
+    away, fetched = _of(SAVED, config.memory.saved, "memory.saved").get(on.kind), 0.0
+    packed = 0.0
+    if away is not None:
+        if recompute == "none":     # a tensor at a time comes back, from codes by way of float32
+            m = config.model
+            numbers = max(m.F * p.compute, m.D * p.stream) * sequences * m.T
+            fetched = numbers * (1 + (FP32 / p.compute if away else 0))
+            packed = numbers * (2 + PACKED[p.compute] / p.compute) if away else 0.0
+        keep = keep.away(away, compute=p.compute, stream=p.stream)
     ends = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     stages = [_stage(config, on, layout, p, keep, optimizer or config.optimizer.name, sequences=sequences, pieces=pieces,
-                     recompute=recompute, attention=attention, embeds=first, heads=last) for first, last in ends]
+                     recompute=recompute, attention=attention, fetched=fetched, packed=packed, embeds=first, heads=last) for first, last in ends]
     return max((Memory(rows=rows, memory_bytes=on.memory_bytes) for rows in stages), key=lambda held: held.peak_bytes)
 
 
 def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept, optimizer: str, *, sequences: int,
-           pieces: int, recompute: str, attention: str, embeds: bool, heads: bool) -> tuple[Row, ...]:
+           pieces: int, recompute: str, attention: str, fetched: float, packed: float,
+           embeds: bool, heads: bool) -> tuple[Row, ...]:
     """The rows of a device of the first stage of a pipeline (`embeds`), of the last (`heads`), or of all there is."""
     m, cut = config.model, layout.tensor * layout.context
     layers, ranks = -(-m.L // layout.pipeline), layout.state_ranks
@@ -201,7 +216,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         model=m, batch=sequences / cut, tokens=sequences * m.T / cut, shards=layout.tensor, layers=layers,
         compute=p.compute, stream=p.stream, gradient=p.gradients, fused_norm=on.kind == "gpu",
         copied=p.compute < p.stream and not sharded, gathers=pieces > 1 or sharded or at_once, embeds=embeds, heads=heads,
-        low=p.low, last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention)
+        low=p.low, last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention, fetched=fetched / cut,
+        packed=packed / cut)
     again = range(0, layers, config.memory.recompute_every) if recompute != "none" else range(0)
     moments = walk.walk(z, keep, again=again, chunk=_of(CHUNKS, config.memory.loss, "memory.loss")(config.memory.loss_chunk)).most
 

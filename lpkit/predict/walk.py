@@ -62,6 +62,8 @@ class Sizes:
     last_is_kept: bool      # but for those of the last
     native: bool            # by hardware: in as many bits as the format has
     attention: str
+    packed: float = 0.0     # at work while forward puts a tensor into few bits
+    fetched: float = 0.0    # what comes back for backward from elsewhere, or from few bits, at a time
 
     @property
     def mixed(self) -> bool:
@@ -82,6 +84,7 @@ def walk(z: Sizes, kept: Kept, *, again: range, chunk: int = 0) -> Account:
     for block, number in ((last, (z.layers - 1 not in again) * 1), (inner, z.layers - 1 - len(again) + (z.layers - 1 in again))):
         live.add(COPIES, number * block.copied_bytes)
         live.add(LOW, number * block.low_bytes)
+    live.mark(LOSS, z.packed)
     cached = len(again) * inner.copied_bytes        # autocast keeps them to the end of the forward pass
     if z.heads and chunk:
         _chunked(live, z, head, kept, chunk, cached)
@@ -193,6 +196,7 @@ class _Block:
             live.add(COPIES, self.copied_bytes)
             live.add(LOW, self.low_bytes)
             live.mark(moment, self.low.forward_bytes(z.tokens, m.F / z.shards, m.D) if self.low and not z.native else 0)
+        live.add(TEMPORARIES, z.fetched)
         f = z.tokens * m.F / z.shards * z.compute
         self.narrowed()
         self.linear(moment, m.F / z.shards, m.D, frees=block["mlp.down"], grad=self.narrow if self.mixed else 0)
@@ -207,6 +211,7 @@ class _Block:
         live.mark(moment, grad)                     # their parts and the whole
         self.linear(moment, m.D, self.qkv, frees=block["attention.qkv"], grad=grad, from_stream=True)
         self.norm(moment, block["norm1"])
+        live.add(TEMPORARIES, -z.fetched)
         if not z.gathers:
             live.add(GRADIENTS, self.gains)
         if recompute:
