@@ -1,6 +1,7 @@
 """The bytes of a training step, drawn: one bar a moment, one segment a row, and a dashed line where the device ends."""
 
 import dataclasses
+import math
 
 from lpkit.config import Config
 from lpkit.predict.ledger import MOMENTS, Memory, memory
@@ -12,7 +13,8 @@ COLOURS = {   # one family of rows, one hue
     "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0", "gradients": "#6b7280",
     "gathered weights": "#b8860b", "weight copies": "#ddaa33", "activations": "#bb5566", "recomputed block": "#e0a3ad",
     "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6", "low-precision weights": "#cc9966", "scales": "#996633",
-    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb", "optimizer temporaries": "#888888", "batch": "#000000",
+    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb", "optimizer temporaries": "#888888",
+    "batch": "#000000", "transposed copies": "#e6c79c", "attention workspace": "#7b5ea7", "allocator": "#e5e5e5",
 }
 
 
@@ -29,9 +31,11 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
             "marker": {"color": COLOURS[row.name]}, "textposition": "inside",
             "text": ["" if size is None else quantity(size, "bytes") for size in sizes],
             "hovertemplate": f"{row.name}: %{{text}}<extra>{row.formula}</extra>"})
+    below = 21 * math.ceil(len(data) / 4)
     layout = {
-        "title": {"text": title}, "barmode": "stack", "height": 250 + 46 * len(moments), "bargap": 0.35,
-        "legend": {"y": -0.42, "yanchor": "top"},   # below: many rows would grow into the title
+        "title": {"text": title}, "barmode": "stack", "height": 120 + 46 * len(moments) + below, "bargap": 0.35,
+        # below: many rows would grow into the title
+        "legend": {"yref": "container", "y": 0, "yanchor": "bottom"}, "margin": {"b": 60 + below},
         "xaxis": {"title": {"text": "bytes per device"}, "exponentformat": "SI", "ticksuffix": "B",
                   "range": [0, 1.08 * max(held.peak_bytes, limit or 0)]},
         "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": []}
