@@ -397,15 +397,6 @@ def test_slots_are_used_again_and_have_no_name(tmp_path, monkeypatch):
 
 # ---- the update
 
-def optimised(config: Config, steps: int = 4) -> dict:
-    """Parameters after some updates on one batch."""
-    built = build(config, decide(config))
-    for _ in range(steps):
-        built.step(built.model, *batch(config))
-        built.finish()
-    return {name: p.detach() for name, p in built.model.named_parameters()}
-
-
 @pytest.mark.parametrize("changes", [{}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"}, LLAMA,
                                      {"memory.recompute": "block", "memory.loss": "chunked"},
                                      {"optimizer.name": "adamw-8bit"}], ids=str)
@@ -569,6 +560,36 @@ def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes,
         assemble(config)
     count = parameter_count(config.model) / 1e9
     assert f"take {gigabytes * count:,.1f} GB" in str(error.value)
+
+
+# ---- on a GPU
+
+def updated(config: Config, steps: int = 4) -> tuple[dict, int]:
+    """Parameters after some updates on one batch, and the most that the GPU held in the last one."""
+    built = build(config, decide(config))
+    x, y = (t.cuda() for t in batch(config))
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        built.step(built.model, x, y)
+        built.finish()
+    torch.cuda.synchronize()
+    return {name: p.detach().cpu() for name, p in built.model.named_parameters()}, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("changes", [
+    {"memory.saved": "cpu"}, {"memory.saved": "disk"}, {"memory.saved": "cpu", "memory.recompute": "block"},
+    {"memory.optimizer_state": "cpu"}, {"memory.optimizer_state": "disk"},
+    {"memory.optimizer_state": "cpu", "memory.update": "in-backward"}], ids=str)
+def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
+    """With streams beside the computation, and with the attention whose gradients do not depend on the order of atomics."""
+    config = SMALL.replace({"system.device": "cuda", "system.compile": False, "model.attention": "plain", "model.width": 512,
+                            "model.heads": 8, "model.layers": 6, "model.context": 256, "batch": 16, "precision.recipe": "bf16",
+                            "optimizer.clip": 0})
+    (want, whole), (found, less) = updated(config), updated(config.replace(changes))
+    assert same(want, found) and less < whole
 
 
 # ---- what cannot be
