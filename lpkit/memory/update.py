@@ -6,7 +6,7 @@ A row makes `finish() -> grad_norm`, which the trainer calls after forward and b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +27,17 @@ def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> 
 
 
 def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
-    norm = nn.utils.clip_grad_norm_(parameters, clip)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = _total(torch._foreach_norm(gradients, 2, torch.float32) if gradients else ())
+    nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def _total(norms: Sequence[Tensor]) -> Tensor:
+    """Of all from that of each, float32 (); 0 where there is none. As clip_grad_norm_, which would answer in bf16 for bf16."""
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class InBackward:
@@ -48,7 +55,7 @@ class InBackward:
             p.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, p: nn.Parameter) -> None:
-        self.norms[p] = torch.linalg.vector_norm(p.grad)
+        self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         every = self.optimizer.param_groups
         self.optimizer.param_groups = [{**self.group[p], "params": [p]}]
         try:
@@ -60,7 +67,7 @@ class InBackward:
     def __call__(self) -> Tensor:
         norms = [self.norms[p] for p in self.parameters if p in self.norms]
         self.norms.clear()
-        return torch.linalg.vector_norm(torch.stack(norms))
+        return _total(norms)
 
 
 def _in_backward_problem(config: Config, recipe: Any) -> str:
