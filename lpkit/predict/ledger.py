@@ -177,6 +177,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
     p = _precision(precision or {"auto": "bf16"}.get(config.precision.recipe, config.precision.recipe))
     if stored := _of(STORED, config.memory.parameters, "memory.parameters"):
         p = replace(p, **stored)
+    if _sharded(layout):    # FSDP gathers in the compute dtype, so that the residual stream has it too
+        p = replace(p, stream=min(p.stream, p.compute))
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     operand = p.low and p.low.held_bytes(_native(p, on))
     keep = kept(config.model, batch=sequences, compute=p.compute, stream=p.stream, attention=attention,
@@ -193,7 +195,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, 
         keep = keep.away(away, compute=p.compute, stream=p.stream)
     ends = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     stages = [_stage(config, on, layout, p, keep, optimizer or config.optimizer.name, sequences=sequences, pieces=pieces,
-                     recompute=recompute, attention=attention, fetched=fetched, packed=packed, embeds=first, heads=last) for first, last in ends]
+                     recompute=recompute, attention=attention, fetched=fetched, packed=packed, embeds=first, heads=last)
+              for first, last in ends]
     return max((Memory(rows=rows, memory_bytes=on.memory_bytes) for rows in stages), key=lambda held: held.peak_bytes)
 
 
@@ -208,16 +211,16 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     tables = embeds * (parts["embedding"] + parts["positions"]) + heads * (
         parts["head"] + (parts["embedding"] if m.tied and not embeds else 0))
     count = inside + tables / layout.tensor
-    sharded, native = layout.zero == 3 and ranks > 1, _native(p, on)
+    sharded, native = _sharded(layout), _native(p, on)
     at_once = _of(AT_ONCE, config.memory.update, "memory.update")
     if cut > 1 or layout.pipeline > 1:
         keep = keep.share(cut, layers / m.L)
     z = walk.Sizes(
         model=m, batch=sequences / cut, tokens=sequences * m.T / cut, shards=layout.tensor, layers=layers,
-        compute=p.compute, stream=p.stream, gradient=p.gradients, fused_norm=on.kind == "gpu",
-        copied=p.compute < p.stream and not sharded, gathers=pieces > 1 or sharded or at_once, embeds=embeds, heads=heads,
-        low=p.low, last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention, fetched=fetched / cut,
-        packed=packed / cut)
+        compute=p.compute, stream=p.stream, gradient=p.gradients / (ranks if sharded else 1), fused_norm=on.kind == "gpu",
+        copied=p.compute < p.stream, gathers=pieces > 1 or at_once, sharded=sharded, embeds=embeds, heads=heads, low=p.low,
+        last_is_kept=p.low is not None and heads and "last" in p.low.keep, native=native, attention=attention,
+        fetched=fetched / cut, packed=packed / cut)
     again = range(0, layers, config.memory.recompute_every) if recompute != "none" else range(0)
     moments = walk.walk(z, keep, again=again, chunk=_of(CHUNKS, config.memory.loss, "memory.loss")(config.memory.loss_chunk)).most
 
@@ -230,8 +233,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         gradients |= states[-1].at
     elif not at_once:       # those of earlier micro-batches, or shards
         gradients = {moment: gradients.get(moment, 0) + states[-1].bytes for moment in MOMENTS}
-    # a stage of a pipeline begins that many micro-batches before the first comes back: one forward, one backward
-    waiting = min(layout.pipeline if embeds else 1, pieces) - 1
+    # The first stage begins that many micro-batches before the first comes back (one forward, one backward), and with
+    # chunks a part of one more (Korthikanti et al. 2022, appendix C).
+    stages = layout.pipeline
+    waiting = min(stages + ((stages - 1) / layout.interleave if layout.interleave > 1 else 0) if embeds else 1, pieces) - 1
     waits = waiting * (keep.total_bytes - keep.loss_bytes - keep.operations["embed"])
     activations = {moment: held + waits for moment, held in at(walk.ACTIVATIONS).items()}
     if waits:
@@ -244,12 +249,18 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     row("batch", dict.fromkeys(MOMENTS, 2 * TOKEN_ID * sequences * pieces * m.T / layout.context),
         "token ids and targets of one update, int64", "lpkit.datasets")
     if sharded:
-        block = inside / layers
-        window = tables / layout.tensor + min(2, layers) * block
-        row("gathered weights", dict.fromkeys(moments, window * p.compute),
-            "this block's and the next one's, and all outside the blocks, whole, in the compute dtype", FSDP)
-        row("communication buffers", dict.fromkeys((walk.LAST, walk.FIRST), block * p.gradients),
-            "one block's gradients, whole, on their way to their shards", FSDP)
+        block, outside = inside / layers, tables / layout.tensor
+        own, reduced = block * p.compute, block * (FP32 + (p.compute if p.compute < FP32 else 0))
+        each = keep.again_bytes if layers - 1 in again else keep.block_bytes
+        # The first block has its gradients; or they are on their way, in float32 too, while the next one is at work.
+        late = layers > 1 and reduced - own > each
+        activations[walk.LAST] = activations.get(walk.LAST, 0) - late * each
+        row("gathered weights", dict.fromkeys(moments, outside * p.compute) |
+            dict.fromkeys((walk.LAST, walk.FIRST), (outside + block) * p.compute),
+            "all outside the blocks, and the block at work, whole, in the compute dtype", FSDP)
+        row("communication buffers", {walk.LAST: reduced if late else own, walk.FIRST: reduced,
+                                       walk.EMBED: outside * FP32},
+            "one block's gradients, whole, reduced in float32 on their way to their shards", FSDP)
     row("weight copies", at(walk.COPIES), "each weight of a 16-bit product once more in that dtype, until its backward",
         "https://docs.pytorch.org/docs/stable/amp.html")
     if p.low:
@@ -261,7 +272,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         row("amax histories", dict.fromkeys(MOMENTS, linears * 3 * (1 + p.low.history) * FP32 if p.low.history else 0),
             "the largest magnitudes of x, w and dy in earlier micro-batches", LINEAR)
     row("activations", activations, f"micro-batch of {sequences}, {m.T:,} tokens each, recompute={recompute}, "
-        f"attention={attention}" + f", {waiting + 1} micro-batches under way" * (waiting > 0), "lpkit.predict.activations")
+        f"attention={attention}" + f", {waiting + 1:g} micro-batches under way" * (waiting > 0), "lpkit.predict.activations")
     row("recomputed block", at(walk.AGAIN), "one block's activations, all of them",
         "Chen et al. 2016, https://arxiv.org/abs/1604.06174")
     row("logits and loss", at(walk.LOGITS), "a float32 log-probability per token and vocabulary entry",
@@ -276,6 +287,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         "the moments and the weight of the largest parameter, as its update wants them", "lpkit.optim.adamw")
     row("temporaries", temporaries, "gradients of activations, and what is cast or copied on the way", ENGINE)
     return tuple(one for one in rows if one.bytes)
+
+
+def _sharded(layout: Layout) -> bool:
+    return layout.zero == 3 and layout.state_ranks > 1
 
 
 def _native(p: Precision, on: Machine) -> bool:

@@ -56,6 +56,7 @@ class Sizes:
     fused_norm: bool
     copied: bool            # autocast keeps a copy of each weight in the dtype of its product
     gathers: bool           # gradients add to nothing here: they were there before, or leave at once
+    sharded: bool           # gradients leave to their shards, those outside the blocks at the end
     embeds: bool            # the device has the embeddings,
     heads: bool             # the head and the loss
     low: Low | None         # how the Linears of the blocks are cast,
@@ -97,7 +98,9 @@ def walk(z: Sizes, kept: Kept, *, again: range, chunk: int = 0) -> Account:
         live.add(TEMPORARIES, logits * z.compute)
         live.mark(HEAD, logits * FP32 if z.mixed else 0)
         head.linear(HEAD, m.D, m.V / z.shards, frees=kept.operations["head"], grad=logits * z.compute, from_stream=True)
-        if z.gathers and m.tied and z.embeds:
+        if z.sharded:
+            live.add(TEMPORARIES, m.V * m.D / z.shards * z.compute)
+        elif z.gathers and m.tied and z.embeds:
             live.add(TEMPORARIES, m.V * m.D / z.shards * z.gradient)        # waits for the embedding's
         head.norm(HEAD, kept.operations["norm"], residual=False)
     else:
