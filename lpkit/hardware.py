@@ -19,6 +19,7 @@ from lpkit.predict.machines import Machine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RAPL = Path("/sys/class/powercap")
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
@@ -90,6 +91,37 @@ def reset_peak(device: torch.device | str) -> bool:
     except OSError:
         return False
     return True
+
+
+def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
+    """A counter of the energy that the device has used, and whose it is; only differences mean something.
+
+    A GPU's by NVML (nvidia-ml-py, Volta and later), a CPU's by RAPL where the system lets one read it. None without.
+    """
+    device = torch.device(device)
+    return ENERGY[device.type](device) if device.type in ENERGY else None
+
+
+def _nvml(device: torch.device) -> tuple[float, str] | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "NVML's counter, this GPU alone"
+    except Exception:   # no library, no driver, no counter: each has an error of its own
+        return None
+
+
+def _rapl(device: torch.device) -> tuple[float, str] | None:
+    try:
+        packages = [int(path.read_text()) for path in sorted(RAPL.glob("intel-rapl:?/energy_uj"))]
+    except OSError:     # root's alone, on most systems
+        return None
+    return (sum(packages) / 1e6, "RAPL's counters, all packages, whatever ran on them") if packages else None
+
+
+ENERGY = {"cuda": _nvml, "cpu": _rapl}
 
 
 def cpu_name() -> str:

@@ -22,9 +22,11 @@ from lpkit.config import Config, ConfigError
 from lpkit.contracts import Choice, Transform, pick
 from lpkit.memory.rows import asked
 from lpkit.precision.linear import advance
+from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import Product, products
 from lpkit.predict.machines import Machine
 from lpkit.predict.roofline import Floor, step_floor
+from lpkit.predict.time import step_time
 from lpkit.tracking import Footprint, Tracker
 
 
@@ -130,6 +132,86 @@ def _counted_peak(update: Callable[[], object]) -> int:
         update()
     events = [(e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(nbytes for _, nbytes in sorted(events, key=lambda event: event[0])), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """One update, by the rows of `lpkit.predict.time`; products of the same three sizes share a row."""
+
+    rows: dict[str, float]      # median over the rounds; "the rest": between operations, and where no operation is PyTorch's
+    step_seconds: float         # of the clock, unprofiled
+    where: str
+
+
+OTHER, REST = "norms, activations, loss", "the rest"
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_int_mm"}
+BY_OPERATION = {    # by the start of its name; what is none of these is pointwise
+    "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention", "aten::_efficient_attention": "attention",
+    "aten::bmm": "attention", "aten::baddbmm": "attention", "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
+}
+
+
+def seconds(config: Config, *, device: str | None = None, rounds: int = 3) -> Seconds:
+    """Where the time of an update goes, by PyTorch's profiler: each operation's own time, a product by its sizes.
+
+    A profiled step is slower than others; its rows are scaled so that they add up to the clock's. Raises ConfigError.
+    """
+    bench = Bench(config, device)
+    bench.train()
+    timed, each = [], []
+    for _ in range(rounds):
+        start = bench._now()
+        bench.train()
+        timed.append(bench._now() - start)
+    for _ in range(rounds):
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (bench.device.type == "cuda")
+        with profile(activities=kinds, record_shapes=True) as profiler:
+            start = bench._now()
+            bench.train()
+            whole = bench._now() - start
+        each.append(_rows_of(profiler, config, bench.device, whole))
+    clock = statistics.median(timed)
+    rows = {name: statistics.median(one.get(name, 0.0) for one in each) for name in {name for one in each for name in one}}
+    scale = clock / sum(rows.values())
+    return Seconds(rows={name: scale * value for name, value in sorted(rows.items(), key=lambda row: -row[1])},
+                   step_seconds=clock, where=f"{bench.where}, PyTorch's profiler, median of {rounds}")
+
+
+def _rows_of(profiler: profile, config: Config, device: torch.device, whole: float) -> dict[str, float]:
+    by_size, shared = _by_size(config), {}
+    for name, size in by_size.items():
+        shared[size] = f"{shared[size]}, {name}" if size in shared else name
+    found: dict[str, float] = {}
+    for event in profiler.key_averages(group_by_input_shape=True):
+        spent = (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e6
+        if not event.key.startswith("aten::") or not spent:
+            continue
+        name = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)), OTHER)
+        if event.key in PRODUCTS:
+            *_, left, right = [shape for shape in event.input_shapes if len(shape) == 2]
+            name = shared.get(tuple(sorted((*left, right[1]))), OTHER)
+        found[name] = found.get(name, 0.0) + spent
+    return found | {REST: max(0.0, whole - sum(found.values()))}
+
+
+def _by_size(config: Config) -> dict[str, tuple[int, ...]]:
+    """The three sizes of each Linear's product, in order of size: its two gradients have the same."""
+    return {p.name: tuple(sorted((p.M, p.N, p.K)))
+            for p in products(config.model, batch=config.batch // config.accumulate) if not p.pairs}
+
+
+def reconcile_seconds(config: Config, *, device: str | None = None, rounds: int = 3) -> Comparison:
+    """Rooflines at this machine's ceilings beside a profiled update, row by row. Raises ConfigError, also for a recipe that
+    this machine emulates: there is no ceiling for it."""
+    on = hardware.machine(device)
+    said = step_time(config, on)
+    found, sizes = seconds(config, device=device, rounds=rounds), _by_size(config)
+    formula: dict[str, float] = {}
+    for row in said.rows:
+        alike = [name for name, size in sizes.items() if size == sizes.get(row.name)]
+        name = ", ".join(alike) or row.name
+        formula[name] = formula.get(name, 0.0) + row.seconds
+    return Comparison.of_rows(formula, found.rows, unit="s", where=found.where)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
                   f"MFU {number('mfu', '.0f', '%', 100)}"),
         ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9)),
+        *([("energy", f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})")] if summary.get("energy_wh") else []),
     ]
 
 

@@ -22,7 +22,7 @@ from lpkit import checkpoint, runs
 from lpkit.config import Config, ConfigError, flat
 from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Place, Schedule, Step, StepRecord
 from lpkit.files import write_atomically
-from lpkit.hardware import peak_bytes
+from lpkit.hardware import energy_joules, peak_bytes
 from lpkit.runs import Run, RunFailedError
 
 
@@ -85,7 +85,7 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
         write_atomically(path / runs.TOKENIZER, json.dumps(job.tokenizer))
         write_atomically(path / runs.ENVIRONMENT, json.dumps(job.environment, indent=1))
         history = _keep_metrics(path / runs.METRICS, start)
-        status = "stopped"
+        status, used = "stopped", energy_joules(job.device)
         try:
             with (path / runs.METRICS).open("a") as log:
                 for record in _steps(job, run, start, control):
@@ -102,6 +102,7 @@ def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Obser
             raise
         finally:
             summary = _summary(job, run, history, status) | {"stopped_by": control.stopped_by or None}
+            summary |= _energy(used, energy_joules(job.device))
             write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
     return run
 
@@ -279,6 +280,12 @@ def _refuse_nan(record: StepRecord, run: Run, job: Job) -> None:
             f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; {known}{known and '; '}kept: "
             f"{kept[0].name if kept else 'no checkpoint yet'}. A smaller optimizer.lr or a longer "
             f"optimizer.warmup_steps is the usual way out")
+
+
+def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
+    """Of this call, evaluation and checkpoints included. A counter that went round says nothing."""
+    known = before and after and after[0] >= before[0]
+    return {"energy_wh": (after[0] - before[0]) / 3600 if known else None, "energy_source": after[1] if known else None}
 
 
 def _summary(job: Job, run: Run, history: list[dict[str, Any]], status: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lpkit import hardware, measure, trainer
 from lpkit.config import Config, ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
 from lpkit.measure import roofline, saved_bytes, step
@@ -104,3 +105,26 @@ def test_a_step_is_measured_with_its_choices():
 def test_a_recipe_that_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match=r"precision\.recipe"):
         step(Config().replace({"precision.recipe": "fp3"}), device="cpu")
+
+
+def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
+    config = Config().replace({"model.layers": 2, "model.width": 96, "model.mlp_width": 320, "model.vocab": 512, "batch": 4,
+                               "model.context": 64, "precision.recipe": "fp32", "system.device": "cpu"})
+    found = measure.seconds(config, rounds=1)
+    assert sum(found.rows.values()) == pytest.approx(found.step_seconds)
+    assert {"attention.qkv", "attention.out", "mlp.up, mlp.down", "head", "attention", "optimizer", measure.OTHER} <= set(found.rows)
+    names = [row.name for row in measure.reconcile_seconds(config, rounds=1)]
+    assert set(names) - {measure.REST} == set(found.rows) - {measure.REST}
+
+
+def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
+    package = tmp_path / "intel-rapl:0"
+    package.mkdir()
+    (package / "energy_uj").write_text("5000000\n")
+    monkeypatch.setattr(hardware, "RAPL", tmp_path)
+    joules, source = hardware.energy_joules("cpu")
+    assert joules == 5.0 and "RAPL" in source
+    assert trainer._energy((5.0, source), (3605.0, source)) == {"energy_wh": 1.0, "energy_source": source}
+    assert trainer._energy((5.0, source), (3.0, source))["energy_wh"] is None      # it went round
+    monkeypatch.setattr(hardware, "RAPL", tmp_path / "nothing")
+    assert hardware.energy_joules("cpu") is None

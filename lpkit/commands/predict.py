@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from lpkit.config import Config, ConfigError
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
@@ -15,6 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", help="adamw, adamw-8bit, momentum, sgd: the state it keeps; by default the config's")
     parser.add_argument("--recompute", help="none, selective, block: what runs again in backward; by default the "
                         "config's, or the first of these that fits")
+    parser.add_argument("--measure", action="store_true", help="also run an update here, and put both side by side")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
 
 
@@ -26,7 +29,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = resolve(args.target, args.set)
     found = predict(config, machine(args.machine), args.devices, mfu=args.mfu, precision=args.precision,
                     optimizer=args.optimizer, zero=args.zero, recompute=args.recompute, price_per_hour=args.price_per_hour)
-    return {"target": args.target, **found.to_dict()}
+    return {"target": args.target, **found.to_dict(), "measured": _measured(config) if args.measure else None}
+
+
+def _measured(config: Config) -> dict[str, Any]:
+    """What the formulas say of this machine, beside an update here."""
+    from lpkit import measure, reconcile
+
+    bytes_ = reconcile(config)
+    try:
+        seconds, why = measure.reconcile_seconds(config).to_dict(), ""
+    except ConfigError as error:
+        seconds, why = [], str(error)
+    return {"bytes": bytes_.comparison("formula").to_dict(), "sentences": list(bytes_.sentences), "seconds": seconds,
+            "no_seconds": why}
 
 
 def text(result: dict[str, Any]) -> str:
@@ -58,4 +74,19 @@ def text(result: dict[str, Any]) -> str:
         price = f"{a['price_per_hour']:g} dollars per device and hour"
         lines.append(f"  {'cost':<{width}}{'$' + quantity(result['cost']):>10}  at {price}, "
                      f"${result['cost_per_million_tokens']:.3g} per million tokens")
+    if result["measured"]:
+        lines += _beside(result["measured"])
     return "\n".join([*lines, "", *(f"  {source}" for source in result["sources"])])
+
+
+def _beside(measured: dict[str, Any]) -> list[str]:
+    from lpkit.predict.compare import percent
+    from lpkit.predict.units import duration, quantity
+
+    lines = []
+    for key, shown in (("bytes", lambda value: quantity(value, "bytes")), ("seconds", duration)):
+        rows = measured[key]
+        lines += ["", f"  {key} of an update on {rows[0]['where']}" if rows else f"  no {key}: {measured['no_seconds']}"]
+        lines += [f"  {row['name']:<28}{shown(row['formula']):>10}{shown(row['measured']):>10}  "
+                  f"{percent(row['error']) if row['formula'] and row['measured'] else ''}" for row in rows]
+    return [*lines, "", *(f"  {sentence}" for sentence in measured["sentences"])]

@@ -1,5 +1,6 @@
 """Three numbers for one question: what you said, what the formula says, what the run did."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from html import escape
@@ -64,7 +65,9 @@ class Comparison:
         return next(row for row in self.rows if row.name == name)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        return [{**asdict(row), "error": row.error} for row in self.rows]
+        """JSON-ready: the error of a row that was not measured, or measured as nothing, is None."""
+        return [{**asdict(row), "error": None if row.error is None or math.isinf(row.error) else row.error}
+                for row in self.rows]
 
     def for_figure(self) -> list[tuple[str, float | None, float | None, float | None, str]]:
         """What `lpkit.ui.comparison_figure` takes: (name, guess, formula, measured, unit)."""
