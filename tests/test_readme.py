@@ -20,7 +20,7 @@ COMMANDS = [line for line in SHOWN if line.startswith("lpkit ")]
 
 @pytest.mark.slow
 def test_every_command_of_the_readme(tmp_path):
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
     for command in COMMANDS:
         done = subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, capture_output=True,
