@@ -29,10 +29,11 @@ def quantity(value: float | None, unit: str = "") -> str:
 
 def duration(seconds: float) -> str:
     """
-    >>> duration(0.0123), duration(90), duration(7200), duration(1e6)
-    ('12.3 ms', '1.50 min', '2.00 h', '11.6 days')
+    >>> duration(0.0123), duration(90), duration(7200), duration(1e6), duration(1e8)
+    ('12.3 ms', '1.50 min', '2.00 h', '11.6 days', '1,157 days')
     """
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= size:
-            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+            value = seconds / size
+            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:#.3g}".rstrip(".") + f" {unit}"
     return quantity(seconds, "seconds")

@@ -1,5 +1,6 @@
 """Three goals that cannot all be best, as points to turn and filter; those that no other beats stand out."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from lpkit.predict.frontier import Point, frontier
@@ -35,7 +36,7 @@ def frontier_figure(points: Sequence[Point], *, least: Sequence[str] = ("days", 
     return {"data": data, "layout": {"title": {"text": title}, "height": 560, "showlegend": True,
                                      "margin": {"l": 0, "r": 0, "b": 0},
                                      "scene": {**scene, "aspectmode": "cube",
-                                               "camera": {"eye": {"x": 1.6, "y": 1.6, "z": 0.8}, "center": {"z": -0.15}}}}}
+                                               "camera": {"eye": {"x": 1.45, "y": 1.45, "z": 0.7}, "center": {"z": -0.2}}}}}
 
 
 def frontier_view(points: Sequence[Point]) -> tuple[Callable[..., tuple[dict, str]], dict[str, list]]:
@@ -65,9 +66,14 @@ def frontier_view(points: Sequence[Point]) -> tuple[Callable[..., tuple[dict, st
 
 
 def _steps(values: Sequence[float]) -> list[float]:
-    """Ten limits from all points to few, the widest first."""
-    ordered = sorted(set(values), reverse=True)
+    """Ten limits from all points to few, the widest first; rounded up to two digits."""
+    ordered = sorted({_up(value) for value in values}, reverse=True)
     return ordered[::max(1, len(ordered) // 10)]
+
+
+def _up(value: float) -> float:
+    digits = 1 - math.floor(math.log10(value))
+    return math.ceil(value * 10**digits) / 10**digits if digits > 0 else math.ceil(value / 10**-digits) * 10**-digits
 
 
 def _words(point: Point) -> str:

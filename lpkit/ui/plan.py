@@ -1,12 +1,15 @@
 """A plan to look into: what a layout holds and how long it takes, row by row, each row with its formula and source; why
 other layouts are left out; what a budget buys by a scaling law; published runs beside the formula."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
+import ipywidgets as widgets
+
 from lpkit.config import Config
-from lpkit.predict.compare import Comparison, Row, percent
+from lpkit.predict.compare import Row, percent
 from lpkit.predict.ledger import MOMENTS
 from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count
@@ -28,22 +31,24 @@ ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 76, 6
 POINTS = 81         # of a curve
 
 
-def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budget: float | None,
-              deadline: float | None) -> tuple[dict, str]:
-    """For an Explorer. Budget in dollars, deadline in seconds, None: no limit. The best layout as a figure; the next ones,
-    and the reasons why the rest are left out, as tables."""
+def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budget: float, deadline: float,
+              ) -> tuple[dict, str]:
+    """For an Explorer. Budget in dollars, deadline in seconds, infinite: no limit. The best layout as a figure; the next
+    ones, and the reasons why the rest are left out, as tables."""
+    budget, deadline = (None if math.isinf(limit) else limit for limit in (budget, deadline))
     found = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
     figure = option_figure(found.options[0], found) if found.options else _nothing(found)
     return figure, _ranked(found) + _refused(found)
 
 
-def layouts_view(found: Plan) -> tuple[Callable[[Option], tuple[dict, str]], dict[str, dict[str, Option]]]:
+def layouts_view(found: Plan) -> tuple[Callable[[Option], tuple[dict, str]], dict[str, widgets.Dropdown]]:
     """A function for an Explorer, and its control: one layout of a plan, its rows open to formula and source.
 
     show, controls = layouts_view(found); Explorer(show, **controls)
     """
-    names = {f"{i}. {_words(option)}": option for i, option in enumerate(found.options, 1)}
-    return lambda layout: (option_figure(layout, found), opened(layout)), {"layout": names}
+    menu = widgets.Dropdown(options=[(f"{i}. {_words(option)}", option) for i, option in enumerate(found.options, 1)],
+                            layout=widgets.Layout(grid_area="1 / 1 / 2 / -1"))      # its words want the whole row
+    return lambda layout: (option_figure(layout, found), opened(layout)), {"layout": menu}
 
 
 def option_figure(option: Option, found: Plan) -> dict:
@@ -69,22 +74,20 @@ def option_figure(option: Option, found: Plan) -> dict:
     below = ROW_PIXELS * len(times)
     height = ROW_PIXELS * len(sizes) + GAP_PIXELS + below
     limit = on.memory_bytes if held.peak_bytes > 0.1 * on.memory_bytes else None   # far outside it would squeeze the stairs
-    cost = f", ${option.paid.cost:,.0f}" if option.paid.cost is not None else ""
+    ends = f"; dotted: the usable {USABLE:.0%} of {quantity(on.memory_bytes, 'bytes')}" if limit else ""
+    cost = "" if option.paid.cost is None else f", {_dollars(option)}"
     title = f"{option.layout.devices:,} x {on.title}: {duration(option.paid.seconds)}{cost}, MFU {step.mfu:.0%}"
     axis = {"exponentformat": "SI", "rangemode": "tozero", "zeroline": False}
     names = {"autorange": "reversed", "ticks": "", "showgrid": False, "type": "category"}
     return {"data": data, "layout": {
         "title": {"text": title}, "barmode": "overlay", "bargap": 0.25, "height": height + 160,
         "xaxis": {**axis, "ticksuffix": "B", "anchor": "y", "range": [0, 1.14 * max(held.peak_bytes, limit or 0)],
-                  "title": {"text": f"bytes of a device at the peak ({moment})"}},
+                  "title": {"text": f"bytes of a device at the peak ({moment}){ends}"}},
         "yaxis": {**names, "domain": [(below + GAP_PIXELS) / height, 1], "categoryarray": list(sizes)},
         "xaxis2": {**axis, "ticksuffix": "s", "anchor": "y2", "range": [0, 1.14 * step.step_seconds],
                    "title": {"text": f"seconds of a step of {quantity(step.tokens, 'tokens')}"}},
         "yaxis2": {**names, "domain": [0, below / height], "categoryarray": [row[0] for row in times], "anchor": "x2"},
-        "shapes": [_line(limit), _line(USABLE * limit, dash="dot")] if limit else [],
-        "annotations": [{"x": limit, "yref": "y domain", "y": 1, "yanchor": "bottom", "xanchor": "right", "showarrow": False,
-                         "font": {"size": 12, "color": FAINT},
-                         "text": f"usable {quantity(USABLE * limit, 'bytes')} of {quantity(limit, 'bytes')}"}] if limit else []}}
+        "shapes": [_line(limit), _line(USABLE * limit, dash="dot")] if limit else []}}
 
 
 def _stairs(rows: Sequence[tuple[str, float, float, str]], colour: str | list[str], unit: str, *,
@@ -106,8 +109,8 @@ def _kind(name: str) -> str:
 
 
 def _line(x: float, *, dash: str = "dash") -> dict:
-    return {"type": "line", "x0": x, "x1": x, "yref": "y domain", "y0": 0, "y1": 1,
-            "line": {"color": INK, "width": 1.5, "dash": dash}}
+    return {"type": "line", "x0": x, "x1": x, "yref": "y domain", "y0": 0, "y1": 1, "layer": "below",
+            "line": {"color": INK, "width": 1, "dash": dash}}
 
 
 def _wrapped(text: str, width: int = 90) -> str:
@@ -117,6 +120,10 @@ def _wrapped(text: str, width: int = 90) -> str:
 def _words(option: Option) -> str:
     chunked = f"{option.step.micro_batches} x {option.step.sequences}"
     return f"{option.layout}; {chunked} sequences; recompute {option.recompute}"
+
+
+def _dollars(option: Option) -> str:
+    return "-" if option.paid.cost is None else "$" + quantity(option.paid.cost)
 
 
 def _nothing(found: Plan) -> dict:
@@ -131,7 +138,7 @@ def _ranked(found: Plan) -> str:
         return ""
     rows = [(str(one.layout), f"{one.step.micro_batches} x {one.step.sequences}", one.recompute,
              quantity(one.held.peak_bytes, "bytes"), duration(one.step.step_seconds), f"{one.step.mfu:.0%}",
-             duration(one.paid.seconds), "-" if one.paid.cost is None else f"${one.paid.cost:,.0f}")
+             duration(one.paid.seconds), _dollars(one))
             for one in found.options[:SHOWN]]
     best = found.options[0].paid
     energy = "" if best.energy_wh is None else f", {quantity(best.energy_wh, 'Wh')} at rated power for the first"
@@ -151,26 +158,28 @@ def opened(option: Option) -> str:
     """HTML: the rows of a layout's memory and time; a click opens formula and source. The largest are open already."""
     held, moment = option.held, option.held.peak_moment
     sizes = held.at(moment)
-    memory = [(row.name, row.bytes, quantity(row.bytes, "bytes"), row.formula, row.source,
-               f"at the peak: {quantity(sizes.get(row.name, 0), 'bytes')}; lives at: "
-               f"{', '.join(row.at) if len(row.at) < len(MOMENTS) else 'every moment'}") for row in held.rows]
-    time = [(row.name, row.seconds, duration(row.seconds), row.formula, row.source,
-             f"hidden behind other rows: {duration(row.hidden_seconds)}" if row.hidden_seconds else "")
-            for row in option.step.rows]
+    memory = [(row.name, row.bytes, quantity(row.bytes, "bytes"), "" if row.name in sizes else "not at the peak",
+               row.formula, row.source,
+               f"lives at: {', '.join(row.at) if len(row.at) < len(MOMENTS) else 'every moment'}") for row in held.rows]
+    time = [(row.name, row.seconds, duration(row.seconds),
+             f"and {duration(row.hidden_seconds)} hidden behind other rows" if row.hidden_seconds else "",
+             row.formula, row.source, "") for row in option.step.rows]
     return "".join((
         f"<div style='font:13px {escape(FONT)};color:{INK};line-height:1.5;max-width:1000px'>",
         _opened(f"memory of a device: {quantity(held.peak_bytes, 'bytes')} at most", memory, held.peak_bytes),
         _opened(f"time of a step: {duration(option.step.step_seconds)}", time, option.step.step_seconds), "</div>"))
 
 
-def _opened(title: str, rows: Sequence[tuple[str, float, str, str, str, str]], whole: float) -> str:
+def _opened(title: str, rows: Sequence[tuple[str, float, str, str, str, str, str]], whole: float) -> str:
+    """Rows: name, value, the value in words, what else to say of it; and, inside: formula, source, more."""
     largest = max(rows, key=lambda row: row[1])
     lines = [f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>"]
     for row in rows:
-        name, value, says, formula, source, more = row
+        name, value, says, beside, formula, source, more = row
         cells = "".join(f"<span style='display:inline-block;width:{width};text-align:{side}'>{escape(text)}</span>"
                         for text, width, side in ((name, "15em", "left"), (says, "6em", "right"),
-                                                  (f"{value / whole:.0%}", "4em", "right")))
+                                                  (f"{value / whole:.1%}", "4.5em", "right")))
+        cells += f"<span style='padding-left:1.5em;color:{FAINT}'>{escape(beside)}</span>"
         inside = "<br>".join(part for part in (escape(formula), _linked(source), escape(more)) if part)
         lines.append(f"<details{' open' if row is largest else ''} style='border-bottom:1px solid {GRID}'>"
                      f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>{cells}</summary>"
@@ -179,8 +188,8 @@ def _opened(title: str, rows: Sequence[tuple[str, float, str, str, str, str]], w
 
 
 def _linked(source: str) -> str:
-    return re.sub(r"https://[^\s,;)]+", lambda found: f"<a href='{found[0]}' target='_blank' rel='noopener'>{found[0]}</a>",
-                  escape(source))
+    link = f"<a style='color:{COLOURS[0]};text-decoration:underline' target='_blank' rel='noopener'"
+    return re.sub(r"https://[^\s,;)]+", lambda found: f"{link} href='{found[0]}'>{found[0]}</a>", escape(source))
 
 
 # What a budget buys.
@@ -217,8 +226,9 @@ def optimum_figure(flops: float, parameters: float) -> dict:
     floor = min(one.loss.nats for one in best)
     top = max(floor + 0.6, max(_loss(law, flops, parameters) for law in LAWS.values()) + 0.05)
     return {"data": data, "layout": {
-        "title": {"text": f"{quantity(flops, 'FLOPs')}: the least loss (circles), and this model's (crosses)"}, "height": 420,
-        "xaxis": {"type": "log", "title": {"text": "parameters"}, "exponentformat": "B", "dtick": 1},
+        "title": {"text": f"{flops:.2e} FLOPs: the least loss (circles), and this model's (crosses)"}, "height": 420,
+        "xaxis": {"type": "log", "title": {"text": "parameters"}, "exponentformat": "B",
+                  "dtick": 1},
         "yaxis": {"title": {"text": "loss (nats a token of the authors' text)"}, "range": [floor - 0.05, min(top, floor + 3)]}}}
 
 
@@ -243,22 +253,29 @@ def _optima(flops: float, parameters: float) -> str:
 
 # What others measured.
 
-def published_figure(runs: Iterable[Row], calibrated: Comparison | None = None) -> dict:
+def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dict:
     """The plotly spec: predicted over published speed of each run, a colour a paper; hollow diamonds are `calibrated`."""
     groups: dict[str, list[Row]] = {}
     for row in runs:
         groups.setdefault(row.where.partition(",")[0], []).append(row)
-    data = [{"type": "scatter", "mode": "markers", "name": name, "marker": {"color": colour, "size": 9}, **_ratios(rows)}
-            for (name, rows), colour in zip(groups.items(), (*COLOURS[:3], COLOURS[4], COLOURS[5]))]
-    if calibrated:
-        data.append({"type": "scatter", "mode": "markers", "name": "calibrated by one measured step", **_ratios(calibrated),
-                     "marker": {"color": INK, "size": 11, "symbol": "diamond-open", "line": {"width": 2}}})
+    colours = dict(zip(groups, (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f", COLOURS[5])))
+    data = [{"type": "scatter", "mode": "markers", "name": name, "marker": {"color": colours[name], "size": 9}, **_ratios(rows)}
+            for name, rows in groups.items()]
+    words = [{"y": rows[0].name, "xref": "paper", "text": escape(name), "font": {"color": colours[name]}, "showarrow": False,
+              "bgcolor": "#ffffff",
+              **({"x": 0.99, "xanchor": "right"} if _faster(rows[0]) < 1.25 else {"x": 0.02, "xanchor": "left"})}
+             for name, rows in groups.items()]
+    for row in calibrated:
+        words.append({"x": _faster(row), "y": row.name, "text": "calibrated by one step", "xanchor": "left", "xshift": 8, "bgcolor": "#ffffff",
+                      "showarrow": False})
+    data.append({"type": "scatter", "mode": "markers", "name": "calibrated by one measured step", **_ratios(calibrated),
+                 "marker": {"color": INK, "size": 11, "symbol": "diamond-open", "line": {"width": 2}}})
     names = [row.name for rows in groups.values() for row in rows]
     return {"data": data, "layout": {
-        "title": {"text": "Predicted over published speed, run by run"}, "height": 150 + 21 * len(names),
-        "xaxis": {"title": {"text": "predicted speed / published speed (above 1: the formula is too hopeful)"},
-                  "tickformat": ".1f", "dtick": 0.1},
-        "yaxis": {"autorange": "reversed", "ticks": "", "type": "category", "categoryarray": names},
+        "title": {"text": "Published runs: right of 1, the formula is too hopeful"}, "height": 110 + 21 * len(names),
+        "showlegend": False, "annotations": words,
+        "xaxis": {"title": {"text": "predicted speed / published speed"}, "tickformat": ".1f", "dtick": 0.1},
+        "yaxis": {"ticks": "", "type": "category", "categoryarray": names, "range": [len(names) - 0.4, -0.6]},
         "shapes": [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "layer": "below",
                     "line": {"color": INK, "width": 1, "dash": "dot"}}]}}
 

@@ -1,0 +1,125 @@
+"""The views of a plan, held to the plan itself: what is drawn adds up to it, and every row opens to its formula and source."""
+
+import html
+import json
+import math
+import re
+
+import pytest
+
+from lpkit.predict import CATALOGUE
+from lpkit.predict.frontier import frontier, grid, triangle
+from lpkit.predict.ledger import memory
+from lpkit.predict.plan import USABLE, plan
+from lpkit.predict.published import calibrated, published
+from lpkit.predict.scaling import LAWS
+from lpkit.presets import preset
+from lpkit.ui import (
+    Explorer,
+    budget_view,
+    layouts_view,
+    opened,
+    optimum_figure,
+    option_figure,
+    plan_view,
+    published_figure,
+)
+
+FREE = {"budget": math.inf, "deadline": math.inf}
+H200, LLAMA = CATALOGUE["h200"], preset("llama-70b")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(preset("llama-405b"), 1e12, "h100", devices=4096)
+
+
+def ends(trace):
+    return [base + x for base, x in zip(trace["base"], trace["x"])]
+
+
+def test_the_stairs_end_at_the_peak_and_at_the_step(found):
+    for option in found.options[:6]:
+        spec = json.loads(json.dumps(option_figure(option, found), allow_nan=False))
+        memory_stairs, *times = spec["data"]
+        assert max(ends(memory_stairs)) == pytest.approx(option.held.peak_bytes)
+        shown = [trace for trace in times if "hidden" not in trace["name"]]
+        assert max(max(ends(trace)) for trace in shown) == pytest.approx(option.step.step_seconds)
+        assert sum(sum(trace["x"]) for trace in shown) == pytest.approx(option.step.step_seconds)
+        hidden = [x for trace in times if "hidden" in trace["name"] for x in trace["x"]]
+        assert sum(hidden) == pytest.approx(sum(row.hidden_seconds for row in option.step.rows))
+        assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [80e9, USABLE * 80e9]
+
+
+def test_every_row_opens_to_its_formula_and_source(found):
+    for option in found.options[:6]:
+        page = html.unescape(re.sub(r"</?a[^>]*>", "", opened(option)))
+        assert page.count("<details") == len(option.held.rows) + len(option.step.rows)
+        assert page.count("<details open") == 2
+        for row in (*option.held.rows, *option.step.rows):
+            assert row.formula in page and row.source in page
+    piped = next(option for option in found.options if option.layout.pipeline > 1)
+    assert "href='https://arxiv.org/abs/2104.04473'>https" in opened(piped)
+
+
+def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
+    spec, table = plan_view(LLAMA, H200, 1e12, 512, **FREE)
+    best = plan(LLAMA, 1e12, H200, devices=512)
+    assert str(best.options[0].layout) in table and "15.1 days" in spec["layout"]["title"]["text"]
+    assert all(html.escape(one.nearest) in table for one in best.refusals.values() if one.layouts)
+    spec, table = plan_view(LLAMA, H200, 1e12, 8, **FREE)
+    assert spec["data"] == [] and "miss by" in table
+    spec, table = plan_view(LLAMA, H200, 1e12, 512, 250_000.0, math.inf)
+    assert spec["data"] == [] and "budget" in table and "too much" in table
+    assert plan_view(LLAMA, H200, 1e12, 512, math.inf, 86_400.0)[0]["data"] == []
+
+
+def test_a_redraw_evaluates_few_formulas():
+    """A slider asks for a plan at each move: that many calls of at most 200 us."""
+    for name in ("llama-1b", "llama-70b", "llama-405b", "dense-1t"):
+        for devices in (8, 64, 512, 4096):
+            assert plan(preset(name), 1e12, "b200", devices=devices).evaluations < 700
+
+
+def test_layouts_are_chosen_and_drawn(found):
+    show, controls = layouts_view(found)
+    explorer = Explorer(show, **controls)
+    first = explorer.table.value
+    explorer.set(layout=found.options[3])
+    assert explorer.table.value != first and explorer.table.value == opened(found.options[3])
+
+
+def test_a_budget_buys_flops_and_the_curve_has_its_least_at_the_optimum():
+    flops = 10_000 / H200.price_per_hour * 3600 * 989.4e12 * 0.4
+    spec, table = budget_view(preset("llama-8b"), H200, 10_000, 0.4)
+    assert f"{flops:.2e} FLOPs" in spec["layout"]["title"]["text"] and table.count("inside") == 4
+    spec = json.loads(json.dumps(optimum_figure(flops, 8e9), allow_nan=False))
+    for law in LAWS.values():
+        lines = [trace for trace in spec["data"] if trace.get("name", "").startswith(law.name)]
+        points = [(y, x) for trace in lines for x, y in zip(trace["x"], trace["y"]) if y is not None]
+        assert len(points) == 81 and min(points)[1] == pytest.approx(law.optimum(flops).parameters, rel=0.1)
+    assert "extrapolated" in budget_view(LLAMA, H200, 1e8, 0.4)[1]
+
+
+def test_published_runs_lie_where_the_formula_is_too_fast():
+    runs, after = published(), calibrated()
+    spec = json.loads(json.dumps(published_figure(runs, after), allow_nan=False))
+    points = {name: x for trace in spec["data"][:-1] for name, x in zip(trace["y"], trace["x"])}
+    for row in runs:
+        assert points[row.name] == pytest.approx(
+            1 / (1 + row.error) if row.unit == "seconds" else 1 + row.error)
+    assert spec["data"][-1]["x"] == pytest.approx([1 + row.error for row in after])
+    assert sum(len(trace["x"]) for trace in spec["data"]) == len(runs.rows) + len(after.rows)
+
+
+def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():
+    made = grid({"llama-70b": LLAMA}, ["h200"], [8, 64], [1e11, 1e12])
+    best = plan(LLAMA, 1e12, "h200", devices=64).options[0]
+    assert [one.name for one in made] == ["llama-70b, 100B tokens, 64 h200", "llama-70b, 1.00T tokens, 64 h200"]
+    assert {one.layout for one in made} == {best.layout}
+    held = memory(made[0].config, "h200", layout=made[0].layout, precision=made[0].precision, recompute=made[0].recompute)
+    assert held.peak_bytes == best.held.peak_bytes <= USABLE * H200.memory_bytes
+    point = triangle(made)[1]
+    assert point.values["days"] == pytest.approx(best.paid.seconds / 86_400)
+    assert point.values["dollars"] == pytest.approx(best.paid.cost)
+    assert len(frontier(triangle(made), least=("days", "loss", "dollars"))) == 2
