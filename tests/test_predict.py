@@ -333,6 +333,16 @@ def test_the_peak_under_a_memory_technique(recipe, changes):
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "mxfp8", "nvfp4"])
+def test_the_bytes_of_cached_weights(recipe):
+    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 4, "model.context": 64, "accumulate": 2,
+                                       "precision.recipe": recipe, "precision.weights": "cached"})
+    found = measure.memory(config, device="cpu")
+    said = memory(config, CPU, attention=found.chosen["attention"].used)
+    assert said.at(said.peak_moment)["low-precision weights"] == found.rows["low-precision weights"]
+    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
+
+
 @pytest.mark.parametrize("saved", ["cpu", "disk", "int8", "int4"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_the_peak_with_activations_away(recipe, saved):

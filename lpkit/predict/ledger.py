@@ -34,6 +34,7 @@ STORED = {      # what `memory.parameters` makes of the bytes of a Precision
 DECODED, ROUNDED, WIDENED = {"adamw-8bit": 22}, {"bf16": 10}, {"bf16": 4}
 AT_ONCE = {"after": False, "in-backward": True}
 RESTS = {"device": (), "cpu": ("gpu",), "disk": ("cpu", "gpu")}     # kinds of machines whose memory the state leaves
+CACHED = {"cast": False, "cached": True}
 SAVED = {       # bytes for each number that blocks keep, by the kind of machine; None: as it is
     "device": {}, "cpu": {"gpu": 0.0}, "disk": {"cpu": 0.0, "gpu": 0.0},
     **{f"int{bits}": dict.fromkeys(("cpu", "gpu"), bits / 8 + 8 / 256) for bits in (8, 4, 2)},
@@ -267,7 +268,12 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         linears = (layers - z.last_is_kept) * 4
         shapes = ((m.D, (m.H + 2 * m.G) * m.E), (m.D, m.D), (m.D, walk.UP[m.mlp] * m.F), (m.F, m.D))
         scales = sum(p.low.scales(z.tokens, K, N, native) for K, N in shapes) * linears / 4
-        row("low-precision weights", at(walk.LOW), f"each weight as {p.what.split()[-1]} casts it, until its backward", LINEAR)
+        lows = at(walk.LOW)
+        if CACHED[config.precision.weights] and (pieces > 1 or again):      # one forward pass would cast each once anyway
+            shared = 1 if p.low.w[0] == p.low.w[1] else 2       # casts that serve both products, and those that do not
+            held = sum(K * N for K, N in shapes) / layout.tensor * linears / 4 * p.low.held_bytes(native) * shared
+            lows = dict.fromkeys([moment for moment in MOMENTS if moment != UPDATE], held)
+        row("low-precision weights", lows, f"each weight as {p.what.split()[-1]} casts it, until its backward", LINEAR)
         row("scales", dict.fromkeys((walk.LOSS, walk.HEAD, walk.LAST), scales), "of the operands that are kept", LINEAR)
         row("amax histories", dict.fromkeys(MOMENTS, linears * 3 * (1 + p.low.history) * FP32 if p.low.history else 0),
             "the largest magnitudes of x, w and dy in earlier micro-batches", LINEAR)
