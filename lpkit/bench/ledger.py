@@ -8,6 +8,7 @@ larger, step time is compared too, and there is no MemTracker to race.
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from lpkit.predict import memory, parameter_count
 from lpkit.predict.layout import Layout
 from lpkit.predict.recipes import LOW
 from lpkit.predict.time import step_time
-from lpkit.predict.units import quantity
+from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
 from lpkit.tracking import ROWS
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
-TRACE, CALL_SECONDS, FASTER = 0.01, 200e-6, 100
+TRACE, TRACE_SECONDS, RANKS, CALL_SECONDS, FASTER = 0.01, 60, 1024, 200e-6, 100
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
 GPT2 = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128, "batch": 4}
 LLAMA = {**GPT2, "model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
@@ -82,13 +83,17 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                 target=FASTER, case="one prediction", packages=("torch",))
     seconds = [paired(NAME, ours=[call[0].ours_median], peer=[1.0], peer_name="a second", better="lower", unit="s",
                       target=CALL_SECONDS, case="one call of the closed form", facts=facts)] if call else []
+    start = time.perf_counter()
+    predict_trace(preset("llama-8b"), RANKS)
+    world = paired(NAME, ours=[time.perf_counter() - start], peer=[1.0], peer_name="a second", better="lower", unit="s",
+                   target=TRACE_SECONDS, case=f"llama-8b traced on {RANKS:,} ranks", facts=facts)
     times = [error("step time, median", "predicted_seconds", 0.1, of="step_seconds")] if gpu else []
     return [error(f"closed form, {len(table)} configs, median", "formula_bytes", MEDIAN[here.kind]),
             error("closed form, worst", "formula_bytes", WORST[here.kind], worst=True),
             error("trace, worst", "traced_bytes", TRACE, worst=True),
             error("accelerate's estimate, median", "accelerate_bytes", None),
             error("DeepSpeed's rule, median", "deepspeed_bytes", None),
-            error("16 P + activations, median", "classic_bytes", None), *times, *seconds, *call]
+            error("16 P + activations, median", "classic_bytes", None), world, *times, *seconds, *call]
 
 
 def _case(name: str, config: Config, here: Any) -> dict[str, Any]:
@@ -161,7 +166,7 @@ def page(measured: list[dict[str, Any]]) -> str:
 def _said(case: dict[str, Any]) -> str:
     if case["unit"] == "relative error":
         return f"{case['ratio']:.3%}"
-    return f"{case['ratio'] * 1e6:.0f} us" if case["better"] == "lower" else f"{case['ratio']:,.0f} times faster"
+    return duration(case["ratio"]) if case["better"] == "lower" else f"{case['ratio']:,.0f} times faster"
 
 
 HEAD = """
