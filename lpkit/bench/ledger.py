@@ -84,7 +84,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     seconds = [paired(NAME, ours=[call[0].ours_median], peer=[1.0], peer_name="a second", better="lower", unit="s",
                       target=CALL_SECONDS, case="one call of the closed form", facts=facts)] if call else []
     start = time.perf_counter()
-    predict_trace(preset("llama-8b"), RANKS)
+    predict_trace(preset("llama-8b").replace({"batch": RANKS, "accumulate": 1}), RANKS)
     world = paired(NAME, ours=[time.perf_counter() - start], peer=[1.0], peer_name="a second", better="lower", unit="s",
                    target=TRACE_SECONDS, case=f"llama-8b traced on {RANKS:,} ranks", facts=facts)
     times = [error("step time, median", "predicted_seconds", 0.1, of="step_seconds")] if gpu else []
