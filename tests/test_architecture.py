@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "tracking": BASE | {"memory", "precision"},
     "measure": BASE | {"assembly", "hardware", "memory", "nn", "precision", "predict", "tracking"},
     "trace": BASE | {"assembly", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "tracking"},
+    "techniques": BASE | {"hardware", "measure", "predict", "tracking"},
     "steps": BASE,
     "checkpoint": BASE,
     "runs": BASE,

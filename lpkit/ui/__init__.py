@@ -9,6 +9,8 @@ _WHERE = {
     "LiveRuns": "race",
     "Pick": "guess",
     "budget_view": "plan",
+    "bits_figure": "techniques",
+    "bought_figure": "techniques",
     "comparison_figure": "comparison",
     "exponents_figure": "formats",
     "frontier_figure": "frontier",
