@@ -142,7 +142,7 @@ def _ranked(found: Plan) -> str:
             for one in found.options[:SHOWN]]
     best = found.options[0].paid
     energy = "" if best.energy_wh is None else f", {quantity(best.energy_wh, 'Wh')} at rated power for the first"
-    return html_table(("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "cost"), rows,
+    return html_table(("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "cost"), rows, prose=0,
                       caption=f"{len(found.options)} of {found.counted} layouts will do, the {found.first} first{energy}; "
                               f"price {found.machine.price_source.partition(';')[0]}")
 
