@@ -5,7 +5,7 @@ import pytest
 
 from lpkit.config import ConfigError
 from lpkit.ui import bits_figure, bought_figure
-from lpkit.ui.techniques import _edge
+from lpkit.ui.techniques import INSIDE, WIDE, _box, _edge, _hidden, _positions
 
 PREDICTED = {"plain": (100.0, 1.0), "half": (50.0, 1.3), "most": (20.0, None)}
 MEASURED = {"plain": (101.0, 1.0), "half": (51.0, 1.2), "most": (20.0, 1.5)}
@@ -81,11 +81,19 @@ def test_the_edge_is_what_nothing_beats_in_both():
 
 
 def test_names_do_not_cover_each_other():
-    """Ten techniques that cost nothing and buy nearly the same: each name finds a place."""
-    at = {f"technique {i}": (1.0 + 0.02 * i, 1e8 - 3e6 * i) for i in range(10)}
-    measured = {"plain": (1e8, 1.0), **{name: (size, time) for name, (time, size) in at.items()}}
-    labels = next(trace for trace in bought_figure(measured, measured)["data"] if trace.get("name") == "measured")
-    assert len(labels["textposition"]) == len(labels["text"]) == 10
+    """Ten techniques that cost the same and buy nearly the same: names on one side alone would lie over each other."""
+    at = {f"technique {i}": (0.6 * (i % 2), 8.0 - 0.8 * i) for i in range(10)}
+    x_range, y_range = (-10, 110), (0, 100)
+    sides = list(_positions(list(at), at, at, [], x_range, y_range))
+    assert len(set(sides)) > 1
+    boxes = [_box(INSIDE[0] * (x + 10) / 120, INSIDE[1] * y / 100, WIDE * len(name), side)
+             for (name, (x, y)), side in zip(at.items(), sides)]
+    alone = [_box(INSIDE[0] * (x + 10) / 120, INSIDE[1] * y / 100, WIDE * len(name), "middle right") for name, (x, y) in at.items()]
+    assert covered(boxes) < covered(alone) / 2
+
+
+def covered(boxes):
+    return sum(_hidden(box, boxes[:i]) for i, box in enumerate(boxes))
 
 
 def test_bits_against_error():

@@ -17,7 +17,7 @@ from lpkit.ui.style import FAINT, INK
 
 MAX_POINTS = 400
 PHASES = {"forward": "#ffffff", "backward": "#f3f4f6", "optimizer": "#e5e7eb"}
-WORD, NUMBER = 0.055, 0.014     # of the axis: narrower stretches go without a name, or with a number alone
+WORD, NUMBER = 0.075, 0.014     # of the axis: narrower stretches go without a name, or with a number alone
 BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # moments of backward, by what is at work
 NOBODYS = ("", "gradient")      # no module of the model: a gradient reaches its parameter
 
@@ -105,11 +105,13 @@ def _predicted(points: Sequence[Point], places: Sequence[tuple[str, str]], total
     """Where each moment is, its bytes, and words."""
     blocks = sorted({part for _, part in places if part.startswith("blocks.")}, key=lambda part: int(part.split(".")[1]))
     first, last = (blocks[0], blocks[-1]) if blocks else ("", "")
-    parts = {walk.LOSS: BEGINS, walk.HEAD: OUTSIDE, walk.LAST: (last,), walk.FIRST: (first,)}
+    parts = {walk.HEAD: OUTSIDE, walk.LAST: (last,), walk.FIRST: (first,)}
     backward = [i for i, (phase, _) in enumerate(places) if phase == "backward"]
     for moment in MOMENTS:
         if moment == walk.UPDATE:
             at = [i for i, (phase, _) in enumerate(places) if phase == "optimizer"]
+        elif moment == walk.LOSS:       # in chunks its gradients are made in forward
+            at = [i for i, (_, part) in enumerate(places) if part in BEGINS]
         elif moment == walk.EMBED:
             at = [i for i in backward if places[i][1] not in (*BEGINS, *OUTSIDE, *blocks)]
         else:
