@@ -17,7 +17,7 @@ from lpkit.ui.style import FAINT, INK
 
 MAX_POINTS = 400
 PHASES = {"forward": "#ffffff", "backward": "#f3f4f6", "optimizer": "#e5e7eb"}
-WORD, NUMBER = 0.075, 0.014     # of the axis: narrower stretches go without a name, or with a number alone
+WORD, NUMBER = 0.075, 0.014     # of the axis: narrower stretches go without a name, blocks without their number
 BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # moments of backward, by what is at work
 NOBODYS = ("", "gradient")      # no module of the model: a gradient reaches its parameter
 
@@ -64,7 +64,7 @@ def timeline_figure(points: Sequence[Point], *, formula: Memory | None = None, t
         "xanchor": "right" if left else "left", "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.8)"})
     return {"data": data, "layout": {
         "title": {"text": escape(title)}, "height": 470, "shapes": shapes, "annotations": annotations, "hovermode": "closest",
-        "xaxis": {"title": {"text": "events of one step, in order: something is made, or freed"}, "showgrid": False,
+        "xaxis": {"title": {"text": "what is made and freed in one step, in order, and the block at work"}, "showgrid": False,
                   "range": [0, len(points) - 1], "zeroline": False, **_ticks(places)},
         "yaxis": {"title": {"text": "live bytes"}, "exponentformat": "SI", "ticksuffix": "B", "range": [0, top]}}}
 
@@ -152,7 +152,7 @@ def _ticks(places: Sequence[tuple[str, str]]) -> dict:
     for part, start, end in _stretches([part for _, part in places]):
         block, wide = part.startswith("blocks."), (end - start) / len(places)
         if wide >= WORD or (block and wide >= NUMBER):
-            ticks.append(((start + end) / 2, part.replace("blocks.", "block " if wide >= WORD else "")))
+            ticks.append(((start + end) / 2, part.removeprefix("blocks.")))
     return {"tickmode": "array", "tickvals": [at for at, _ in ticks], "ticktext": [name for _, name in ticks],
             "tickangle": 0, "ticks": ""}
 
