@@ -264,8 +264,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     alone = {p: hardware.product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
     phases, others, begun = [], _others_seconds(), time.perf_counter()
     times = hardware.race([*squares.values(), sweep, *alone.values(), lambda: phases.append(bench.update())], rounds=rounds)
-    available = (time.perf_counter() - begun) * psutil.cpu_count()
-    disturbed = max(0.0, _others_seconds() - others) / available
+    disturbed = _disturbed(others, begun)
     # the model's own products count too: one of their shapes may suit the machine better than a square
     flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
@@ -278,6 +277,30 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
         floors=tuple(step_floor(config, one, precision=dtype) for one in each), phases=tuple(phases[1:]),
         disturbed=disturbed,
         precision=bench.precision, attention=bench.attention, where=bench.where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Updates of several models that took turns, so that a slow moment of the machine met all of them."""
+
+    seconds: tuple[float, ...]          # of each model's update: the best of its turns
+    disturbed: float                    # share of the CPUs' time that other processes took meanwhile
+    precision: Choice                   # of the last model
+    where: str
+
+
+def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5) -> Turns:
+    """Update the model of each config `rounds` times, one after the other."""
+    benches = [Bench(config, device) for config in configs]
+    others, begun = _others_seconds(), time.perf_counter()
+    times = hardware.race([bench.update for bench in benches], rounds=rounds)
+    return Turns(seconds=tuple(map(min, times)), disturbed=_disturbed(others, begun), precision=benches[-1].precision,
+                 where=f"{benches[-1].where}, the best of {rounds} turns")
+
+
+def _disturbed(others: float, begun: float) -> float:
+    """Share of the CPUs' time since `begun` that was not this process's; `others` is what `_others_seconds` said then."""
+    return max(0.0, _others_seconds() - others) / ((time.perf_counter() - begun) * psutil.cpu_count())
 
 
 def _others_seconds() -> float:

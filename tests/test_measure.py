@@ -9,7 +9,7 @@ from torch import nn
 from lpkit import hardware, measure, trainer
 from lpkit.config import Config, ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
-from lpkit.measure import roofline, saved_bytes, step
+from lpkit.measure import roofline, saved_bytes, step, turns
 from lpkit.predict import predict
 from lpkit.predict.flops import products
 
@@ -100,6 +100,13 @@ def test_a_step_is_measured_with_its_choices():
     assert found.precision.used == "bf16" and found.attention.used == "blocked" and found.tokens == 64
     assert found.step_seconds == found.forward_seconds + found.backward_seconds + found.optimizer_seconds > 0
     assert found.bytes["gradients"] == found.bytes["weights"] and found.peak_bytes > found.bytes["weights"] * 3
+
+
+def test_models_take_turns():
+    small = Config().replace({"model.layers": 1, "model.context": 32, "batch": 1, "precision.recipe": "fp32"})
+    found = turns([small, small.replace({"model.layers": 6, "batch": 16})], device="cpu", rounds=2)
+    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.disturbed < 1.1      # 96 times the work
+    assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
 
 
 def test_a_recipe_that_cannot_be_measured_is_refused():
