@@ -86,8 +86,8 @@ def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepM
     bench.loss(*bench.pieces[0]).backward()
     held = {
         "weights": sum(p.nbytes for p in bench.model.parameters()),
-        "optimizer state": sum(t.nbytes for state in bench.optimizer.state.values() for t in state.values()),
-        "gradients": sum(p.grad.nbytes for p in bench.model.parameters()),
+        "optimizer state": sum(t.nbytes for state in bench.optimizer.state.values() for t in state.values() if torch.is_tensor(t)),
+        "gradients": sum(p.grad.nbytes for p in bench.model.parameters() if p.grad is not None),    # used up in backward
         "weight copies": saved.weight_copy_bytes,
         "activations": saved.total_bytes - saved.operations["loss"],
         "logits and loss": saved.operations["loss"],
@@ -178,9 +178,7 @@ def seconds(config: Config, *, device: str | None = None, rounds: int = 3) -> Se
 
 
 def _rows_of(profiler: profile, config: Config, device: torch.device, whole: float) -> dict[str, float]:
-    by_size, shared = _by_size(config), {}
-    for name, size in by_size.items():
-        shared[size] = f"{shared[size]}, {name}" if size in shared else name
+    labels = _labels(config)
     found: dict[str, float] = {}
     for event in profiler.key_averages(group_by_input_shape=True):
         spent = (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e6
@@ -189,15 +187,19 @@ def _rows_of(profiler: profile, config: Config, device: torch.device, whole: flo
         name = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)), OTHER)
         if event.key in PRODUCTS:
             *_, left, right = [shape for shape in event.input_shapes if len(shape) == 2]
-            name = shared.get(tuple(sorted((*left, right[1]))), OTHER)
+            name = labels.get(tuple(sorted((*left, right[1]))), OTHER)
         found[name] = found.get(name, 0.0) + spent
     return found | {REST: max(0.0, whole - sum(found.values()))}
 
 
-def _by_size(config: Config) -> dict[str, tuple[int, ...]]:
-    """The three sizes of each Linear's product, in order of size: its two gradients have the same."""
-    return {p.name: tuple(sorted((p.M, p.N, p.K)))
-            for p in products(config.model, batch=config.batch // config.accumulate) if not p.pairs}
+def _labels(config: Config) -> dict[tuple[int, ...], str]:
+    """The Linears by the three sizes of their product, in order of size: its two gradients have the same."""
+    labels: dict[tuple[int, ...], str] = {}
+    for p in products(config.model, batch=config.batch // config.accumulate):
+        if not p.pairs:
+            size = tuple(sorted((p.M, p.N, p.K)))
+            labels[size] = f"{labels[size]}, {p.name}" if size in labels else p.name
+    return labels
 
 
 def reconcile_seconds(config: Config, *, device: str | None = None, rounds: int = 3) -> Comparison:
@@ -205,11 +207,11 @@ def reconcile_seconds(config: Config, *, device: str | None = None, rounds: int 
     this machine emulates: there is no ceiling for it."""
     on = hardware.machine(device)
     said = step_time(config, on)
-    found, sizes = seconds(config, device=device, rounds=rounds), _by_size(config)
+    found = seconds(config, device=device, rounds=rounds)
+    shared = {name: label for label in _labels(config).values() for name in label.split(", ")}
     formula: dict[str, float] = {}
     for row in said.rows:
-        alike = [name for name, size in sizes.items() if size == sizes.get(row.name)]
-        name = ", ".join(alike) or row.name
+        name = shared.get(row.name, row.name)
         formula[name] = formula.get(name, 0.0) + row.seconds
     return Comparison.of_rows(formula, found.rows, unit="s", where=found.where)
 
@@ -361,11 +363,12 @@ class Bench:
     def tracker(self) -> Tracker:
         return Tracker(self.model, self.optimizer, self.device, place=self.built.place)
 
-    def train(self, optimizing: Callable[[], AbstractContextManager] = nullcontext) -> None:
-        """As the trainer does it, `optimizing` around what follows the last backward."""
-        self.built.step(self.model, *self.batch)
+    def train(self, optimizing: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
+        """As the trainer does it, `optimizing` around what follows the last backward; the loss."""
+        loss = self.built.step(self.model, *self.batch)
         with optimizing():
             self.built.finish()
+        return loss
 
     def _now(self) -> float:
         if self.device.type == "cuda":

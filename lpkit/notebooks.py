@@ -142,7 +142,7 @@ def declared(source: str) -> dict[str, Parameter]:
             raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment`, not `{line}`")
         name, kind = node.target.id, _kind(node.annotation)
         try:
-            default = ast.literal_eval(node.value)
+            default = ast.literal_eval(node.value)      # reads a literal, runs nothing
             convert(default, kind, name)
         except ConfigError:
             raise
@@ -210,7 +210,7 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any], tier: str |
 def _literal(value: Any, name: str) -> Any:
     """Only what Python reads back from its own repr may enter a notebook: no inf, no nan, no subclass of anything."""
     try:
-        same = ast.literal_eval(repr(value)) == value
+        same = ast.literal_eval(repr(value)) == value       # reads a literal, runs nothing
     except (ValueError, SyntaxError):
         same = False
     if not same:

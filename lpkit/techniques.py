@@ -110,18 +110,12 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
     for bench in benches.values():
         bench.batch = benches[PLAIN].batch
     torch.manual_seed(config.seed)      # of stochastic rounding
-    seconds = hardware.race([lambda name=name: losses[name].append(_update(benches[name])) for name in names], rounds=rounds)
+    # the loss is read at the end, so that the device has finished
+    seconds = hardware.race([lambda name=name: losses[name].append(benches[name].train().item()) for name in names], rounds=rounds)
     plain = seconds[0]
     return {name: Measured(footprint=footprints[name], losses=tuple(losses[name]), seconds=statistics.median(times),
                            times_plain=statistics.median(t / p for t, p in zip(times, plain)))
             for name, times in zip(names, seconds)}
-
-
-def _update(bench: measure.Bench) -> float:
-    """The loss; read at the end, so that the device has finished."""
-    loss = bench.built.step(bench.model, *bench.batch)
-    bench.built.finish()
-    return loss.item()
 
 
 def gradient_errors(config: Config, names: Iterable[str], *, device: str | None = None) -> dict[str, float]:

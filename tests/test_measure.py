@@ -10,7 +10,7 @@ from lpkit import hardware, measure, trainer
 from lpkit.config import Config, ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
 from lpkit.measure import roofline, saved_bytes, step, turns
-from lpkit.predict import predict
+from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
 
 
@@ -135,3 +135,14 @@ def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
     assert trainer._energy((5.0, source), (3.0, source))["energy_wh"] is None      # it went round
     monkeypatch.setattr(hardware, "RAPL", tmp_path / "nothing")
     assert hardware.energy_joules("cpu") is None
+
+
+@pytest.mark.parametrize("changes", [{"memory.update": "in-backward", "optimizer.clip": 0}, {"optimizer.name": "adamw-8bit"}],
+                         ids=["in-backward", "adamw-8bit"])
+def test_a_step_is_timed_under_any_optimizer(changes):
+    """Gradients may be gone when backward ends, and a state may hold more than tensors."""
+    config = Config().replace({"model.layers": 1, "model.width": 32, "batch": 2, "model.context": 16, "precision.recipe": "fp32",
+                               "system.device": "cpu", **changes})
+    found = step(config, rounds=1)
+    assert found.bytes["weights"] == 4 * parameter_count(config.model)
+    assert ("gradients" in found.bytes) == (config.memory.update == "after")

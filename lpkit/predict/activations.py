@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lpkit.config import ConfigError, ModelConfig, nearest
-from lpkit.predict.params import product_weights
+from lpkit.predict.params import UPS, product_weights
 
 Kind = Literal["cpu", "gpu"]
 RECOMPUTE = {     # by what it costs
@@ -87,7 +87,7 @@ def kept(model: ModelConfig, *, batch: int, compute: int = 4, stream: int = 4, a
     again = len(range(0, L, every)) if recompute != "none" else 0      # blocks that run again
     stored = N * D * stream
     if recompute == "selective":
-        stored += N * (_qkv(model) + 2 * D + {"gelu": 1, "swiglu": 2}[model.mlp] * model.F) * compute
+        stored += N * (_qkv(model) + 2 * D + UPS[model.mlp] * model.F) * compute
         stored += N * (D * compute + model.H * FP32) if attention == "sdpa" else 0
     whole = 0 if recompute != "none" and (L - 1) % every == 0 else 1      # whether the last one is kept
     blocks = {name: (L - again - whole) * block.get(name, 0) + whole * last.get(name, 0)

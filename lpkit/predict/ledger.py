@@ -14,7 +14,7 @@ from lpkit.predict import machines, walk
 from lpkit.predict.activations import FP32, TOKEN_ID, Kept, kept
 from lpkit.predict.layout import Layout
 from lpkit.predict.machines import Machine
-from lpkit.predict.params import parameters
+from lpkit.predict.params import UPS, parameters
 from lpkit.predict.recipes import LOW, Low
 
 Item = TypeVar("Item")
@@ -266,7 +266,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
         "https://docs.pytorch.org/docs/stable/amp.html")
     if p.low:
         linears = (layers - z.last_is_kept) * 4
-        shapes = ((m.D, (m.H + 2 * m.G) * m.E), (m.D, m.D), (m.D, walk.UP[m.mlp] * m.F), (m.F, m.D))
+        shapes = ((m.D, (m.H + 2 * m.G) * m.E), (m.D, m.D), (m.D, UPS[m.mlp] * m.F), (m.F, m.D))
         scales = sum(p.low.scales(z.tokens, K, N, native) for K, N in shapes) * linears / 4
         lows = at(walk.LOW)
         if CACHED[config.precision.weights] and (pieces > 1 or again):      # one forward pass would cast each once anyway
@@ -307,7 +307,7 @@ def _native(p: Precision, on: Machine) -> bool:
 def _update_bytes(config: Config, optimizer: str, resting: bool, shards: int) -> float:
     """While the largest parameter is updated by itself; a fused step over all of them needs nothing."""
     m = config.model
-    mlp = [walk.UP[m.mlp] * m.F * m.D, m.F * m.D]
+    mlp = [UPS[m.mlp] * m.F * m.D, m.F * m.D]
     largest = max(m.V * m.D, *mlp, (m.H + 2 * m.G) * m.E * m.D) / shards
     stored = config.memory.parameters
     if optimizer in DECODED:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from lpkit.config import ModelConfig
 from lpkit.predict.activations import FP32, TOKEN_ID, Kept
+from lpkit.predict.params import UPS
 from lpkit.predict.recipes import Low
 
 LOSS, HEAD, LAST, FIRST = "backward begins", "head and last norm", "the last block", "the first block"
 EMBED, UPDATE = "embeddings", "optimizer works"
 ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES = "activations", "weight copies", "gradients", "temporaries"
-UP = {"gelu": 1, "swiglu": 2}      # matrices that widen
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
 
 
@@ -173,7 +173,7 @@ class _Block:
         self.stream = z.tokens * m.D * z.stream                 # the gradient of the residual stream
         self.narrow = z.tokens * m.D * z.compute                # one that a product takes or gives
         self.qkv = (m.H + 2 * m.G) * m.E / z.shards
-        self.up = UP[m.mlp] * m.F / z.shards
+        self.up = UPS[m.mlp] * m.F / z.shards
         self.weights = (m.D * self.qkv, m.D * m.D / z.shards, m.D * self.up, m.F * m.D / z.shards)
         self.copied_bytes = 0 if low else sum(map(self.copies, self.weights))
         self.low_bytes = sum(map(self.low_copy, self.weights)) if low else 0.0
