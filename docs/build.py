@@ -22,10 +22,10 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_output
 
-from lpkit import notebooks
 from lpkit.cli import COMMANDS
 from lpkit.commands.notebook import text as table
 from lpkit.config import ConfigError
+from lpkit.course import notebooks
 
 DOCS = Path(__file__).resolve().parent
 PLOTLY = "application/vnd.plotly.v1+json"

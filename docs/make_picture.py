@@ -19,7 +19,7 @@ NUMBERS, PICTURE = DOCS / "first_run.json", DOCS / "first_run.svg"
 def collect(folder: Path) -> dict[str, Any]:
     """The numbers that the picture shows, and where they come from. Losses in nats per token."""
     from lpkit.datasets import byte_unigram_entropy, prepare
-    from lpkit.runs import Run
+    from lpkit.training.runs import Run
 
     run = Run.open(folder)
     metrics = run.metrics

@@ -8,12 +8,14 @@ __version__ = "0.1.0"
 _WHERE = {
     "Config": "lpkit.config",
     "preset": "lpkit.presets",
-    "Run": "lpkit.runs",
-    "train": "lpkit.handle",
-    "start": "lpkit.handle",
-    "sample": "lpkit.sampling",
-    "predict_trace": "lpkit.trace",
-    "reconcile": "lpkit.trace",
+    "Run": "lpkit.training.runs",
+    "train": "lpkit.training.background",
+    "advise": "lpkit.studies.advice",
+    "start": "lpkit.training.background",
+    "start_each": "lpkit.training.background",
+    "sample": "lpkit.training.sampling",
+    "predict_trace": "lpkit.measure.trace",
+    "reconcile": "lpkit.measure.trace",
 }
 _ROOMS = {"measure", "predict", "presets", "ui"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])

@@ -11,7 +11,7 @@ import sys
 
 from lpkit import __version__
 from lpkit.config import ConfigError, nearest
-from lpkit.runs import RunFailedError
+from lpkit.training.runs import RunFailedError
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",

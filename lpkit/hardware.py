@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from lpkit.contracts import Choice
-from lpkit.predict.machines import Machine
+from lpkit.techniques.machines import Machine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

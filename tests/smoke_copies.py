@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 
-from lpkit import notebooks
+from lpkit.course import notebooks
 
 if __name__ == "__main__":
     into = Path("build/smoke")

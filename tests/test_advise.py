@@ -8,10 +8,8 @@ import pytest
 
 from lpkit.cli import main
 from lpkit.config import Config, ConfigError, ModelConfig
-from lpkit.precision.advice import WORTH, advise, claims, claims_table, describe, in_emulation, measure, recall
 from lpkit.precision.recipes import RECIPES
 from lpkit.predict.flops import Product
-from lpkit.predict.machines import CATALOGUE, Machine
 from lpkit.predict.precision import (
     ASSUMED,
     REACHED,
@@ -25,6 +23,8 @@ from lpkit.predict.precision import (
     product_seconds,
     step_cost,
 )
+from lpkit.studies.advice import WORTH, advise, claims, claims_table, describe, in_emulation, measure, recall
+from lpkit.techniques.machines import CATALOGUE, Machine
 
 TENSOR, ROW, MX = Operand(bits=8, transposes=True), Operand(bits=8, block=(1, 0)), Operand(bits=8, block=(1, 32), scale_bytes=1)
 TENSORWISE, ROWWISE, MXFP8 = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))

@@ -10,38 +10,28 @@ import pytest
 ROOT = Path(__file__).parents[1] / "lpkit"
 BASE = {"config", "contracts", "files"}     # settings, seams, whole files: anybody
 MAY_IMPORT = {
-    "config": set(), "contracts": {"config"}, "files": set(),
-    "predict": {"config"},
-    "kernels": BASE | {"predict"},
-    "precision": BASE | {"predict", "kernels"},
-    "nn": BASE | {"predict", "kernels"},    # a model does not know that it is quantised or sharded
-    "optim": BASE | {"predict"},
-    "memory": BASE | {"nn"},
-    "datasets": BASE | {"predict"},
-    "hardware": BASE | {"predict"},
-    "tracking": BASE | {"memory", "precision"},
-    "measure": BASE | {"assembly", "hardware", "memory", "nn", "precision", "predict", "tracking"},
-    "trace": BASE | {"assembly", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "tracking"},
-    "techniques": BASE | {"hardware", "measure", "predict", "tracking"},
-    "steps": BASE,
-    "checkpoint": BASE,
-    "runs": BASE,
+    "config": {"techniques"}, "contracts": {"config"}, "files": set(),
+    "techniques": {"config"},               # rows: settings and facts, no implementation
+    "predict": {"config", "techniques"},
+    "kernels": BASE | {"techniques"},
+    "precision": BASE | {"techniques", "kernels"},
+    "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
+    "optim": BASE | {"techniques"},
+    "memory": BASE | {"techniques", "nn"},
+    "datasets": BASE | {"techniques", "predict"},
+    "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
-    "trainer": BASE | {"checkpoint", "hardware", "runs"},    # the loop meets only contracts
-    "assembly": BASE | {"datasets", "hardware", "memory", "nn", "optim", "precision", "predict", "steps", "trainer"},
-    "bisect": BASE | {"assembly", "precision", "trainer"},  # short runs, to find which product fails
-    "handle": BASE | {"assembly", "precision", "runs", "trainer"},
-    "sampling": BASE | {"checkpoint", "datasets", "nn", "runs"},
-    "exercises": BASE | {"predict", "precision", "nn"},
-    "ui": BASE | {"predict"},
-    "notebooks": BASE | {"ui"},
-    "lab": BASE,
-    "doctor": BASE | {"hardware", "precision"},
-    "cli": BASE | {"commands", "runs"},
+    "training": BASE | {"datasets", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "techniques"},
+    "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "precision", "predict", "techniques", "training"},
+    "studies": BASE | {"hardware", "kernels", "measure", "precision", "predict", "techniques", "training"},
+    "course": BASE | {"nn", "precision", "predict", "studies", "techniques", "training", "ui"},
+    "ui": BASE | {"predict", "techniques"},
+    "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
-WITHOUT_TORCH = ["config", "contracts", "files", "predict", "presets", "runs", "ui", "notebooks", "cli", "lab", "handle"]
+WITHOUT_TORCH = ["config", "contracts", "files", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "cli",
+                 "course.lab", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 
 
@@ -67,8 +57,9 @@ def test_imports_stay_in_their_rooms(path):
         assert rooms(path) - {room} <= MAY_IMPORT[room], f"{room} may import {sorted(MAY_IMPORT[room])}"
 
 
-def test_predictions_need_the_standard_library_alone():
-    outside = {name.split(".")[0] for path in (ROOT / "predict").rglob("*.py") for name in imported(path)} - {"lpkit"}
+@pytest.mark.parametrize("room", ["techniques", "predict"])
+def test_rows_and_predictions_need_the_standard_library_alone(room):
+    outside = {name.split(".")[0] for path in (ROOT / room).rglob("*.py") for name in imported(path)} - {"lpkit"}
     assert outside <= sys.stdlib_module_names, outside - sys.stdlib_module_names
 
 

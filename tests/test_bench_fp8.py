@@ -10,8 +10,8 @@ import torch
 from lpkit.bench import fp8_step
 from lpkit.bench.harness import provenance, summary
 from lpkit.config import Config, ConfigError
-from lpkit.precision.advice import advise, case_name, catalogued, recall
-from lpkit.predict.machines import CATALOGUE
+from lpkit.studies.advice import advise, case_name, catalogued, recall
+from lpkit.techniques.machines import CATALOGUE
 
 CPU = torch.device("cpu")
 TINY = Config().replace({"model.layers": 1, "model.width": 64, "model.heads": 2, "model.vocab": 64, "model.context": 32,

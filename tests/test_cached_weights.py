@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.checkpoint import load_latest
 from lpkit.config import Config, ConfigError, PrecisionConfig
-from lpkit.handle import start, train
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import WeightCache, advance, weight_cache_bytes, weights_cached
 from lpkit.precision.recipes import RECIPES, resolve
-from lpkit.precision.weights import choose
+from lpkit.precision.weight_cache import choose
+from lpkit.training.background import start, train
+from lpkit.training.checkpoint import load_latest
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from lpkit import checkpoint
-from lpkit.checkpoint import DamagedError
+from lpkit.training import checkpoint
+from lpkit.training.checkpoint import DamagedError
 
 TENSORS = {
     "model/a": torch.randn(17, 5, generator=torch.Generator().manual_seed(0)),

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lpkit import checkpoint
-from lpkit.runs import Run
+from lpkit.training import checkpoint
+from lpkit.training.runs import Run
 
 # One process imports torch and then forks the trainers: a fork costs milliseconds, an import seconds.
 NURSERY = """
 import os, sys
 import torch
-import lpkit.assembly, lpkit.handle
+import lpkit.training.assembly, lpkit.training.background
 from lpkit.config import Config
 
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ for line in sys.stdin:
     if pid == 0:
         os.close(0)
         try:
-            lpkit.handle.train(Config.from_yaml(open(config).read()), out=out, resume=True)
+            lpkit.training.background.train(Config.from_yaml(open(config).read()), out=out, resume=True)
         except BaseException as error:
             print(repr(error), file=sys.stderr, flush=True)
             os._exit(1)

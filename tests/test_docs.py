@@ -181,9 +181,9 @@ def test_a_page_explains_its_recipe():
 
 
 def test_pictures_of_recipes_show_what_was_measured():
-    """The dB of a picture is that of lpkit.precision.outliers' own measure; colours keep their order in grey."""
-    from lpkit.precision import outliers
+    """The dB of a picture is that of lpkit.studies.outliers' own measure; colours keep their order in grey."""
     from lpkit.precision.recipes import RECIPES
+    from lpkit.studies import outliers
 
     for name in outliers.NAMES:
         want = outliers.sqnr_db(recipes.with_outlier(), RECIPES[name].y[0], at=recipes.AT)

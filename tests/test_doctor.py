@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from lpkit import cli, doctor
+from lpkit import cli
+from lpkit.measure import doctor
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lpkit.config import ConfigError
-from lpkit.exercises import EXERCISES, Exercise, Verdict, check
+from lpkit.course.exercises import EXERCISES, Exercise, Verdict, check
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}
 

@@ -6,11 +6,11 @@ import statistics
 import pytest
 import torch
 
-from lpkit.assembly import assemble
-from lpkit.bisect import bisect, train
 from lpkit.config import Config, ConfigError
-from lpkit.precision import telemetry
-from lpkit.precision.faults import FAULTS, Plant, plant, promote, search, units
+from lpkit.measure import telemetry
+from lpkit.studies.bisect import bisect, train
+from lpkit.studies.faults import FAULTS, Plant, plant, promote, search, units
+from lpkit.training.assembly import assemble
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 60,

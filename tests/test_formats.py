@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lpkit.config import ConfigError
-from lpkit.precision import tensors
 from lpkit.precision.formats import FORMATS, ROUNDINGS, decode, encode, format_of, listed, round_to, values
+from lpkit.studies import linear_operands
 from lpkit.ui import Bits, exponents_figure, ranges_figure, value_figure
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,
@@ -198,22 +198,22 @@ def test_bad_input_says_what_to_do():
 def test_expected_noise_is_that_of_a_gaussian(name):
     """A million normal numbers, cut off at 4.5 standard deviations so that the crest factor is what it is said to be."""
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).clamp(-4.5, 4.5)
-    expected = tensors.expected_sqnr_db(FORMATS[name], crest=tensors.crest(x))
-    assert tensors.sqnr_db(x, FORMATS[name]) == pytest.approx(expected, abs=0.25)
-    assert tensors.crest(x) == pytest.approx(4.5, rel=0.01)
+    expected = linear_operands.expected_sqnr_db(FORMATS[name], crest=linear_operands.crest(x))
+    assert linear_operands.sqnr_db(x, FORMATS[name]) == pytest.approx(expected, abs=0.25)
+    assert linear_operands.crest(x) == pytest.approx(4.5, rel=0.01)
 
 
 def test_expected_zeros_are_those_of_a_gaussian():
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
     for name in ("e4m3fn", "e5m2", "fp16"):
-        share = tensors.zero_share(x, FORMATS[name])
-        assert share == pytest.approx(tensors.expected_zero_share(FORMATS[name], sigma=1e-3), abs=0.002)
+        share = linear_operands.zero_share(x, FORMATS[name])
+        assert share == pytest.approx(linear_operands.expected_zero_share(FORMATS[name], sigma=1e-3), abs=0.002)
         assert share == ((round_to(x, FORMATS[name]) == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
 
 
 def test_exponents_are_counted_as_math_does():
     x = [0.0, 1.0, -1.5, 2.0, 3.9, 0.25, 1e-30, 1e30]
-    assert tensors.exponent_shares([torch.tensor(x)]) == {0: 2 / 7, 1: 2 / 7, -2: 1 / 7, -60: 1 / 7, 20: 1 / 7}
+    assert linear_operands.exponent_shares([torch.tensor(x)]) == {0: 2 / 7, 1: 2 / 7, -2: 1 / 7, -60: 1 / 7, 20: 1 / 7}
 
 
 def test_every_code_of_every_listed_format_is_drawn():

@@ -8,9 +8,9 @@ import pytest
 
 from lpkit.config import ConfigError
 from lpkit.predict.frontier import Candidate, Point, frontier, triangle
-from lpkit.predict.layout import Layout
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
+from lpkit.techniques.layouts import Layout
 from lpkit.ui.frontier import frontier_figure, frontier_view
 
 AXES = ("days", "loss", "dollars")

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from lpkit.assembly import build_model
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.recipes import RECIPES
+from lpkit.training.assembly import build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 LOW = [name for name, recipe in RECIPES.items() if recipe.products]

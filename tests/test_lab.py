@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lpkit import cli, lab
+from lpkit import cli
 from lpkit.config import ConfigError
+from lpkit.course import lab
 
 OPEN_DOORS = """
 c.ServerApp.ip = "0.0.0.0"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lpkit.precision import matrix
+from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.recipes import RECIPES
-from lpkit.predict.machines import CATALOGUE
+from lpkit.techniques.machines import CATALOGUE
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_the_nearest_thing_works_on_that_machine():
 
 
 def test_the_page_is_up_to_date():
-    """`python -m lpkit.precision.matrix --page > docs/matrix.md`"""
+    """`python -m lpkit.measure.matrix --page > docs/matrix.md`"""
     assert (Path(__file__).parents[1] / "docs" / "matrix.md").read_text() == matrix.page()
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lpkit import hardware, measure, trainer
+from lpkit import hardware, measure
 from lpkit.config import Config, ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
-from lpkit.measure import roofline, saved_bytes, step, turns
+from lpkit.measure.updates import roofline, saved_bytes, step, turns
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
+from lpkit.training import loop
 
 
 def test_saved_bytes_counts_each_storage_once_and_leaves_parameters_out():
@@ -131,8 +132,8 @@ def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "RAPL", tmp_path)
     joules, source = hardware.energy_joules("cpu")
     assert joules == 5.0 and "RAPL" in source
-    assert trainer._energy((5.0, source), (3605.0, source)) == {"energy_wh": 1.0, "energy_source": source}
-    assert trainer._energy((5.0, source), (3.0, source))["energy_wh"] is None      # it went round
+    assert loop._energy((5.0, source), (3605.0, source)) == {"energy_wh": 1.0, "energy_source": source}
+    assert loop._energy((5.0, source), (3.0, source))["energy_wh"] is None      # it went round
     monkeypatch.setattr(hardware, "RAPL", tmp_path / "nothing")
     assert hardware.energy_joules("cpu") is None
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import lpkit
-from lpkit import checkpoint
-from lpkit.assembly import assemble, build, decide
 from lpkit.config import Config, ConfigError
-from lpkit.handle import start, train
-from lpkit.measure import memory, saved_bytes
+from lpkit.measure import telemetry
+from lpkit.measure.tracking import Tracker
+from lpkit.measure.updates import memory, saved_bytes
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.recompute import within
@@ -18,10 +17,11 @@ from lpkit.memory.saved import Copy, Counter, Few, Ticket
 from lpkit.optim.adamw import PiecewiseAdamW
 from lpkit.optim.moments import Float32, from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
-from lpkit.precision import telemetry
 from lpkit.precision.recipes import RECIPES
 from lpkit.predict import parameter_count
-from lpkit.tracking import Tracker
+from lpkit.training import checkpoint
+from lpkit.training.assembly import assemble, build, decide
+from lpkit.training.background import start, train
 
 CPU = torch.device("cpu")
 SMALL = Config().replace({

@@ -12,9 +12,9 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from lpkit import notebooks
 from lpkit.commands import notebook as command
 from lpkit.config import ConfigError
+from lpkit.course import notebooks
 
 PARAMETERS = '''\
 from typing import Literal

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from lpkit import notebooks
+from lpkit.course import notebooks
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 HEADINGS = ["Predict", "Run", "Reconcile", "Exercise", "Further reading"]

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lpkit.precision import mixed, outliers
 from lpkit.precision.formats import FORMATS, round_to
 from lpkit.precision.scaled import Cast
+from lpkit.studies import mixed_precision, outliers
 from lpkit.ui import lost_figure, outlier_figure, outlier_map, scaling_view
 
 
@@ -57,8 +57,8 @@ def test_the_picture_says_what_became_of_each():
 def test_an_update_is_lost_below_half_a_gap():
     w = torch.tensor([1.0, 1.0, 0.02, 0.02])     # gaps above: 2^-7, 2^-7, 2^-13, 2^-13
     update = torch.tensor([2.0**-8.1, 2.0**-7.9, 2.0**-14.2, 2.0**-13.7])
-    assert mixed.lost_share([w.bfloat16().float()], [w.bfloat16().float() + update]) == 0.5
-    assert mixed.lost_share([w], [w]) == 0     # no update is no loss
+    assert mixed_precision.lost_share([w.bfloat16().float()], [w.bfloat16().float() + update]) == 0.5
+    assert mixed_precision.lost_share([w], [w]) == 0     # no update is no loss
 
 
 @pytest.mark.parametrize("update", [1e-6, 2e-5, 1e-4, 1e-3])
@@ -66,7 +66,7 @@ def test_lost_updates_by_formula(update):
     generator = torch.Generator().manual_seed(0)
     w = (torch.randn(100_000, generator=generator) * 0.02).bfloat16().float()
     moved = w + update * torch.randn(100_000, generator=generator)
-    assert mixed.expected_lost_share(update, sigma=0.02) == pytest.approx(mixed.lost_share([w], [moved]), abs=0.02)
+    assert mixed_precision.expected_lost_share(update, sigma=0.02) == pytest.approx(mixed_precision.lost_share([w], [moved]), abs=0.02)
 
 
 def test_adams_update_is_between_noise_and_its_learning_rate():
@@ -78,27 +78,27 @@ def test_adams_update_is_between_noise_and_its_learning_rate():
         p.grad = torch.randn(20_000, generator=generator)
         optimizer.step()
     rms = (p.detach() - before).square().mean().sqrt().item()
-    assert rms == pytest.approx(mixed.noisy_update(1e-3), rel=0.05)
+    assert rms == pytest.approx(mixed_precision.noisy_update(1e-3), rel=0.05)
 
 
 def test_stochastic_storing_keeps_the_mean_and_the_neighbours():
     torch.manual_seed(0)
     w = torch.full((200_000,), 1.0 + 2.0**-10)      # an eighth of the way to the next bf16
-    stored = mixed.STORES["bf16 weights, stochastic"](w)
+    stored = mixed_precision.STORES["bf16 weights, stochastic"](w)
     assert set(stored.tolist()) == {1.0, 1.0 + 2.0**-7}
     assert (stored.mean().item() - 1) * 2**10 == pytest.approx(1, abs=0.05)
-    assert torch.equal(mixed.STORES["bf16 weights, stochastic"](stored), stored)
+    assert torch.equal(mixed_precision.STORES["bf16 weights, stochastic"](stored), stored)
 
 
 def test_underflow_from_exponents_alone():
-    from lpkit.precision.tensors import exponent_shares
+    from lpkit.studies.linear_operands import exponent_shares
 
     g = [torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 1e-7]
     for scale in (2.0**-4, 1.0, 2.0**8):
         counted = (((g[0] * scale).half() == 0) & (g[0] != 0)).float().mean().item()
-        assert mixed.underflow(g, scale) == pytest.approx(counted)
-        assert mixed.expected_underflow(exponent_shares(g), scale) == pytest.approx(counted, abs=0.02)
-    scale = mixed.largest_scale(g)
+        assert mixed_precision.underflow(g, scale) == pytest.approx(counted)
+        assert mixed_precision.expected_underflow(exponent_shares(g), scale) == pytest.approx(counted, abs=0.02)
+    scale = mixed_precision.largest_scale(g)
     assert (g[0] * scale).half().isfinite().all() and not (g[0] * scale * 2).half().isfinite().all()
 
 

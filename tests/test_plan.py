@@ -12,13 +12,13 @@ from lpkit import cli
 from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
 from lpkit.config import Config, ConfigError, ModelConfig
-from lpkit.predict import machines
-from lpkit.predict.layout import Layout, check, layers_of_stage, stages_fit
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import MICRO, RECOMPUTES, USABLE, largest_model, plan
 from lpkit.predict.time import bill, step_time
 from lpkit.presets import preset
+from lpkit.techniques import machines
+from lpkit.techniques.layouts import Layout, check, layers_of_stage, stages_fit
 
 LLAMA = preset("llama-70b")
 SMALL = Config(batch=16, model=ModelConfig(layers=8, width=512, heads=8, kv_heads=4, mlp_width=1536, vocab=1000,

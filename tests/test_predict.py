@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import cli, measure, predict_trace
 from lpkit.config import Config, ConfigError, ModelConfig
-from lpkit.measure import saved_bytes
+from lpkit.measure.updates import saved_bytes
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.precision.formats import FORMATS
@@ -22,13 +22,13 @@ from lpkit.predict import CATALOGUE, memory, model_states, predict
 from lpkit.predict.activations import ATTENTION, kept
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops, training_flops_per_token
-from lpkit.predict.layout import Layout
 from lpkit.predict.ledger import LOSS, PRECISIONS, UPDATE, micro_batch
-from lpkit.predict.machines import DTYPES
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.recipes import LOW
 from lpkit.predict.walk import EMBED
 from lpkit.presets import PRESETS, preset
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import DTYPES
 
 SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=50, context=20)
 LLAMA = dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False)

@@ -11,11 +11,13 @@ import torch
 import lpkit
 from lpkit.bench.harness import paired
 from lpkit.config import Config, ConfigError
-from lpkit.handle import start_each
 from lpkit.kernels.cast import Noise
-from lpkit.precision import advise, race, telemetry
+from lpkit.measure import telemetry
+from lpkit.precision import advise
 from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import quantise
+from lpkit.studies import recipe_race
+from lpkit.training.background import start_each
 from lpkit.ui import LiveRuns, Pick, gap_figure, html_table, race_figure, telemetry_of_runs
 from lpkit.ui.figure import plain
 
@@ -47,19 +49,19 @@ def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
             made.append(quantise(operand.contiguous(), cast, noise=noise).dequantise(torch.float64))
         true, got = operands[0].double() @ operands[1].double().T, made[0] @ made[1].T
         shares.append(float((got - true).square().sum() / true.square().sum()))
-    assert race.predicted_db(recipe, SMALL) == pytest.approx(-10 * math.log10(sum(shares) / 3), abs=1)
+    assert recipe_race.predicted_db(recipe, SMALL) == pytest.approx(-10 * math.log10(sum(shares) / 3), abs=1)
 
 
 def test_a_recipe_that_casts_nothing_has_no_noise_to_predict():
     with pytest.raises(ConfigError, match="casts no operand"):
-        race.predicted_db(RECIPES["bf16"], SMALL)
+        recipe_race.predicted_db(RECIPES["bf16"], SMALL)
 
 
 def test_who_runs_on_a_cpu_and_what_is_trained():
-    recipes = race.contenders(torch.device("cpu"))
+    recipes = recipe_race.contenders(torch.device("cpu"))
     assert recipes == CASTING      # no fp16: it would be multiplied in float32
-    made = race.entries(SMALL, recipes)
-    assert list(made) == ["bf16", *CASTING, race.AGAIN]
+    made = recipe_race.entries(SMALL, recipes)
+    assert list(made) == ["bf16", *CASTING, recipe_race.AGAIN]
     assert [config.precision.recipe for config in made.values()] == ["bf16", *CASTING, "bf16"]
     assert [config.seed for config in made.values()] == [0] * (1 + len(CASTING)) + [1]
 
@@ -69,38 +71,38 @@ def test_who_runs_on_a_cpu_and_what_is_trained():
 def run(losses, vals, seconds, backend="emulated"):
     metrics = [{"step": i, "loss": loss, "step_seconds": one} | ({"val_loss": vals[i]} if i in vals else {})
                for i, (loss, one) in enumerate(zip(losses, seconds), 1)]
-    return SimpleNamespace(metrics=metrics, path=race.MEASURED / "nowhere",
+    return SimpleNamespace(metrics=metrics, path=recipe_race.MEASURED / "nowhere",
                            summary={"status": "complete", "chosen": {"backend": {"used": backend}}})
 
 
 def test_outcomes_by_hand():
     ours, base = [3.0] * 5, [3.0] * 5
-    found = race.outcomes({
+    found = recipe_race.outcomes({
         "bf16": run(base, {2: 4.0, 4: 2.0}, [9, 9, 2.0, 3.0, 2.5], "pytorch"),
         "mxfp8": run(ours, {2: 4.04, 4: 1.99}, [1, 1, 3.0, 2.4, 2.8]),
         "nvfp4": run(ours[:3], {2: 4.4}, [9, 9, 4.0]),
-        race.AGAIN: run(base, {2: 4.4, 4: 2.06}, [9, 9, 1.5, 2.0, 2.0], "pytorch")})
-    assert list(found) == ["bf16", "mxfp8", "nvfp4", race.AGAIN]
+        recipe_race.AGAIN: run(base, {2: 4.4, 4: 2.06}, [9, 9, 1.5, 2.0, 2.0], "pytorch")})
+    assert list(found) == ["bf16", "mxfp8", "nvfp4", recipe_race.AGAIN]
     assert found["bf16"].gaps == {2: 0, 4: 0} and found["bf16"].step_times == pytest.approx(2.0 / 1.5)     # how sure a clock is
     assert found["mxfp8"].gaps == pytest.approx({2: 1.0, 4: -0.5}) and found["mxfp8"].last == pytest.approx(-0.5)
     assert found["mxfp8"].step_times == pytest.approx(2.4 / 1.5)       # the first two steps left out; the better bf16
     assert found["nvfp4"].gaps == pytest.approx({2: 10.0})             # where both were evaluated
-    assert race.band(found) == pytest.approx(3.0)                      # of the later half
+    assert recipe_race.band(found) == pytest.approx(3.0)                      # of the later half
     assert found["mxfp8"].noise_db is None and found["mxfp8"].backend == "emulated"
 
 
 def test_a_series_that_was_stopped_early_has_less_to_say():
-    assert race.outcomes({"bf16": run([], {}, [])}) == {}
-    assert race.outcomes({"bf16": run([3.0], {}, [1.0])})["bf16"].last is None and race.band({}) is None
-    found = race.outcomes({"bf16": run([3.0], {}, [1.0]), "mxfp8": run([3.0], {}, [2.0])})
+    assert recipe_race.outcomes({"bf16": run([], {}, [])}) == {}
+    assert recipe_race.outcomes({"bf16": run([3.0], {}, [1.0])})["bf16"].last is None and recipe_race.band({}) is None
+    found = recipe_race.outcomes({"bf16": run([3.0], {}, [1.0]), "mxfp8": run([3.0], {}, [2.0])})
     assert found["mxfp8"].gaps == {} and found["mxfp8"].last is None and found["mxfp8"].step_times == 2.0
-    heads, rows = race.table(found, {"mxfp8": 28.64}, advise(SMALL, "h200"))
+    heads, rows = recipe_race.table(found, {"mxfp8": 28.64}, advise(SMALL, "h200"))
     assert len(rows[1]) == len(heads) and rows[1][:3] == ("mxfp8", "emulated", "28.6 dB") and rows[1][-1] == ""
     go.Figure(plain(gap_figure({}, band=None, predicted={"mxfp8": 28.6}, measured={}, base="bf16")), skip_invalid=False)
 
 
 def test_recorded_losses_are_quoted_with_where_they_come_from(tmp_path):
-    source, _, rows = race.recorded(tmp_path)
+    source, _, rows = recipe_race.recorded(tmp_path)
     assert "lpkit bench recipe-losses" in source and rows == []
     losses = {"bf16": [2.0, 2.5], "mxfp8": [2.01, 2.5], "nvfp4": [2.1, 2.6]}
     facts = {"device": "AMD EPYC", "date": "2026-11-21T00:26:46+00:00", "command": "lpkit bench recipe-losses --out data/measured",
@@ -109,18 +111,18 @@ def test_recorded_losses_are_quoted_with_where_they_come_from(tmp_path):
                     unit="nats per token", target=target, facts=facts).to_dict() for name, target in (("mxfp8", 1.01), ("nvfp4", 1.025))]
     path = tmp_path / "recipe-losses-amd-epyc.json"
     path.write_text(json.dumps(cases[0] | {"cases": cases}))
-    source, _, rows = race.recorded(tmp_path)
+    source, _, rows = recipe_race.recorded(tmp_path)
     assert all(words in source for words in ("Recorded", "AMD EPYC", "2026-11-21", "recipe-losses --out", "300 steps", "2 seeds"))
     assert rows == [("mxfp8", "1.0025", "+0.50% +0.00%", "1.01: met"), ("nvfp4", "1.0450", "+5.00% +4.00%", "1.025: not met")]
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"recipe-losses-amd-epyc.json.*is not a recorded bench"):
-        race.recorded(tmp_path)
+        recipe_race.recorded(tmp_path)
 
 
 # a series of runs
 
 def test_a_series_trains_all_and_each_is_the_run_alone(tiny, tmp_path):
-    configs = race.entries(tiny, ["fp8-tensorwise", "nvfp4"])
+    configs = recipe_race.entries(tiny, ["fp8-tensorwise", "nvfp4"])
     series = start_each(configs, out=tmp_path / "series")
     live = LiveRuns(series, read=telemetry.read)
     runs = series.result()
@@ -137,22 +139,22 @@ def test_a_series_trains_all_and_each_is_the_run_alone(tiny, tmp_path):
     assert column["nvfp4"][0] < 20 and column["nvfp4"][4] > 40                                                 # the last block
     assert "done" in live.status.value and live.stop_button.disabled
 
-    seen = race.samples(runs)
+    seen = recipe_race.samples(runs)
     explorer = telemetry_of_runs(seen, start={"role": "dy"})
     assert explorer.figure.spec["data"][0]["y"] == noise["y"]       # from the first layer to the last, for gradients too
     explorer.figure.clicked = {"curve": 0, "x": "1", "y": "blocks.1.mlp.up"}
     explorer.set(run="nvfp4")
     assert explorer.choices["layer"] == "blocks.1.mlp.up" and "nvfp4" in explorer.figure.spec["layout"]["title"]["text"]
 
-    found = race.outcomes(runs)
+    found = recipe_race.outcomes(runs)
     cast = [sample for sample in seen["fp8-tensorwise"] if sample.layer != "head"]
-    assert found["fp8-tensorwise"].noise_db == race.measured_db(cast) == pytest.approx(
-        race.predicted_db(RECIPES["fp8-tensorwise"], tiny), abs=1)
-    assert found[race.AGAIN].noise_db is None and race.band(found) > 0
+    assert found["fp8-tensorwise"].noise_db == recipe_race.measured_db(cast) == pytest.approx(
+        recipe_race.predicted_db(RECIPES["fp8-tensorwise"], tiny), abs=1)
+    assert found[recipe_race.AGAIN].noise_db is None and recipe_race.band(found) > 0
 
 
 def test_stop_ends_the_run_at_hand_and_begins_no_other(tiny, tmp_path):
-    series = start_each(race.entries(tiny.replace({"steps": 40, "precision.telemetry_every": 0}), ["int8"]), out=tmp_path)
+    series = start_each(recipe_race.entries(tiny.replace({"steps": 40, "precision.telemetry_every": 0}), ["int8"]), out=tmp_path)
     live = LiveRuns(series, read=telemetry.read)
     series.subscribe(lambda record: live.stop_button.click() if series.title == "int8" and record.step == 3 else None)
     runs = series.result()

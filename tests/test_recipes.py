@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from lpkit import checkpoint
-from lpkit.assembly import assemble
 from lpkit.config import Config, ConfigError, PrecisionConfig, flat
-from lpkit.handle import start, train
 from lpkit.memory import loss
 from lpkit.precision.backends import BACKENDS, choose
 from lpkit.precision.formats import FORMATS
 from lpkit.precision.linear import ScaledLinear, scaled_linears
 from lpkit.precision.recipes import RECIPES, kept, resolve
 from lpkit.precision.scaled import SCALES, TRANSFORMS
-from lpkit.runs import RunFailedError
-from lpkit.steps import LossScaler, accumulate
+from lpkit.training import checkpoint
+from lpkit.training.assembly import assemble
+from lpkit.training.background import start, train
+from lpkit.training.runs import RunFailedError
+from lpkit.training.steps import LossScaler, accumulate
 
 CPU = torch.device("cpu")
 
@@ -184,7 +184,7 @@ def test_history_moves_on_with_each_micro_batch_and_stays_still_in_evaluation(ti
     layer = next(scaled_linears(job.model))
     assert (layer.amax_history[0] > 0).tolist() == [False, True, True, False, False]
     before = layer.amax_history.clone()
-    from lpkit.trainer import evaluate
+    from lpkit.training.loop import evaluate
 
     evaluate(job)
     assert torch.equal(layer.amax_history, before)

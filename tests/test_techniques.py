@@ -21,18 +21,18 @@ def small():
 
 def test_formula_and_step_agree_and_what_is_exact_is():
     pytest.importorskip("torch")
-    from lpkit import techniques
     from lpkit.predict import Machine
+    from lpkit.studies import memory_techniques
 
     config, cpu = small(), Machine(
         name="this", title="a CPU", kind="cpu", flops={"fp32": 1e11, "bf16": 1e11}, memory_bytes=2**33, bytes_per_second=1e10,
         link_bytes_per_second=None, watts=None, price_per_hour=None, source="made up")
-    said, found = techniques.predicted(config, cpu), techniques.measured(config, rounds=1)
-    assert list(said) == list(found) == list(techniques.TECHNIQUES)
+    said, found = memory_techniques.predicted(config, cpu), memory_techniques.measured(config, rounds=1)
+    assert list(said) == list(found) == list(memory_techniques.TECHNIQUES)
     for name, row in found.items():
         assert said[name].peak_bytes == pytest.approx(row.peak_bytes, rel=0.02), name
         assert row.losses == pytest.approx(found["plain"].losses, rel=1e-2) and len(row.losses) == 2, name
-        if techniques.TECHNIQUES[name].exact:
+        if memory_techniques.TECHNIQUES[name].exact:
             assert row.losses == found["plain"].losses, name
     assert found["plain"].times_plain == said["plain"].times_plain == 1
     # recomputing all blocks adds a forward pass to three, less head and loss
@@ -42,25 +42,25 @@ def test_formula_and_step_agree_and_what_is_exact_is():
 
 def test_few_bits_err_as_normal_numbers_do():
     torch = pytest.importorskip("torch")
-    from lpkit import techniques
     from lpkit.memory.saved import Few
+    from lpkit.studies import memory_techniques
 
     torch.manual_seed(0)
     x = torch.randn(2**16)
     for bits in (8, 4, 2):
         few = Few(bits)
         error = ((few.get(few.put(x)) - x).norm() / x.norm()).item()
-        assert error == pytest.approx(techniques.rounding_error(bits), rel=0.02), bits
-    errors = techniques.gradient_errors(small(), ["saved in 8 bits", "recompute"])
+        assert error == pytest.approx(memory_techniques.rounding_error(bits), rel=0.02), bits
+    errors = memory_techniques.gradient_errors(small(), ["saved in 8 bits", "recompute"])
     assert errors["recompute"] == 0 and 0 < errors["saved in 8 bits"] < 0.02
 
 
 def test_a_technique_that_there_is_not():
     pytest.importorskip("torch")
-    from lpkit import techniques
+    from lpkit.studies import memory_techniques
 
     with pytest.raises(ConfigError, match="recompute"):
-        techniques.with_technique(small(), "recomput")
+        memory_techniques.with_technique(small(), "recomput")
 
 
 def test_what_is_bought_and_paid():

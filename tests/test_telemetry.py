@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.assembly import assemble
 from lpkit.config import Config, ConfigError
-from lpkit.precision import telemetry
+from lpkit.measure import telemetry
+from lpkit.measure.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
 from lpkit.precision.formats import FORMATS
 from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import hadamard_matrix, quantise
-from lpkit.precision.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
-from lpkit.trainer import fit
+from lpkit.training.assembly import assemble
+from lpkit.training.loop import fit
 from lpkit.ui import heat_map, telemetry_explorer
 
 TINY = Config().replace({

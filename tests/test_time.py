@@ -8,8 +8,6 @@ import pytest
 
 from lpkit.config import Config, ConfigError
 from lpkit.predict.flops import forward_flops, training_flops
-from lpkit.predict.layout import Layout
-from lpkit.predict.machines import CATALOGUE
 from lpkit.predict.precision import ASSUMED, Recipe, step_cost
 from lpkit.predict.published import calibrated, published, published_table
 from lpkit.predict.time import (
@@ -25,6 +23,8 @@ from lpkit.predict.time import (
     step_time,
 )
 from lpkit.presets import preset
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import CATALOGUE
 
 H100 = CATALOGUE["h100"]
 SMALL = preset("gpt2-124m")

@@ -85,7 +85,7 @@ def test_nothing_is_refused():
 
 def test_every_row_of_the_ledger_has_a_colour_of_its_own():
     pytest.importorskip("torch")
-    from lpkit.tracking import ROWS
+    from lpkit.measure.tracking import ROWS
 
     assert set(COLOURS) == set(ROWS) and len(set(COLOURS.values())) == len(COLOURS)
     for recipe in ("bf16", "fp8-delayed", "mxfp8"):

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import fully_shard
 
 from lpkit import measure, preset
 from lpkit.config import Config, ConfigError
+from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
 from lpkit.memory.row import Row
 from lpkit.memory.rows import MEMORY
 from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import parameter_count
-from lpkit.predict.layout import Layout
-from lpkit.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
+from lpkit.techniques.layouts import Layout
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})

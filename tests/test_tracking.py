@@ -8,7 +8,7 @@ from torch import nn
 
 from lpkit import measure
 from lpkit.config import Config
-from lpkit.tracking import ROWS, Tracker
+from lpkit.measure.tracking import ROWS, Tracker
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
                           "precision.recipe": "fp32"})

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import lpkit
-from lpkit import checkpoint, runs
-from lpkit.assembly import OPTIMIZERS, build_model
 from lpkit.config import Config, ConfigError
 from lpkit.contracts import Choice, Stage, Transform
-from lpkit.handle import start, train
 from lpkit.optim.schedules import SCHEDULES, with_warmup
-from lpkit.runs import Run, RunFailedError
+from lpkit.training import checkpoint, runs
+from lpkit.training.assembly import OPTIMIZERS, build_model
+from lpkit.training.background import start, train
+from lpkit.training.runs import Run, RunFailedError
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess(tiny, tmp_path):
 
 def test_the_loop_is_the_plain_loop(tiny, tmp_path):
     """Against the same updates written out with PyTorch alone."""
-    from lpkit.assembly import assemble
+    from lpkit.training.assembly import assemble
 
     job = assemble(tiny)
     model, data = job.model, job.data
@@ -125,8 +125,8 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny, tmp_path):
             with torch.no_grad():
                 poisoned[0].fill_(math.nan)
 
-    from lpkit.assembly import assemble
-    from lpkit.trainer import fit
+    from lpkit.training.assembly import assemble
+    from lpkit.training.loop import fit
 
     job = assemble(tiny)
     poisoned = list(job.model.parameters())

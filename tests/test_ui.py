@@ -245,7 +245,7 @@ def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(t
 
 def test_the_room_imports_neither_torch_nor_training():
     code = ("import sys, importlib, lpkit.ui; [getattr(lpkit.ui, name) for name in lpkit.ui.__all__]; "
-            "bad = {'torch', 'lpkit.trainer', 'lpkit.handle'} & set(sys.modules); sys.exit(str(bad) if bad else 0)")
+            "bad = {'torch', 'lpkit.training.loop', 'lpkit.training.background'} & set(sys.modules); sys.exit(str(bad) if bad else 0)")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
 
 

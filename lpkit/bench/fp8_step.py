@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from lpkit import hardware
-from lpkit.assembly import build_model
 from lpkit.bench.fp8_linear import fp8_gpu
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
 from lpkit.config import Config
 from lpkit.nn.transformer import cross_entropy
-from lpkit.precision.advice import MEASURED, Advice, advise, case_name, catalogued
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import advance
 from lpkit.precision.recipes import RECIPES
 from lpkit.precision.transform import LowPrecision
-from lpkit.predict.machines import Machine
+from lpkit.studies.advice import MEASURED, Advice, advise, case_name, catalogued
+from lpkit.techniques.machines import Machine
+from lpkit.training.assembly import build_model
 
 SIZES = ((12, 768, 12, 16), (24, 1536, 16, 8), (26, 1664, 13, 8))   # layers, width, heads, sequences of 1024 tokens
 BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")

@@ -20,13 +20,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lpkit import hardware, measure, predict_trace
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance, race
 from lpkit.config import Config
+from lpkit.measure.tracking import ROWS
 from lpkit.predict import memory, parameter_count
-from lpkit.predict.layout import Layout
 from lpkit.predict.recipes import LOW
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
-from lpkit.tracking import ROWS
+from lpkit.techniques.layouts import Layout
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
 TRACE, TRACE_SECONDS, RANKS, CALL_SECONDS, FASTER = 0.01, 60, 1024, 200e-6, 100

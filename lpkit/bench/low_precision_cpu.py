@@ -11,10 +11,10 @@ the losses were found equal bit for bit.
 import statistics
 import time
 
-from lpkit.assembly import assemble
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
 from lpkit.bench.train_cpu import _update
 from lpkit.config import Config
+from lpkit.training.assembly import assemble
 
 RECIPES = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
 LEAST_STEPS = 20

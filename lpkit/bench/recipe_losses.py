@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from lpkit.bench.harness import Result, paired, provenance
-from lpkit.handle import train
 from lpkit.precision.recipes import RECIPES
 from lpkit.presets import preset
+from lpkit.training.background import train
 
 STEPS, SEEDS = 300, 3
 FOLDER = Path("runs/recipe-losses")

@@ -93,7 +93,7 @@ PRESS = f"([name, key]) => new Promise((done, failed) => {{ const plotOf = {PLOT
 
 def run(rounds: int = ROUNDS) -> list[Result]:
     """Errors: ConfigError without a browser or the notebook; RuntimeError when the page reports a problem."""
-    from lpkit import notebooks
+    from lpkit.course import notebooks
 
     return race(notebooks.with_tier(notebooks.find(NOTEBOOK), "smoke"), rounds)
 

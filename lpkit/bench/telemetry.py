@@ -8,11 +8,11 @@ losses of all three must be the same bit for bit.
 import random
 import time
 
-from lpkit.assembly import assemble
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
 from lpkit.bench.train_cpu import _update
 from lpkit.config import Config
-from lpkit.precision import telemetry
+from lpkit.measure import telemetry
+from lpkit.training.assembly import assemble
 
 EVERY = 20
 TARGETS = {"every 20 steps": 1.05, "attached, off": 1.01}      # times the seconds of the steps without

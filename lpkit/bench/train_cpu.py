@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from lpkit.assembly import assemble
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
 from lpkit.config import Config, ConfigError
-from lpkit.trainer import Job, update
+from lpkit.training.assembly import assemble
+from lpkit.training.loop import Job, update
 
 CONFIG = Config().replace({"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "batch": 16,
                            "steps": 200, "system.device": "cpu"})

@@ -13,7 +13,7 @@ def machine(target: str):
     from pathlib import Path
 
     from lpkit.config import ConfigError
-    from lpkit.predict import machines
+    from lpkit.techniques import machines
 
     if target == "this":
         from lpkit import hardware

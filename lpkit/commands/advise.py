@@ -20,8 +20,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.commands import machine
-    from lpkit.precision.advice import advise, claims
     from lpkit.presets import resolve
+    from lpkit.studies.advice import advise, claims
 
     config = resolve(args.target, args.set)
     here = args.machine == "this" or args.measure
@@ -35,7 +35,7 @@ def _here():
     import torch
 
     from lpkit import hardware
-    from lpkit.precision.advice import catalogued
+    from lpkit.studies.advice import catalogued
 
     return (torch.cuda.is_available() and catalogued(torch.cuda.get_device_name())) or hardware.machine()
 

@@ -13,7 +13,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit import doctor
+    from lpkit.measure import doctor
 
     return doctor.examine()
 
@@ -45,7 +45,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _recipes(cells: list[dict[str, Any]]) -> list[str]:
-    from lpkit.precision import matrix
+    from lpkit.measure import matrix
 
     heads, rows = matrix.grid([matrix.Cell(**cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(heads, *rows)]

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    from lpkit.lab import LOCAL, PORT
+    from lpkit.course.lab import LOCAL, PORT
 
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; a taken one moves to the next")
     parser.add_argument("--ip", default=LOCAL, help=f"default {LOCAL}: this machine only")
@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until Ctrl-C or SIGTERM. The one object is printed when the lab answers, not when it has gone."""
-    from lpkit import lab
+    from lpkit.course import lab
 
     root = lab.find_root()
     code = 0

@@ -31,7 +31,7 @@ def arguments(parser):
 
 
 def run(args) -> dict[str, Any]:
-    from lpkit import notebooks
+    from lpkit.course import notebooks
 
     if args.list:
         paths = [notebooks.find(args.name)] if args.name else notebooks.course()

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.commands import machine
     from lpkit.predict.plan import plan
     from lpkit.presets import resolve
-    from lpkit.runs import RunFailedError
+    from lpkit.training.runs import RunFailedError
 
     if args.top < 1:
         raise ConfigError(f"--top must be 1 or more, got {args.top}")

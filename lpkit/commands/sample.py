@@ -16,7 +16,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> dict:
-    from lpkit.sampling import sample
+    from lpkit.training.sampling import sample
 
     text = sample(args.run, prompt=args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k,
                   seed=args.seed)

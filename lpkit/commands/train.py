@@ -29,9 +29,9 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
-    from lpkit.handle import default_folder, train
     from lpkit.presets import resolve
-    from lpkit.runs import Run
+    from lpkit.training.background import default_folder, train
+    from lpkit.training.runs import Run
 
     if args.resume and not args.out:
         raise ConfigError("--resume needs --out DIR, the folder of the run to go on with")
@@ -60,7 +60,7 @@ def run(args: Namespace) -> dict:
 
 
 def text(summary: dict) -> str:
-    from lpkit.runs import described
+    from lpkit.training.runs import described
 
     rows = [*described(summary), *((key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
                                    for key, choice in summary["chosen"].items())]

@@ -14,8 +14,6 @@ _WHERE = {
     "RECIPES": "recipes", "Recipe": "recipes", "resolve": "recipes",
     "ScaledLinear": "linear", "weights_cached": "linear", "weight_cache_bytes": "linear", "LowPrecision": "transform",
     "BACKENDS": "backends", "choose": "backends",
-    "advise": "advice",
-    "Telemetry": "telemetry", "attach": "telemetry", "FAULTS": "faults", "Plant": "faults",
 }
 __all__ = sorted(_WHERE)
 

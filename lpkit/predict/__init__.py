@@ -7,10 +7,10 @@ notebooks measure.
 
 from lpkit.predict.compare import Comparison
 from lpkit.predict.ledger import Memory, memory, model_states
-from lpkit.predict.machines import CATALOGUE, Machine
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.units import quantity
+from lpkit.techniques.machines import CATALOGUE, Machine
 
 __all__ = ["CATALOGUE", "Comparison", "Machine", "Memory", "Prediction", "memory", "model_states", "parameter_count",
            "parameters", "predict", "quantity"]

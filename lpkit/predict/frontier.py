@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError
-from lpkit.predict.layout import Layout
-from lpkit.predict.machines import Machine, find
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import plan
 from lpkit.predict.scaling import DEFAULT, LAWS, Law
 from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import quantity
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import Machine, find
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lpkit.config import Config, ConfigError, nearest
-from lpkit.predict import machines, walk
+from lpkit.predict import walk
 from lpkit.predict.activations import FP32, TOKEN_ID, Kept, kept
-from lpkit.predict.layout import Layout
-from lpkit.predict.machines import Machine
 from lpkit.predict.params import UPS, parameters
 from lpkit.predict.recipes import LOW, Low
+from lpkit.techniques import machines
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import Machine
 
 Item = TypeVar("Item")
 MOMENTS = {     # in the order in which they come

@@ -18,17 +18,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError, nearest
-from lpkit.predict import machines
 from lpkit.predict.activations import RECOMPUTE
 from lpkit.predict.flops import training_flops
-from lpkit.predict.layout import AXES, Layout, check, divisors, powers_of_two, stages_fit
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
-from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count
 from lpkit.predict.precision import ASSUMED, REACHED, Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
+from lpkit.techniques import machines
+from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two, stages_fit
+from lpkit.techniques.machines import Machine
 
 USABLE = 0.92               # of the device's memory: the rest is the driver's, NCCL's and the allocator's. Assumed
 MOST_DEVICES = 65_536

@@ -7,7 +7,7 @@ the step is that of its Linears under Amdahl's law. Seconds, bytes, FLOP/s.
 
 The passes of each cast are those of torchao's own roofline (torchao/testing/training/roofline_utils.py, 0.18), and
 tests/test_advise.py holds the two equal. What a machine reaches of its datasheet is an
-assumption with a source, an `Efficiency`; a file in data/measured takes its place (see `lpkit.precision.advice`).
+assumption with a source, an `Efficiency`; a file in data/measured takes its place (see `lpkit.studies.advice`).
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from lpkit.config import Config
 from lpkit.predict.flops import Product, products
-from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count
 from lpkit.predict.roofline import ADAMW_BYTES, causal_share, pointwise_bytes
+from lpkit.techniques.machines import Machine
 
 FP32, BF16 = 4, 2                   # bytes
 ON_CHIP = 2**16                     # elements that one kernel holds while it finds their largest: 128 KiB of bf16

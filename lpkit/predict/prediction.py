@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lpkit.config import Config, ConfigError, nearest
-from lpkit.predict import machines
 from lpkit.predict.activations import RECOMPUTE
 from lpkit.predict.flops import recomputed_flops, training_flops, training_flops_per_token
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, micro_batch
-from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count, parameters
+from lpkit.techniques import machines
+from lpkit.techniques.machines import Machine
 
 BLOCKED_CONTEXT = 1024   # the longest context of the CPU's blocked attention, as lpkit.nn.attention.choose
 SOURCES = (

@@ -12,10 +12,10 @@ from dataclasses import replace
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.flops import training_flops
-from lpkit.predict.layout import Layout
 from lpkit.predict.precision import ASSUMED, Efficiency
 from lpkit.predict.time import StepTime, calibrate, step_time
 from lpkit.predict.units import quantity
+from lpkit.techniques.layouts import Layout
 
 EAGER = replace(ASSUMED, fused=1.0)
 NARAYANAN = "Narayanan et al. 2021, table 1, A100 80GB, all recomputed, https://arxiv.org/abs/2104.04473"

@@ -23,11 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError, ModelConfig, nearest
-from lpkit.predict import machines
 from lpkit.predict.flops import Product, products, training_flops
-from lpkit.predict.layout import Layout, check, layers_of_stage
 from lpkit.predict.ledger import PRECISIONS, Precision, micro_batch
-from lpkit.predict.machines import LATENCY_SOURCE, Machine
 from lpkit.predict.params import parameters, product_weights
 from lpkit.predict.precision import (
     ASSUMED,
@@ -40,6 +37,9 @@ from lpkit.predict.precision import (
     product_seconds,
 )
 from lpkit.predict.roofline import ADAMW_BYTES, causal_share, pointwise_bytes
+from lpkit.techniques import machines
+from lpkit.techniques.layouts import Layout, check, layers_of_stage
+from lpkit.techniques.machines import LATENCY_SOURCE, Machine
 
 RINGS = f"ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; latency: {LATENCY_SOURCE}"
 TENSOR = "Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198"

@@ -5,8 +5,8 @@ import math
 
 from lpkit.config import Config
 from lpkit.predict.ledger import MOMENTS, Memory, memory
-from lpkit.predict.machines import Machine
 from lpkit.predict.units import quantity
+from lpkit.techniques.machines import Machine
 from lpkit.ui.style import INK, WARNING, html_table
 
 COLOURS = {   # one family of rows, one hue

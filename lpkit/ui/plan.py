@@ -11,11 +11,11 @@ import ipywidgets as widgets
 from lpkit.config import Config
 from lpkit.predict.compare import Row, percent
 from lpkit.predict.ledger import MOMENTS
-from lpkit.predict.machines import Machine
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, Law
 from lpkit.predict.units import duration, quantity
+from lpkit.techniques.machines import Machine
 from lpkit.ui.memory import COLOURS as MEMORY_COLOURS
 from lpkit.ui.style import COLOURS, FAINT, FONT, GRID, INK, html_table
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 
 from lpkit.predict.flops import Product
-from lpkit.predict.machines import Machine
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
+from lpkit.techniques.machines import Machine
 from lpkit.ui.style import COLOURS, FAINT
 
 STYLES = {"forward": (COLOURS[0], "circle"), "input gradient": (COLOURS[1], "square"),

@@ -1,6 +1,6 @@
 """What number formats do to the tensors of a run, drawn: layers by steps in colour, and one cell as a histogram.
 
-The functions take the samples of `lpkit.precision.telemetry.read` and know nothing else about them.
+The functions take the samples of `lpkit.measure.telemetry.read` and know nothing else about them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -23,7 +23,7 @@ NOBODYS = ("", "gradient")      # no module of the model: a gradient reaches its
 
 
 class Point(Protocol):
-    """A moment of a measured or traced step: `lpkit.tracking.Point`."""
+    """A moment of a measured or traced step: `lpkit.measure.tracking.Point`."""
 
     phase: str                  # forward, backward, optimizer
     module: str                 # "blocks.3.mlp.up"; empty between two

@@ -1,0 +1,1 @@
+"""The course without a browser: notebooks with parameters, exercises and their judge, the lab."""

@@ -1,0 +1,1 @@
+"""Rows: what anybody needs to know of a technique without running it. No torch."""

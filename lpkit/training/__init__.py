@@ -1,0 +1,1 @@
+"""From a Config to a Run: build, update, evaluate, save, go on."""

@@ -1,0 +1,259 @@
+"""Start a training run, hold it, stop it.
+
+    run = lpkit.train(config)            blocks, returns the Run
+    handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says `run = await handle`
+    series = start_each({"a": config})   the same for several, one after the other: `runs = await series`
+
+All write the same run folder. Stopping keeps a checkpoint and the partial Run.
+"""
+
+import asyncio
+import datetime
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lpkit.config import Config, ConfigError
+from lpkit.contracts import Observer, StepRecord
+from lpkit.training.runs import Run, RunFailedError
+
+if TYPE_CHECKING:
+    from lpkit.training.loop import Job
+
+
+def default_folder(name: str = "run") -> Path:
+    return Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
+
+
+def train(config: Config, *, out: str | Path | None = None, resume: bool = False,
+          observers: Sequence[Observer] = ()) -> Run:
+    """Train to the end, or to Ctrl-C or SIGTERM, which keep a checkpoint and return the partial Run.
+
+    `out` is the run folder, a new one under runs/ by default. Raises ConfigError for settings that cannot be,
+    RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
+    """
+    from lpkit.training.loop import Control, fit
+
+    control, path = Control(), Path(out or default_folder())
+    with _signals_stop(control.stop):
+        return fit(_job(config, path, resume), path, resume=resume, observers=observers, control=control)
+
+
+def _job(config: Config, path: Path, resume: bool) -> "Job":
+    from lpkit.measure import telemetry
+    from lpkit.training.assembly import assemble
+
+    job = assemble(config, before=Run(path).environment if resume else None)
+    every = config.precision.telemetry_every
+    return telemetry.attach(job, path, every=every) if every else job
+
+
+@contextmanager
+def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop after the step at hand; a second Ctrl-C interrupts at once.
+
+    Only the main thread may hear signals; elsewhere the handle's `stop` serves.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def heard(number, frame):
+        stop(signal.Signals(number).name)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        for number in before:
+            signal.signal(number, heard)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Background:
+    """Work in a background thread that somebody may wait for. Everything here may be called from any thread."""
+
+    def __init__(self, name: str):
+        self.error: BaseException | None = None
+        self._observers: list[Observer] = []
+        self._when_done: list[Callable[[], None]] = []
+        self._result: Any = None
+        self._lock = threading.Lock()
+        self._finished = threading.Event()      # the work has ended
+        self._told = threading.Event()          # and everybody who asked knows: a figure has its last point
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def _do(self) -> Any:
+        """The work; what it returns is the result."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        try:
+            self._result = self._do()
+        except BaseException as error:   # kept for `result`, which raises it where somebody is looking
+            self.error = error
+        with self._lock:
+            self._finished.set()
+            callbacks = list(self._when_done)
+        for callback in callbacks:
+            callback()
+        self._told.set()
+
+    def _tell(self, record: StepRecord) -> None:
+        for observe in list(self._observers):
+            observe(record)
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def subscribe(self, observer: Observer) -> None:
+        """Call `observer(record)` after every step, on the training thread."""
+        self._observers.append(observer)
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call once when the work has ended; at once when it already has."""
+        with self._lock:
+            if not self.done:
+                self._when_done.append(callback)
+                return
+        callback()
+
+    def stop(self) -> None:
+        """After the step at hand; keeps a checkpoint."""
+        raise NotImplementedError
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`run = await handle`: as `result`, but a notebook's buttons keep working meanwhile."""
+        try:
+            while not self._told.is_set():
+                yield from asyncio.sleep(0.05).__await__()
+        except (KeyboardInterrupt, asyncio.CancelledError):   # the notebook's interrupt button
+            self.stop()
+        return self.result()
+
+    def result(self) -> Any:
+        """Wait for the end and return the result. Interrupting the wait stops the training; what is returned is partial."""
+        try:
+            self._told.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            self._told.wait()
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+
+class Handle(Background):
+    """A run in a background thread. Its result is the Run."""
+
+    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
+                 observers: Sequence[Observer] = ()):
+        from lpkit.training.loop import Control
+
+        self.config, self.planned_steps = config, config.steps
+        self.path = Path(out or default_folder())
+        self.title = self.path.name
+        super().__init__(f"train {self.title}")
+        self.records: list[StepRecord] = []
+        self._observers += [self.records.append, *observers]
+        self._control, self._resume = Control(), resume
+        self._thread.start()
+
+    def _do(self) -> Run:
+        from lpkit.training.loop import fit
+
+        return fit(_job(self.config, self.path, self._resume), self.path, resume=self._resume, observers=[self._tell],
+                   control=self._control)
+
+    @property
+    def paused(self) -> bool:
+        return not self._control.go_on.is_set()
+
+    def stop(self) -> None:
+        self._control.stop()
+
+    def pause(self) -> None:
+        self._control.go_on.clear()
+
+    def resume(self) -> None:
+        self._control.go_on.set()
+
+
+class Series(Background):
+    """Named runs, one after the other, in folders of those names. To a figure it is the run at hand.
+
+    The result is {name: Run} of all that began. A run that fails leaves its Run and does not keep the next from beginning;
+    settings that cannot be end the series. Stop ends the run at hand and begins no other.
+    """
+
+    def __init__(self, configs: Mapping[str, Config], *, out: str | Path | None = None):
+        if not configs:
+            raise ConfigError("a series needs at least one config to train")
+        self.configs, self.path = dict(configs), Path(out or default_folder("series"))
+        self.handles: dict[str, Handle] = {}        # of those that have begun
+        super().__init__(f"train {self.path.name}")
+        self._stopped = self._paused = False
+        self._thread.start()
+
+    def _do(self) -> dict[str, Run]:
+        for name, config in self.configs.items():
+            with self._lock:
+                if self._stopped:
+                    break
+                self.handles[name] = handle = Handle(config, out=self.path / name, observers=[self._tell])
+                if self._paused:
+                    handle.pause()
+            try:
+                handle.result()
+            except RunFailedError:
+                pass        # its Run says so
+        return {name: Run(handle.path) for name, handle in self.handles.items()}
+
+    @property
+    def title(self) -> str:
+        return list(self.handles or self.configs)[-1 if self.handles else 0]
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.handles[self.title].records if self.handles else []
+
+    @property
+    def planned_steps(self) -> int:
+        return self.configs[self.title].steps
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for handle in self.handles.values():
+                handle.stop()
+
+    def pause(self) -> None:
+        self._wait(True)
+
+    def resume(self) -> None:
+        self._wait(False)
+
+    def _wait(self, paused: bool) -> None:
+        with self._lock:
+            self._paused = paused
+            for handle in self.handles.values():
+                (handle.pause if paused else handle.resume)()
+
+
+def start(config: Config, *, out: str | Path | None = None, resume: bool = False) -> Handle:
+    """Begin training in the background and return its Handle."""
+    return Handle(config, out=out, resume=resume)
+
+
+def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) -> Series:
+    """Begin to train all of `configs`, one after the other in the background. `out` is the folder of their folders.
+
+    Raises ConfigError when there are none.
+    """
+    return Series(configs, out=out)
