@@ -2,7 +2,7 @@
 
     python docs/make_recipes.py
 
-Rows come from lpkit.precision.recipes.RECIPES, hardware from lpkit.measure.matrix, losses from data/measured, sentences
+Rows come from lpkit.techniques.recipes.RECIPES, hardware from lpkit.measure.matrix, losses from data/measured, sentences
 from docs/recipes.toml. tests/test_docs.py holds the files to what this writes.
 
 The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the recipe's own cast of x
@@ -27,13 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpkit.config import ConfigError, PrecisionConfig
+from lpkit.config import PrecisionConfig
+from lpkit.errors import ConfigError
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.formats import FORMATS, format_of
-from lpkit.precision.recipes import OVERRIDES, PRODUCTS, RECIPES, Recipe, resolve
-from lpkit.precision.scaled import Cast, quantise, spread
+from lpkit.precision.scaled import quantise, spread
+from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
+from lpkit.techniques.recipes import OVERRIDES, PRODUCTS, RECIPES, Cast, Recipe, resolve
 from lpkit.ui.style import COLOURS, FAINT, FONT, INK
 
 DOCS = Path(__file__).resolve().parent

@@ -8,9 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from lpkit.config import ConfigError, nearest
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
@@ -67,16 +65,6 @@ class OptimizerSpec(ABC):
 
     @abstractmethod
     def build(self, model: nn.Module, place: Place | None = None) -> Optimizer: ...
-
-
-class Compressor(ABC):
-    """What travels instead of a gradient. `decode` sees the mean of every rank's payload."""
-
-    @abstractmethod
-    def encode(self, grad: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def decode(self, payload: Tensor, like: Tensor) -> Tensor: ...
 
 
 class DataPolicy(ABC):
@@ -137,11 +125,3 @@ class Choice:
 
 
 Observer = Callable[[StepRecord], None]   # observers read and never steer
-T = TypeVar("T")
-
-
-def pick(table: dict[str, T], name: str, what: str = "entry") -> T:
-    """Look `name` up, and say what there is when it is not there."""
-    if name not in table:
-        raise ConfigError(f"there is no {what} {name!r}; {nearest(name, table)}")
-    return table[name]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lpkit.cli import main
-from lpkit.config import Config, ConfigError, ModelConfig
-from lpkit.precision.recipes import RECIPES
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.predict.flops import Product
 from lpkit.predict.precision import (
     ASSUMED,
@@ -25,6 +25,7 @@ from lpkit.predict.precision import (
 )
 from lpkit.studies.advice import WORTH, advise, claims, claims_table, describe, in_emulation, measure, recall
 from lpkit.techniques.machines import CATALOGUE, Machine
+from lpkit.techniques.recipes import RECIPES
 
 TENSOR, ROW, MX = Operand(bits=8, transposes=True), Operand(bits=8, block=(1, 0)), Operand(bits=8, block=(1, 32), scale_bytes=1)
 TENSORWISE, ROWWISE, MXFP8 = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))

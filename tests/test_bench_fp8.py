@@ -9,7 +9,8 @@ import torch
 
 from lpkit.bench import fp8_step
 from lpkit.bench.harness import provenance, summary
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.studies.advice import advise, case_name, catalogued, recall
 from lpkit.techniques.machines import CATALOGUE
 

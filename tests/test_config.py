@@ -2,7 +2,8 @@
 
 import pytest
 
-from lpkit.config import Config, ConfigError, ModelConfig, flat, parse_settings
+from lpkit.config import Config, ModelConfig, flat, parse_settings
+from lpkit.errors import ConfigError
 from lpkit.presets import PRESETS, preset, resolve
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpkit.cli import main
-from lpkit.config import ConfigError, DataConfig
+from lpkit.config import DataConfig
 from lpkit.datasets import (
     POLICIES,
     TOKENIZERS,
@@ -33,6 +33,7 @@ from lpkit.datasets import (
 from lpkit.datasets import sources as sources_module
 from lpkit.datasets import tokens as tokens_module
 from lpkit.datasets.sources import BLOCK_CHARS, is_validation
+from lpkit.errors import ConfigError
 
 WORDS = "the cat sat on a mat and naïve café 漢字 🙂 def return None".split()
 

@@ -6,7 +6,8 @@ import statistics
 import pytest
 import torch
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.studies.bisect import bisect, train
 from lpkit.studies.faults import FAULTS, Plant, plant, promote, search, units

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict.frontier import Candidate, Point, frontier, triangle
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset

@@ -8,7 +8,7 @@ import torch
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.recipes import RECIPES
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.assembly import build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

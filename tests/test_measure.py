@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lpkit import hardware, measure
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
 from lpkit.measure.updates import roofline, saved_bytes, step, turns
 from lpkit.predict import parameter_count, predict

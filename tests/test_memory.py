@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.tracking import Tracker
 from lpkit.measure.updates import memory, saved_bytes
@@ -17,8 +18,8 @@ from lpkit.memory.saved import Copy, Counter, Few, Ticket
 from lpkit.optim.adamw import PiecewiseAdamW
 from lpkit.optim.moments import Float32, from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
-from lpkit.precision.recipes import RECIPES
 from lpkit.predict import parameter_count
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint
 from lpkit.training.assembly import assemble, build, decide
 from lpkit.training.background import start, train

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lpkit.config import ConfigError, ModelConfig
+from lpkit.config import ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.nn.attention import BACKENDS, plain
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import KVCache, Transformer

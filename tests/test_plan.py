@@ -11,7 +11,8 @@ import pytest
 from lpkit import cli
 from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
-from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import MICRO, RECOMPUTES, USABLE, largest_model, plan

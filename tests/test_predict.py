@@ -11,13 +11,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import cli, measure, predict_trace
-from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.measure.updates import saved_bytes
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer, cross_entropy
-from lpkit.precision.formats import FORMATS
-from lpkit.precision.recipes import RECIPES
-from lpkit.precision.scaled import SCALES
 from lpkit.predict import CATALOGUE, memory, model_states, predict
 from lpkit.predict.activations import ATTENTION, kept
 from lpkit.predict.compare import Comparison
@@ -27,8 +25,10 @@ from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.recipes import LOW
 from lpkit.predict.walk import EMBED
 from lpkit.presets import PRESETS, preset
+from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import DTYPES
+from lpkit.techniques.recipes import RECIPES, SCALES
 
 SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=50, context=20)
 LLAMA = dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False)

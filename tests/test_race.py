@@ -10,13 +10,14 @@ import torch
 
 import lpkit
 from lpkit.bench.harness import paired
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.measure import telemetry
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import quantise
 from lpkit.studies import recipe_race
 from lpkit.studies.advice import advise
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
 from lpkit.ui import LiveRuns, Pick, gap_figure, html_table, race_figure, telemetry_of_runs
 from lpkit.ui.figure import plain

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from lpkit.config import Config, ConfigError, PrecisionConfig, flat
+from lpkit.config import Config, PrecisionConfig, flat
+from lpkit.errors import ConfigError
 from lpkit.memory import loss
 from lpkit.precision.backends import BACKENDS, choose
-from lpkit.precision.formats import FORMATS
 from lpkit.precision.linear import ScaledLinear, scaled_linears
-from lpkit.precision.recipes import RECIPES, kept, resolve
-from lpkit.precision.scaled import SCALES, TRANSFORMS
+from lpkit.precision.scaled import TRANSFORMS
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.recipes import RECIPES, SCALES, kept, resolve
 from lpkit.training import checkpoint
 from lpkit.training.assembly import assemble
 from lpkit.training.background import start, train

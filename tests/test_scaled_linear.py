@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.config import ConfigError, PrecisionConfig
+from lpkit.config import PrecisionConfig
+from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.precision.backends import BACKENDS, swizzled
-from lpkit.precision.formats import format_of, round_to, values
+from lpkit.precision.formats import round_to, values
 from lpkit.precision.linear import advance, nonfinite_report
-from lpkit.precision.recipes import RECIPES, resolve
-from lpkit.precision.scaled import ALL, SCALES, Cast, Scaled, product, quantise, reference, spread
+from lpkit.precision.scaled import Scaled, product, quantise, reference, spread
+from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import ALL, RECIPES, SCALES, Cast, resolve
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 
@@ -157,7 +159,7 @@ def test_emulated_products_are_the_float64_definition_but_for_accumulation(recip
     scales, which come after the rounding."""
     sides = {"M": 128, "K": 256, "N": 384}
     for name, (one, two) in RECIPES[recipe].products.items():
-        from lpkit.precision.recipes import SIDES
+        from lpkit.techniques.recipes import SIDES
 
         (m, k), (n, _) = SIDES[name]
         operands = []

@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.ui import bits_figure, bought_figure
 from lpkit.ui.techniques import INSIDE, WIDE, _box, _edge, _hidden, _positions
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
-from lpkit.precision.formats import FORMATS
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import hadamard_matrix, quantise
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.assembly import assemble
 from lpkit.training.loop import fit
 from lpkit.ui import heat_map, telemetry_explorer

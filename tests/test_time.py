@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.predict.flops import forward_flops, training_flops
 from lpkit.predict.precision import ASSUMED, Recipe, step_cost
 from lpkit.predict.published import calibrated, published, published_table

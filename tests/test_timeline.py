@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 import pytest
 
-from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.predict import memory
 from lpkit.ui import memory_figure, timeline_figure, timelines_view
 from lpkit.ui.memory import COLOURS

@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 from lpkit import measure, preset
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
 from lpkit.memory.row import Row
 from lpkit.memory.rows import MEMORY

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
 from lpkit.contracts import Choice, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.training import checkpoint, runs
 from lpkit.training.assembly import OPTIMIZERS, build_model

@@ -22,10 +22,10 @@ from lpkit.config import Config
 from lpkit.nn.transformer import cross_entropy
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import advance
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.transform import LowPrecision
 from lpkit.studies.advice import MEASURED, Advice, advise, case_name, catalogued
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.assembly import build_model
 
 SIZES = ((12, 768, 12, 16), (24, 1536, 16, 8), (26, 1664, 13, 8))   # layers, width, heads, sequences of 1024 tokens

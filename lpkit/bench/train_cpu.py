@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.training.assembly import assemble
 from lpkit.training.loop import Job, update
 

@@ -8,7 +8,7 @@ import argparse
 import math
 from typing import Any
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from lpkit.config import ConfigError
 from lpkit.contracts import DataPolicy
+from lpkit.errors import ConfigError
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter

@@ -33,14 +33,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError, nearest
-from lpkit.contracts import DataPolicy, Step, pick
+from lpkit.contracts import DataPolicy, Step
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
-from lpkit.precision.formats import FORMATS, format_of
+from lpkit.precision.linear import HISTORY_RULES
 from lpkit.precision.linear import ROLES as OPERANDS
-from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe
-from lpkit.precision.scaled import ALL, TRANSFORMS, Cast, quantise
+from lpkit.precision.scaled import TRANSFORMS, quantise
+from lpkit.techniques.formats import FORMATS, format_of
+from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
 
 FILE = "telemetry.jsonl"
 ROWS = 32               # of each tensor, for the statistics that are not exact over all of it

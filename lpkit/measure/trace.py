@@ -31,8 +31,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lpkit import hardware, measure
-from lpkit.config import Config, ConfigError, flat
+from lpkit.config import Config, flat
 from lpkit.contracts import Choice, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
 from lpkit.memory.loss import LOSSES

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
-from lpkit.config import Config, ConfigError
-from lpkit.contracts import Choice, Transform, pick
+from lpkit.config import Config
+from lpkit.contracts import Choice, Transform
+from lpkit.errors import ConfigError, pick
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.memory.rows import asked
 from lpkit.precision.linear import advance

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError, pick
 from lpkit.techniques.formats import FORMATS, Format
-from lpkit.errors import pick
 
 Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]     # magnitudes in units of the spacing -> integers
 

@@ -9,7 +9,8 @@ Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198); the terms
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lpkit.config import ConfigError, ModelConfig, nearest
+from lpkit.config import ModelConfig
+from lpkit.errors import ConfigError, nearest
 from lpkit.predict.params import UPS, product_weights
 
 Kind = Literal["cpu", "gpu"]

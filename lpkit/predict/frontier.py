@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import plan
 from lpkit.predict.scaling import DEFAULT, LAWS, Law

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lpkit.config import Config, ConfigError, nearest
+from lpkit.config import Config
+from lpkit.errors import ConfigError, nearest
 from lpkit.predict import walk
 from lpkit.predict.activations import FP32, TOKEN_ID, Kept, kept
 from lpkit.predict.params import UPS, parameters

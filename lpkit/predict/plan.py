@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lpkit.config import Config, ConfigError, nearest
+from lpkit.config import Config
+from lpkit.errors import ConfigError, nearest
 from lpkit.predict.activations import RECOMPUTE
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states

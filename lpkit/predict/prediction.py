@@ -5,7 +5,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lpkit.config import Config, ConfigError, nearest
+from lpkit.config import Config
+from lpkit.errors import ConfigError, nearest
 from lpkit.predict.activations import RECOMPUTE
 from lpkit.predict.flops import recomputed_flops, training_flops, training_flops_per_token
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, micro_batch

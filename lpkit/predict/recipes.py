@@ -2,7 +2,7 @@
 
 `lpkit.precision.ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of their format; the
 emulation in bf16, with power-of-two and E4M3 scales folded in. tests/test_predict.py holds the rows equal to those of
-`lpkit.precision.recipes`.
+`lpkit.techniques.recipes`.
 """
 
 import math

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lpkit.config import Config, ConfigError, ModelConfig, nearest
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError, nearest
 from lpkit.predict.flops import Product, products, training_flops
 from lpkit.predict.ledger import PRECISIONS, Precision, micro_batch
 from lpkit.predict.params import parameters, product_weights

@@ -22,14 +22,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config, ConfigError
-from lpkit.contracts import pick
+from lpkit.config import Config
+from lpkit.errors import ConfigError, pick
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.formats import format_of
-from lpkit.precision.recipes import RECIPES, kept, resolve
-from lpkit.precision.recipes import Recipe as Row
-from lpkit.precision.scaled import SCALES, Cast
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
 from lpkit.predict.flops import Product, products
@@ -47,7 +43,10 @@ from lpkit.predict.precision import (
 )
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
+from lpkit.techniques.formats import format_of
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import RECIPES, SCALES, Cast, kept, resolve
+from lpkit.techniques.recipes import Recipe as Row
 
 BASES = ("bf16", "fp16", "fp32")
 WORTH = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality

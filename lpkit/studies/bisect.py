@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import torch
 
-from lpkit.config import Config, ConfigError, nearest
-from lpkit.contracts import pick
+from lpkit.config import Config
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.precision.linear import scaled_linears
-from lpkit.precision.recipes import RECIPES
 from lpkit.studies.faults import FAULTS, NUDGES, Finding, Plant, Unit, hidden, plant, promote, search, units
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.assembly import assemble
 from lpkit.training.loop import Job, update
 

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lpkit.config import ConfigError, nearest
-from lpkit.contracts import pick
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.precision.linear import Arithmetic, ScaledLinear, scaled_linears
-from lpkit.precision.recipes import PRODUCTS, Delayed, Recipe
-from lpkit.precision.scaled import TRANSFORMS, Cast, Scaled, spread
+from lpkit.precision.scaled import TRANSFORMS, Scaled, spread
+from lpkit.techniques.recipes import PRODUCTS, Cast, Delayed, Recipe
 
 OUTLIER = 2.0**18       # times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8
 STALE = 64.0            # times smaller was the tensor whose amax is still used

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.kernels import cast
-from lpkit.precision.formats import Format
+from lpkit.techniques.formats import Format
 
 ROLES = ("weights", "activations", "gradients")
 

@@ -17,7 +17,7 @@ import torch
 
 from lpkit import hardware, measure
 from lpkit.config import Config
-from lpkit.contracts import pick
+from lpkit.errors import pick
 from lpkit.measure.tracking import Footprint
 from lpkit.predict import Machine, Memory, memory
 from lpkit.predict.time import step_time

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpkit.contracts import pick
-from lpkit.precision.formats import FORMATS
+from lpkit.errors import pick
+from lpkit.techniques.formats import FORMATS
 
 BF16_MANTISSA = FORMATS["bf16"].mantissa_bits
 BINS = 200      # of |w|, for the integral

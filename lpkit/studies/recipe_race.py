@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import Sample
 from lpkit.precision import backends
-from lpkit.precision.recipes import RECIPES, Recipe
-from lpkit.precision.scaled import Cast
 from lpkit.studies.advice import MEASURED, Advice
 from lpkit.studies.outliers import expected_db
+from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 BASE, AGAIN = "bf16", "bf16 with another seed"
 TENSORS = ("x", "w", "dy")

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import lpkit
 from lpkit import hardware
-from lpkit.config import Config, ConfigError
-from lpkit.contracts import Choice, Loss, OptimizerSpec, Place, Stage, Step, Transform, pick
+from lpkit.config import Config
+from lpkit.contracts import Choice, Loss, OptimizerSpec, Place, Stage, Step, Transform
 from lpkit.datasets import POLICIES, prepare
+from lpkit.errors import ConfigError, pick
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
@@ -29,10 +30,10 @@ from lpkit.optim.adamw import AdamW, AdamW8bit
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.linear import advance, nonfinite_report
-from lpkit.precision.recipes import RECIPES, Recipe, resolve
 from lpkit.precision.transform import LowPrecision
 from lpkit.predict import parameter_count
 from lpkit.predict.flops import training_flops_per_token
+from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.training.loop import Job
 from lpkit.training.steps import LossScaler, accumulate
 

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
+from lpkit.errors import ConfigError
 from lpkit.training.runs import Run, RunFailedError
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lpkit.config import Config, ConfigError, flat
+from lpkit.config import Config, flat
 from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Place, Schedule, Step, StepRecord
+from lpkit.errors import ConfigError
 from lpkit.files import write_atomically
 from lpkit.hardware import energy_joules, peak_bytes
 from lpkit.training import checkpoint, runs

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lpkit.config import ConfigError
 from lpkit.datasets import tokenizer_from_dict
+from lpkit.errors import ConfigError
 from lpkit.nn.transformer import KVCache, Transformer
 from lpkit.training import checkpoint, runs
 from lpkit.training.runs import Run
