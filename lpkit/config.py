@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 from lpkit.errors import ConfigError, at_least_zero, nearest, pick, positive
 from lpkit.techniques import layouts, memory
+from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
+from lpkit.techniques.data import POLICIES
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
-from lpkit.techniques.row import Settings, one_of
+from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
 
 VERSION = 2
@@ -34,9 +36,11 @@ class Group:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
+            value, kind = getattr(self, f.name), _kinds(type(self))[f.name]
             if "table" in f.metadata:
-                made = tagged(f.metadata["table"], getattr(self, f.name), f"{self.where}{f.name}")
-                object.__setattr__(self, f.name, made)
+                object.__setattr__(self, f.name, tagged(f, value, f"{self.where}{f.name}"))
+            elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+                object.__setattr__(self, f.name, _build(kind, value, f"{self.where}{f.name}."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +113,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Group):
+    where = "data."
+
     source: str = "python-stdlib"       # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
     tokenizer: str = "bytes"            # bytes, bpe (trained on the source, model.vocab entries), gpt2
-    policy: str = "random-windows"
+    policy: Settings = one_of(POLICIES, "random-windows")
     val_fraction: float = 0.1           # share of the files, or of the documents, kept for validation
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 < self.val_fraction < 1:
             raise ConfigError(f"data.val_fraction must be between 0 and 1, got {self.val_fraction}")
 
@@ -169,6 +176,8 @@ class Config(Group):
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     parallel: Layout = field(default_factory=Layout)
+    transforms: tuple[Settings, ...] = many_of(MODEL_TRANSFORMS)
+    governors: tuple[Settings, ...] = many_of(GOVERNORS)
     system: SystemConfig = field(default_factory=SystemConfig)
     steps: int = 300
     global_batch: int = 16
@@ -266,13 +275,27 @@ def _plain(pairs: list[tuple[str, Any]]) -> Any:
 
 
 
-def tagged(table: Mapping[str, Any], value: Any, where: str) -> Settings:
-    """The settings of the row that `value` names: settings, a name, or a mapping with a name. Raises ConfigError."""
+def tagged(f: dataclasses.Field, value: Any, where: str) -> Any:
+    """The settings of the row that `value` names, or of the rows: settings, a name, or a mapping (without a name: of the
+    field's own default).
+
+    Raises ConfigError for an unknown name, and for what its row cannot be told.
+    """
+    if "many" not in f.metadata:
+        return _settings(f.metadata["table"], value, where, f.metadata["default"])
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{where} must be a list of {', '.join(f.metadata['table']) or 'rows'}, got {value!r}")
+    return tuple(_settings(f.metadata["table"], one, where, None) for one in value)
+
+
+def _settings(table: Mapping[str, Any], value: Any, where: str, default: str | None) -> Settings:
     if isinstance(value, Settings):
         pick(table, value.name, where)
         return value
     given = dict(value) if isinstance(value, Mapping) else {"name": value}
-    name = given.pop("name", None)
+    name = given.pop("name", default)
     if not isinstance(name, str):
         raise ConfigError(f"{where} must name one of {', '.join(table)}, got {value!r}")
     defaults = pick(table, name, where).settings
@@ -299,7 +322,9 @@ def _set(cls: type, node: Any, path: list[str], value: Any, key: str, config: Co
     if first not in fields:
         raise ConfigError(f"there is no setting {key!r}; {_hint(key, config)}")
     table, kind = fields[first].metadata.get("table"), _kinds(cls)[first]
-    if table is not None:
+    if "many" in fields[first].metadata and not rest:
+        node[first] = value
+    elif table is not None:
         if isinstance(node[first], str):
             node[first] = {"name": node[first]}
         if not rest or rest == ["name"]:
@@ -377,7 +402,7 @@ def _build(cls: type, values: Any, prefix: str):
             raise ConfigError(f"there is no setting {prefix + str(key)!r}; "
                               f"{f'since version 2 it is {since!r}' if since else nearest(str(key), fields)}")
         if "table" in fields[key].metadata:
-            made[key] = tagged(fields[key].metadata["table"], value, prefix + key)
+            made[key] = tagged(fields[key], value, prefix + key)
         elif dataclasses.is_dataclass(kinds[key]):
             made[key] = _build(kinds[key], value, f"{prefix}{key}.")
         else:
@@ -433,7 +458,7 @@ def _tags(cls: type, prefix: str = "") -> set[str]:
     """The dotted names of the fields that name rows."""
     kinds, found = _kinds(cls), set()
     for f in dataclasses.fields(cls):
-        if "table" in f.metadata:
+        if "default" in f.metadata:
             found.add(prefix + f.name)
         elif dataclasses.is_dataclass(kinds[f.name]):
             found |= _tags(kinds[f.name], f"{prefix}{f.name}.")

@@ -42,7 +42,12 @@ class Row:
 
 def one_of(table: Mapping[str, Any], default: str) -> Any:
     """A field of a group of a Config that names a row of `table`; its value is the row's own settings."""
-    return field(default_factory=lambda: chosen(table, default, ""), metadata={"table": table})
+    return field(default_factory=lambda: chosen(table, default, ""), metadata={"table": table, "default": default})
+
+
+def many_of(table: Mapping[str, Any]) -> Any:
+    """A field that names any number of rows of `table`, in order."""
+    return field(default=(), metadata={"table": table, "many": True})
 
 
 def chosen(table: Mapping[str, Any], name: str, where: str) -> Settings:
