@@ -256,7 +256,7 @@ class Config(Group):
         Another row's name starts from that row's settings, and keeps those of the old row that were changed and that both have.
         """
         values = self.to_dict()
-        for key, value in changes.items():
+        for key, value in sorted(changes.items(), key=lambda change: change[0].count(".")):  # a name before its settings
             _set(Config, values, key.split("."), value, key, self)
         return Config.from_dict(values)
 
@@ -493,7 +493,9 @@ def convert(value: Any, kind: Any, name: str) -> Any:
         close = nearest(str(value), map(str, args))
         raise ConfigError(f"{name} cannot be {value!r}; {close}")
     elif origin is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
+        parts = value
+        if isinstance(value, str):
+            parts = [] if value.lower() == "none" else value.split(",")
         if isinstance(parts, (list, tuple)):
             return tuple(convert(part.strip() if isinstance(part, str) else part, args[0], name)
                          for part in parts if part != "")

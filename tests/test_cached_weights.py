@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.config import Config, PrecisionConfig
+from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import WeightCache, advance, weight_cache_bytes, weights_cached
@@ -47,7 +47,7 @@ class Counting:
 
 def layer(recipe: str, backend: str = "emulated", **settings) -> nn.Module:
     torch.manual_seed(0)
-    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(PrecisionConfig(recipe=recipe, **settings)), name="up", seed=0)
+    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(recipe, **settings), name="up", seed=0)
     made.arithmetic = Counting(made.arithmetic, made.weight)
     return made
 
@@ -151,7 +151,7 @@ def test_bytes_are_stated(recipe, backend):
 
 
 def ask(asked="cached", recipe="mxfp8", backend="emulated", device=CPU, compiled=False, forwards=4, **settings):
-    row = resolve(PrecisionConfig(recipe=recipe, **settings))
+    row = resolve(recipe, **settings)
     return choose(asked, recipe, row, BACKENDS[backend], device, compiled=compiled, forwards=forwards)
 
 

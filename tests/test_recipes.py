@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lpkit.config import Config, PrecisionConfig, flat
+from lpkit.config import Config, flat
 from lpkit.errors import ConfigError
 from lpkit.memory import loss
 from lpkit.precision.backends import BACKENDS, choose
@@ -58,39 +58,42 @@ def test_the_published_rows():
     assert [cast.rounding for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == \
         ["nearest-even", "nearest-even", "stochastic", "nearest-even", "stochastic", "nearest-even"]
     assert [cast.transform for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == ["none"] * 4 + ["hadamard"] * 2
-    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16) and "last" in nvidia.keep
+    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16) and "last" in nvidia.high_precision_layers
     assert [cast.format for cast in hybrid.y + hybrid.dx] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn"]
 
 
 def test_settings_win_over_the_row():
-    row = resolve(PrecisionConfig(recipe="fp8-delayed", gradient_format="e4m3fn", scale="power-of-two", history=4,
-                                  history_rule="most-recent", margin=2, gradient_rounding="stochastic", keep=("first",)))
+    row = resolve("fp8-delayed", gradient_format="e4m3fn", scale="power-of-two", history=4,
+                                  history_rule="most-recent", margin=2, gradient_rounding="stochastic", high_precision_layers=("first",))
     assert [cast.format for cast in row.dx] == ["e4m3fn", "e4m3fn"] and row.dx[0].rounding == "stochastic"
     assert {cast.scale for casts in row.products.values() for cast in casts} == {"power-of-two"}
-    assert (row.delayed.history, row.delayed.rule, row.delayed.margin, row.keep) == (4, "most-recent", 2, ("first",))
-    assert resolve(PrecisionConfig(recipe="mxfp8")) == RECIPES["mxfp8"]
-    assert resolve(PrecisionConfig(recipe="nvfp4", transform="none", gradient_rounding="nearest-even")).stochastic is False
+    assert (row.delayed.history, row.delayed.rule, row.delayed.margin, row.high_precision_layers) == (4, "most-recent", 2, ("first",))
+    assert resolve("mxfp8") == RECIPES["mxfp8"]
+    assert resolve("nvfp4", transform="none", gradient_rounding="nearest-even").stochastic is False
 
 
 @pytest.mark.parametrize(("settings", "said"), [
     (dict(recipe="fp8-tensorwize"), "did you mean 'fp8-tensorwise'"),
-    (dict(recipe="mxfp8", history=4), "fp8-delayed"),
-    (dict(recipe="nvfp4", gradient_format="e5m2"), "not to an 8-bit floating format"),
-    (dict(recipe="nvfp4", scale="float32"), "part of its format"),
-    (dict(recipe="mxfp8", scale="float32"), "E8M0"),
-    (dict(recipe="bf16", gradient_rounding="stochastic"), "casts no gradient"),
-    (dict(recipe="bf16", loss_scale=8.0), "use fp16"),
+    (dict(recipe="mxfp8", history=4), "no setting 'history'; fp8-delayed has it"),
+    (dict(recipe="nvfp4", gradient_format="e5m2"), "no setting 'gradient_format'; fp8-tensorwise, fp8-delayed, fp8-rowwise, "
+                                                   "fp8-blockwise, mxfp8 have it"),
+    (dict(recipe="nvfp4", scale="float32"), "no setting 'scale'; fp8-tensorwise,"),
+    (dict(recipe="mxfp8", scale="float32"), "choose one of power-of-two, power-of-two-floor"),
+    (dict(recipe="bf16", gradient_rounding="stochastic"), "no setting 'gradient_rounding'; fp8-tensorwise,"),
+    (dict(recipe="bf16", loss_scale=8.0), "no setting 'loss_scale'; fp16 has it"),
 ])
 def test_what_has_no_meaning_is_refused_with_the_way_out(settings, said):
     with pytest.raises(ConfigError, match=said):
-        resolve(PrecisionConfig(**settings))
+        Config().replace({f"precision.recipe.{key}".removesuffix(".recipe"): value for key, value in settings.items()})
 
 
 def test_settings_round_trip():
-    config = Config().replace({"precision.recipe": "nvfp4", "precision.keep": "first,blocks.1.*", "precision.history": "none"})
-    assert config.precision.keep == ("first", "blocks.1.*") and config.precision.history is None
+    layers = "precision.recipe.high_precision_layers"
+    config = Config().replace({layers: "first,blocks.1.*", "precision.recipe": "nvfp4"})
+    assert config.precision.recipe.high_precision_layers == ("first", "blocks.1.*")
     assert Config.from_yaml(config.to_yaml()) == config and Config.from_yaml(Config().to_yaml()) == Config()
-    assert Config().replace({"precision.keep": ","}).precision.keep == () and flat(Config())["precision.keep"] is None
+    assert config.replace({layers: "none"}).precision.recipe.high_precision_layers == ()
+    assert flat(Config().replace({"precision.recipe": "nvfp4"}))[layers] == ("head", "last")
 
 
 # ---- which layers, which backend
@@ -100,7 +103,7 @@ def test_layers_that_stay():
     assert kept(names, ("head", "last")) == {"head", "blocks.2.attention.qkv", "blocks.2.mlp.down"}
     assert kept(names, ("first",)) == {"blocks.0.attention.qkv", "blocks.0.mlp.down"}
     assert kept(names, ("*.down",)) == {f"blocks.{i}.mlp.down" for i in range(3)}
-    with pytest.raises(ConfigError, match=r"precision\.keep=haed .*did you mean 'head'"):
+    with pytest.raises(ConfigError, match=r"high_precision_layers=haed .*did you mean 'head'"):
         kept(names, ("haed",))
 
 
@@ -135,7 +138,7 @@ def test_a_backend_that_cannot_says_why_and_what_can(backend, recipe, said):
 
 
 def test_a_library_does_not_run_a_row_that_settings_changed():
-    changed = resolve(PrecisionConfig(recipe="fp8-tensorwise", gradient_format="e4m3fn"))
+    changed = resolve("fp8-tensorwise", gradient_format="e4m3fn")
     assert "settings change it" in BACKENDS["torchao"].why_not("fp8-tensorwise", changed, CPU)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.config import PrecisionConfig
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.precision.backends import BACKENDS, swizzled
@@ -33,7 +32,7 @@ def sqnr_db(x: torch.Tensor, y: torch.Tensor) -> float:
 def linear(recipe: str, inputs: int = 128, outputs: int = 256, *, backend: str = "emulated", **settings) -> nn.Module:
     torch.manual_seed(0)
     plain = nn.Linear(inputs, outputs)
-    row = resolve(PrecisionConfig(recipe=recipe, **settings))
+    row = resolve(recipe, **settings)
     return BACKENDS[backend].wrap(plain, row, name="blocks.0.up", seed=0)
 
 
@@ -281,7 +280,7 @@ def test_one_token_has_a_row_s_scale():
 
 
 def test_blocks_of_128_are_e4m3_alone_on_hardware(monkeypatch):
-    row = resolve(PrecisionConfig(recipe="fp8-blockwise", gradient_format="e5m2"))
+    row = resolve("fp8-blockwise", gradient_format="e5m2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert BACKENDS["scaled_mm"].why_not("fp8-blockwise", RECIPES["fp8-blockwise"], torch.device("cuda")) == ""
     assert "in E4M3 alone, and dx has e5m2" in BACKENDS["scaled_mm"].why_not("fp8-blockwise", row, torch.device("cuda"))

@@ -7,17 +7,14 @@ them costs `weight_cache_bytes` a Linear, from the first micro-batch to the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from lpkit.contracts import Choice, Step
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend
 from lpkit.precision.linear import weights_cached
 from lpkit.techniques.recipes import Recipe
-
 
 CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 

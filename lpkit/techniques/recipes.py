@@ -291,10 +291,12 @@ class _Askable(Mapping):
 ASKABLE: Mapping[str, "Recipe | Auto"] = _Askable()
 
 
-def resolve(settings: Settings | str) -> Recipe:
-    """The recipe of these settings; of a name, with its defaults. Raises ConfigError for an unknown name."""
+def resolve(settings: Settings | str, **changes: object) -> Recipe:
+    """The recipe of these settings; of a name, with its defaults and `changes`. Raises ConfigError for an unknown name."""
     row = pick(RECIPES, getattr(settings, "name", settings), "precision.recipe")
-    if isinstance(settings, str) or settings == row.settings:
+    if isinstance(settings, str):
+        settings = replace(row.settings, **changes)
+    if settings == row.settings:
         return row
     return replace(row.make(settings), source=row.source, settings=settings, make=row.make)
 
