@@ -105,8 +105,9 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.1           # on matrices only
+    weight_decay: float = 0.1           # not on biases and the gains of norms
     clip: float = 1.0                   # largest global gradient norm; 0: no clipping
+    groups: tuple[str, ...] = ()        # pattern:lr_scale=0.1 or pattern:weight_decay=0, by the names of parameters
     schedule: str = "cosine"            # cosine, wsd, linear, constant
     warmup_steps: int = 20
     decay_fraction: float = 0.2         # of the steps; only wsd has a separate decay

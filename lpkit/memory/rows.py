@@ -13,11 +13,11 @@ from lpkit.memory.parameters import PARAMETERS
 from lpkit.memory.recompute import RECOMPUTE
 from lpkit.memory.row import Row
 from lpkit.memory.saved import SAVED
-from lpkit.memory.state import STATES
+from lpkit.memory.state import MOMENTS, STATES
 from lpkit.memory.update import UPDATES
 
-MEMORY = {"recompute": RECOMPUTE, "saved": SAVED, "loss": LOSSES, "parameters": PARAMETERS, "optimizer_state": STATES,
-          "update": UPDATES}
+MEMORY = {"recompute": RECOMPUTE, "saved": SAVED, "loss": LOSSES, "parameters": PARAMETERS,
+          "optimizer_state": STATES, "moment_format": MOMENTS, "update": UPDATES}
 PLAIN = MemoryConfig()
 
 
