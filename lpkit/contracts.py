@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
 Init = Callable[["nn.Module"], None]                          # fills every parameter in place
@@ -41,30 +40,29 @@ class Transform(ABC):
     def __call__(self, model: nn.Module) -> nn.Module: ...
 
 
-class Place:
-    """Where an optimizer's state rests between updates. This one: where it was made."""
+class StatePlacement:
+    """Where an optimizer's state is stored between updates. This one: where it was allocated."""
 
+    name = "device"
     in_memory = True    # the device's or the host's, and not a file
 
-    def rest(self, t: Tensor) -> Tensor:
-        """`t`, new or from a checkpoint, as it lies there."""
+    def __init__(self, why: str = ""):
+        self.why = why      # it is here and not where it was asked for; empty: as the row says
+
+    @property
+    def used(self) -> str:
+        return self.name
+
+    def store(self, t: Tensor) -> Tensor:
+        """`t`, new or from a checkpoint, as it is stored there."""
         return t
 
-    def bring(self, resting: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
-        """Start to move them to `device`; call the result to have them there."""
-        return lambda: resting
+    def prefetch(self, stored: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Start to copy them to `device`; call the result to have them there."""
+        return lambda: stored
 
-    def leave(self, resting: list[Tensor], used: list[Tensor]) -> None:
-        """Write what `bring` gave, updated, back to where it rests."""
-
-
-class OptimizerSpec(ABC):
-    """Frozen hyper-parameters that build a torch optimizer. `place`: for its state; None: the device."""
-
-    state_bytes_per_param: float
-
-    @abstractmethod
-    def build(self, model: nn.Module, place: Place | None = None) -> Optimizer: ...
+    def write_back(self, stored: list[Tensor], used: list[Tensor]) -> None:
+        """Copy what `prefetch` gave, updated, to where it is stored."""
 
 
 class DataPolicy(ABC):

@@ -15,11 +15,12 @@ from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.recompute import within
 from lpkit.memory.saved import Copy, Counter, Few, Ticket
-from lpkit.optim.adamw import PiecewiseAdamW
-from lpkit.optim.moments import Float32, from_blocks, levels, to_blocks
+from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
-from lpkit.predict import parameter_count
+from lpkit.optim.stepper import Stepper
 from lpkit.techniques.recipes import RECIPES
+from lpkit.predict import parameter_count
+from lpkit.techniques.optimizers import AdamWSettings
 from lpkit.training import checkpoint
 from lpkit.training.assembly import assemble, build, decide
 from lpkit.training.background import start, train
@@ -400,7 +401,7 @@ def test_slots_are_used_again_and_have_no_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"}, LLAMA,
                                      {"memory.recompute": "block", "memory.loss": "chunked"},
-                                     {"optimizer.name": "adamw-8bit"}], ids=str)
+                                     {"memory.moment_format": "int8"}], ids=str)
 def test_updates_in_backward_are_the_same_bit_for_bit(small, tmp_path, changes):
     config = small.replace({"optimizer.clip": 0, **changes})
     after = train(config, out=tmp_path / "after")
@@ -425,9 +426,8 @@ def test_pieces_of_an_update_are_the_fused_optimizers_bit_for_bit():
     torch.manual_seed(0)
     shapes = [(300, 7), (5,), (64, 64)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    settings = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
-    one = PiecewiseAdamW([dict(params=ours, weight_decay=0.1)], form=Float32(), **settings)
-    two = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True, **settings)
+    one = Stepper([dict(params=ours)], AdamWSettings(name="adamw", lr=1e-2))
+    two = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     for _ in range(5):
         for a, b in zip(ours, theirs):
             a.grad = b.grad = torch.randn(a.shape)
@@ -459,7 +459,7 @@ def test_8_bit_moments_train_as_float32_ones_do(small, tmp_path):
     """Losses within 0.3% (measured: 0.06%), at a quarter of the state's bytes, and a resumed run is the uninterrupted one."""
     config = small.replace({"steps": 30})
     whole = train(config, out=tmp_path / "float32")
-    lean = resumes(config.replace({"optimizer.name": "adamw-8bit"}), tmp_path, stop=20)
+    lean = resumes(config.replace({"memory.moment_format": "int8"}), tmp_path, stop=20)
     for a, b in zip(whole.metrics, lean.metrics):
         assert b["loss"] == pytest.approx(a["loss"], rel=3e-3)
     sizes = [sum(t.nbytes for name, t in checkpoint.load_latest(run.checkpoints)[0].tensors.items() if "exp_avg" in name)
@@ -490,7 +490,7 @@ def test_small_updates_survive_stochastic_rounding_alone():
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision.recipe": "mxfp8", "memory.loss": "chunked", "memory.recompute": "block"},
-                                     {"optimizer.name": "adamw-8bit", "memory.update": "in-backward", "optimizer.clip": 0},
+                                     {"memory.moment_format": "int8", "memory.update": "in-backward", "optimizer.clip": 0},
                                      {"accumulate": 2, "memory.optimizer_state": "disk"}], ids=str)
 def test_bf16_parameters_train_and_resume(small, tmp_path, changes):
     """Losses within 1% of float32 parameters' (measured over 30 steps: 0.4%)."""
@@ -511,7 +511,7 @@ def test_bf16_parameters_halve_weights_and_gradients():
     assert half.rows["optimizer state"] == pytest.approx(whole.rows["optimizer state"], rel=1e-3)     # float32 moments
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer.name": "adamw-8bit"}, {"memory.update": "in-backward", "optimizer.clip": 0}],
+@pytest.mark.parametrize("changes", [{}, {"memory.moment_format": "int8"}, {"memory.update": "in-backward", "optimizer.clip": 0}],
                          ids=str)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_state_elsewhere_changes_no_bit(small, tmp_path, place, changes):
@@ -550,8 +550,8 @@ def test_scratch_files_have_no_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changes, gigabytes", [
-    ({}, 16), ({"memory.parameters": "bf16", "precision.recipe": "bf16"}, 12), ({"optimizer.name": "adamw-8bit"}, 8 + 2 + 8 / 256),
-    ({"memory.parameters": "bf16", "precision.recipe": "bf16", "optimizer.name": "adamw-8bit", "optimizer.clip": 0,
+    ({}, 16), ({"memory.parameters": "bf16", "precision.recipe": "bf16"}, 12), ({"memory.moment_format": "int8"}, 8 + 2 + 8 / 256),
+    ({"memory.parameters": "bf16", "precision.recipe": "bf16", "memory.moment_format": "int8", "optimizer.clip": 0,
       "memory.update": "in-backward"}, 2 + 2 + 8 / 256)], ids=str)
 def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes, gigabytes):
     """1e9 parameters or so, on a machine with almost nothing."""

@@ -321,7 +321,7 @@ def test_low_precision_rows_are_those_of_the_recipes(name):
     {"memory.recompute": "selective"}, {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 2048},
     {"memory.loss": "chunked", "memory.loss_chunk": 256, "memory.recompute": "block", "accumulate": 2},
     {"memory.update": "in-backward", "optimizer.clip": 0, "model.context": 32},
-    {"optimizer.name": "adamw-8bit", "model.context": 32}, {"memory.parameters": "bf16"},
+    {"memory.moment_format": "int8", "model.context": 32}, {"memory.parameters": "bf16"},
     {"memory.parameters": "bf16", "model.context": 32},
 ], ids=lambda changes: " ".join(map(str, changes.values())))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-tensorwise"])

@@ -33,7 +33,7 @@ CONFIGS = {
     "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "accumulate": 2},
     "cached weights": {"precision.recipe": "fp8-tensorwise", "accumulate": 2, "precision.weights": "cached"},
     "8-bit moments, bf16 weights, in backward": {
-        "precision.recipe": "bf16", "optimizer.name": "adamw-8bit", "memory.parameters": "bf16", "optimizer.clip": 0,
+        "precision.recipe": "bf16", "memory.moment_format": "int8", "memory.parameters": "bf16", "optimizer.clip": 0,
         "memory.update": "in-backward"},
     "state in a file": {"memory.optimizer_state": "disk"},
     **{f"saved {where}": {"precision.recipe": "bf16", "memory.saved": where} for where in ("cpu", "disk", "int4")},
@@ -156,8 +156,8 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
     for watch in (predict_trace, measure.memory):
         with pytest.raises(ConfigError, match=r"memory\.recompute=budget needs torch\.compile, and what is compiled cannot be"):
             watch(SMALL.replace({"memory.recompute": "budget"}))
-    with pytest.raises(ConfigError, match=r"optimizer\.name=adamw-8bit updates whole parameters; set optimizer\.name=adamw"):
-        predict_trace(SMALL.replace({"optimizer.name": "adamw-8bit"}), 2)
+    with pytest.raises(ConfigError, match=r"memory\.moment_format=int8 updates whole parameters; set memory\.moment_format=float32"):
+        predict_trace(SMALL.replace({"memory.moment_format": "int8"}), 2)
     with _world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
         predict_trace(SMALL, 2)
 

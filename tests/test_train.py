@@ -8,11 +8,13 @@ import torch
 
 import lpkit
 from lpkit.config import Config
-from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.optim.schedules import SCHEDULES, with_warmup
+from lpkit.contracts import Choice, Stage, Transform
+from lpkit.optim import stepper
+from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
+from lpkit.techniques.schedules import SCHEDULES, schedule
 from lpkit.training import checkpoint, runs
-from lpkit.training.assembly import OPTIMIZERS, build_model
+from lpkit.training.assembly import build_model
 from lpkit.training.background import start, train
 from lpkit.training.runs import Run, RunFailedError
 
@@ -221,29 +223,30 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
     assert seen == [Stage.PRECISION, Stage.COMPILE, Stage.DATA]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_as_big_as_the_optimizer_says(name):
+@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.slots])
+def test_state_is_as_big_as_the_optimizer_says(name, moment_format):
     model = torch.nn.Linear(64, 64, bias=False)
-    spec = OPTIMIZERS[name](lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    optimizer = spec.build(model)
+    row = OPTIMIZERS[name]
+    optimizer = stepper.build(model, row.settings(name=name), moment_format=moment_format)
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     state = [t for slots in optimizer.state.values() for t in slots.values() if torch.is_tensor(t) and t.ndim]
-    assert sum(t.nbytes for t in state) == spec.state_bytes_per_param * model.weight.numel()
+    assert sum(t.nbytes for t in state) == row.state_bytes(moment_format) * model.weight.numel()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_begin_with_a_warmup_and_end_where_they_say(name):
-    schedule = with_warmup(SCHEDULES[name], steps=100, warmup_steps=10, final=0.1, decay_fraction=0.2)
-    assert [schedule(step) for step in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert schedule(10) == pytest.approx(1.0)
-    assert schedule(99) == pytest.approx(1.0 if name == "constant" else 0.1)
+    ratio = schedule(SCHEDULES[name].settings(name=name, warmup_steps=10), 100)
+    assert [ratio(step) for step in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert ratio(10) == pytest.approx(1.0)
+    assert ratio(99) == pytest.approx(1.0 if name == "constant" else 0.1)
     if name == "wsd":     # flat until the last fifth of what follows the warm-up
-        assert schedule(10 + int(89 * 0.79)) == 1.0
+        assert ratio(10 + int(89 * 0.79)) == 1.0
 
 
 def test_cosine_is_pytorchs_cosine():
-    ours = with_warmup(SCHEDULES["cosine"], steps=51, warmup_steps=0, final=0.1, decay_fraction=0.2)
+    ours = schedule(SCHEDULES["cosine"].settings(name="cosine", warmup_steps=0), 51)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
     for step in range(51):

@@ -46,7 +46,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "recompute every 2nd": {"memory.recompute": "block", "memory.recompute_every": 2},
     "recompute selective": {"memory.recompute": "selective"},
     "chunked loss": {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 4096},
-    "8-bit moments": {"optimizer.name": "adamw-8bit", "model.context": 32},
+    "8-bit moments": {"memory.moment_format": "int8", "model.context": 32},
     "update in backward": {"memory.update": "in-backward", "optimizer.clip": 0, "model.context": 32},
 }
 
@@ -134,7 +134,7 @@ def page(measured: list[dict[str, Any]]) -> str:
     """docs/ledger.md from the files that `lpkit bench ledger --out data/measured` wrote."""
     config = preset(EXAMPLE).replace({"precision.recipe": "fp8-delayed"})
     variants = [memory(config, "h200", precision="bf16-master"), memory(config, "h200", layout=Layout(shard=8)),
-                memory(config.replace({"memory.recompute": "block", "optimizer.name": "adamw-8bit"}), "h200"),
+                memory(config.replace({"memory.recompute": "block", "memory.moment_format": "int8"}), "h200"),
                 memory(config, "h200")]      # the last word is the plain one's
     example = {row.name: row for one in variants for row in one.rows}
     lines = [HEAD.strip(), "", "## Rows", "", f"With the most that each is for `{EXAMPLE}` under fp8-delayed on one H200; what it "

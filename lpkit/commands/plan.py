@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, help="how many; by default powers of two are searched")
     parser.add_argument("--precision", action="append", metavar="NAME",
                         help="bf16-master (default), bf16, fp32, or a recipe that casts; repeatable")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-8bit, momentum, sgd: the state it keeps")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, lion, momentum, sgd: the state it keeps")
     parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
     parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")

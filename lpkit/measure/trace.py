@@ -103,7 +103,7 @@ class Shard(Transform):
         return model
 
 
-WHOLE_ALONE = {"optimizer.name": "adamw", "memory.parameters": "fp32", "memory.optimizer_state": "device"}
+WHOLE_ALONE = {"memory.moment_format": "float32", "memory.parameters": "fp32", "memory.optimizer_state": "device"}
 
 
 def _refuse_what_does_not_shard(config: Config) -> None:

@@ -15,7 +15,7 @@ from lpkit.predict import walk
 from lpkit.predict.activations import FP32, TOKEN_ID, Kept, kept
 from lpkit.predict.params import UPS, parameters
 from lpkit.predict.recipes import LOW, Low
-from lpkit.techniques import machines
+from lpkit.techniques import machines, optimizers
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 
@@ -31,9 +31,6 @@ MOMENTS = {     # in the order in which they come
 STORED = {      # what `memory.parameters` makes of the bytes of a Precision
     "fp32": {}, "bf16": {"weights": 2, "gradients": 2, "stream": 2},
 }
-# Bytes for each number of the largest parameter while it is updated by itself: moments decoded and coded again (two of
-# float32, their codes, ratios and blocks); a weight of 16 bits in float32, with the noise that rounds it.
-DECODED, ROUNDED, WIDENED = {"adamw-8bit": 22}, {"bf16": 10}, {"bf16": 4}
 AT_ONCE = {"after": False, "in-backward": True}
 RESTS = {"device": (), "cpu": ("gpu",), "disk": ("cpu", "gpu")}     # kinds of machines whose memory the state leaves
 CACHED = {"cast": False, "cached": True}
@@ -78,12 +75,6 @@ PRECISIONS = {
     **{name: replace(_BF16, dtype=DTYPES.get(name, "fp8"), low=low, what=f"float32 weights, products under {name}")
        for name, low in LOW.items()},
 }
-OPTIMIZER_STATE = {   # bytes per parameter
-    "adamw": (8.0, "two float32 moments"),
-    "adamw-8bit": (2 * (1 + 4 / 256), "two 8-bit moments, a float32 scale per 256 (arXiv:2110.02861)"),
-    "momentum": (4.0, "one float32 moment: SGD with momentum, Lion"),
-    "sgd": (0.0, "nothing"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +115,15 @@ class Memory:
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
 
-def model_states(count: float, *, precision: "str | Precision" = "bf16-master", optimizer: str = "adamw", zero: int = 0,
-                 devices: int = 1) -> tuple[Row, ...]:
+def model_states(count: float, *, precision: "str | Precision" = "bf16-master", optimizer: str = "adamw",
+                 moment_format: str = "float32", zero: int = 0, devices: int = 1) -> tuple[Row, ...]:
     """What outlives a step, for `count` parameters.
 
     ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the gradients too; 3 the
     weights too.
     """
     p = precision if isinstance(precision, Precision) else _precision(precision)
-    per_parameter = _optimizer(optimizer)
+    per_parameter = optimizers.find(optimizer).state_bytes(moment_format)
     if zero not in (0, 1, 2, 3):
         raise ConfigError(f"there is no ZeRO stage {zero}; choose 0, 1, 2 or 3")
     if devices < 1:
@@ -146,7 +137,7 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master", 
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
-            row("optimizer state", per_parameter, 1, MOMENTS, OPTIMIZER_STATE[optimizer][1]),
+            row("optimizer state", per_parameter, 1, MOMENTS, optimizers.describe_state(optimizer, moment_format)),
             row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
 
 
@@ -230,7 +221,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     def at(row: str) -> dict[str, float]:
         return {moment: rows[row] for moment, (_, rows) in moments.items() if rows[row]}
 
-    states = model_states(count, precision=p, optimizer=optimizer, zero=layout.zero, devices=ranks)
+    states = model_states(count, precision=p, optimizer=optimizer, moment_format=config.memory.moment_format,
+                          zero=layout.zero, devices=ranks)
     gradients = at(walk.GRADIENTS)
     if not z.gathers:
         gradients |= states[-1].at
@@ -292,7 +284,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, keep: Kept
     if resting:
         rows = [one for one in rows if one.name != "optimizer state"]
     row("optimizer temporaries", {UPDATE: _update_bytes(config, optimizer, resting, layout.tensor)},
-        "the moments and the weight of the largest parameter, as its update wants them", "lpkit.optim.adamw")
+        "the moments and the weight of the largest parameter, as its update wants them", "lpkit.optim.stepper")
     row("temporaries", temporaries, "gradients of activations, and what is cast or copied on the way", ENGINE)
     return tuple(one for one in rows if one.bytes)
 
@@ -308,14 +300,14 @@ def _native(p: Precision, on: Machine) -> bool:
 
 def _update_bytes(config: Config, optimizer: str, resting: bool, shards: int) -> float:
     """While the largest parameter is updated by itself; a fused step over all of them needs nothing."""
-    m = config.model
+    m, row, moment_format = config.model, optimizers.find(optimizer), config.memory.moment_format
     mlp = [UPS[m.mlp] * m.F * m.D, m.F * m.D]
     largest = max(m.V * m.D, *mlp, (m.H + 2 * m.G) * m.E * m.D) / shards
-    stored = config.memory.parameters
-    if optimizer in DECODED:
-        return largest * (DECODED[optimizer] + WIDENED.get(stored, 0))
-    # two float32 moments come back; those of the one before are let go when they are there
-    return largest * ROUNDED.get(stored, 0) + (8 * max(m.V * m.D, sum(mlp)) / shards if resting else 0)
+    weight_bytes = _of(STORED, config.memory.parameters, "memory.parameters").get("weights", FP32)
+    held = largest * row.update_bytes(moment_format, weight_bytes)
+    if resting:     # fetched: this parameter's state and the next one's
+        held += row.state_bytes(moment_format) * max(m.V * m.D, sum(mlp)) / shards
+    return held
 
 
 def _of(table: Mapping[str, Item], name: str, what: str) -> Item:
@@ -326,8 +318,3 @@ def _of(table: Mapping[str, Item], name: str, what: str) -> Item:
 
 def _precision(name: str) -> Precision:
     return _of(PRECISIONS, name, "precision")
-
-
-def _optimizer(name: str) -> float:
-    return _of(OPTIMIZER_STATE, name, "optimizer")[0]
-

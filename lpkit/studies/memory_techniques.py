@@ -47,7 +47,7 @@ TECHNIQUES: dict[str, Technique] = {
     "chunked loss": Technique(settings={"memory.loss": "chunked", "memory.loss_chunk": 256}, exact=False,
                               source="Hsu et al. 2024, arXiv:2410.10989"),
     "update in backward": Technique(settings={"memory.update": "in-backward"}, source="Lv et al. 2023, arXiv:2306.09782"),
-    "8-bit moments": Technique(settings={"optimizer.name": "adamw-8bit"}, exact=False, flops=False,
+    "8-bit moments": Technique(settings={"memory.moment_format": "int8"}, exact=False, flops=False,
                                source="Dettmers et al. 2021, arXiv:2110.02861"),
     "moments on disk": Technique(settings={"memory.optimizer_state": "disk"}, flops=False, source=INFINITY),
     "saved on the host": Technique(settings={"memory.saved": "cpu"}, flops=False, source=OFFLOAD),
@@ -56,7 +56,7 @@ TECHNIQUES: dict[str, Technique] = {
        for bits in (8, 4, 2)},
     "the four together": Technique(
         settings={"memory.recompute": "block", "memory.loss": "chunked", "memory.loss_chunk": 256,
-                  "memory.update": "in-backward", "optimizer.name": "adamw-8bit"},
+                  "memory.update": "in-backward", "memory.moment_format": "int8"},
         exact=False, flops=False, source="recompute, chunked loss, update in backward, 8-bit moments"),
 }
 

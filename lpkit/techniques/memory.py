@@ -10,17 +10,7 @@ from typing import Any
 
 from lpkit.errors import ConfigError, positive, share
 from lpkit.techniques.recipes import Recipe
-from lpkit.techniques.row import Row, Settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Technique(Row):
-    """`eager`: why the model must not be compiled; `needs_compile`: why it must be; empty: it may."""
-
-    problem: Callable[[Any, Recipe], str] = lambda config, recipe: ""
-    eager: str = ""
-    needs_compile: str = ""
-
+from lpkit.techniques.row import Settings, Technique
 
 # Activations that backward computes again. The implementation is f(settings) -> lpkit.memory.recompute.Recomputation.
 
@@ -142,15 +132,14 @@ class ParamDtype(Technique):
 def _needs_bf16(config: Any, recipe: Recipe) -> str:
     if recipe.compute == "bfloat16":
         return ""
-    return "goes with a recipe that computes in bf16: the rest of the model is computed in what its parameters are stored " \
-           "in; set precision.recipe=bf16 or one of 8 or 4 bits, or memory.param_dtype=fp32"
+    return "needs a recipe that computes in bf16, because the rest of the model computes in the dtype of its " \
+           "parameters; set precision.recipe=bf16 or one of 8 or 4 bits, or memory.param_dtype=fp32"
 
 
 PARAM_DTYPE = {
     "fp32": ParamDtype(why="every update is exact to float32", param_bytes=4, implementation="lpkit.memory.parameters:as_built"),
     "bf16": ParamDtype(
-        why="weights, gradients and residual stream in 2 bytes; each update in float32 and rounded stochastically, so that "
-            "small ones survive on average", source="Zamirai et al. 2020, arXiv:2010.06192",
+        why="weights, gradients and residual stream in 2 bytes", source="Zamirai et al. 2020, arXiv:2010.06192",
         implementation="lpkit.memory.parameters:in_bf16", param_bytes=2, residual_bytes=2, rounded=True, problem=_needs_bf16),
 }
 
@@ -180,22 +169,22 @@ class OptimizerStep(Technique):
 
 def _in_backward_problem(config: Any, recipe: Recipe) -> str:
     if config.grad_accum_steps > 1:
-        return f"uses a gradient before the next micro-batch could add to it, but grad_accum_steps=" \
+        return f"uses a gradient before the next micro-batch adds to it, but grad_accum_steps=" \
                f"{config.grad_accum_steps}; set grad_accum_steps=1, or memory.optimizer_step=after"
     if config.optimizer.clip:
         return f"frees each gradient at once, but clipping needs the norm of all of them and optimizer.clip=" \
                f"{config.optimizer.clip}; set optimizer.clip=0, or memory.optimizer_step=after"
     if recipe.loss_scaling:
-        return "cannot skip an update whose overflow is known when half of it is done; choose precision.recipe=bf16, or " \
-               "memory.optimizer_step=after"
+        return "has updated parameters before an overflow is known, and cannot skip the update; choose " \
+               "precision.recipe=bf16, or memory.optimizer_step=after"
     return ""
 
 
 OPTIMIZER_STEP = {
-    "after": OptimizerStep(why="gradients are clipped by their global norm, so all must be there", gradients_held=1,
+    "after": OptimizerStep(why="gradients are clipped by their global norm, which needs all of them", gradients_held=1,
                            implementation="lpkit.memory.update:after"),
     "in-backward": OptimizerStep(
-        why="each gradient is used and freed as soon as it is there", source="Lv et al. 2023, arXiv:2306.09782",
+        why="each gradient is used and freed as soon as it is computed", source="Lv et al. 2023, arXiv:2306.09782",
         implementation="lpkit.memory.update:InBackward", gradients_held=0, problem=_in_backward_problem,
         eager="a compiled backward pass hands out every gradient at its end"),
 }

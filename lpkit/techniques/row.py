@@ -7,7 +7,7 @@ a row (`one_of`) is tagged: `{name: block, every: 2}`, or the name alone. To add
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,16 @@ class Row:
         """The implementation, imported now."""
         module, _, name = self.implementation.partition(":")
         return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(Row):
+    """`problem(config, recipe)`: why it cannot be beside the rest of a Config, and the way out; empty: it can. `eager`: why
+    the model must not be compiled; `needs_compile`: why it must be; empty: it may."""
+
+    problem: Callable[[Any, Any], str] = lambda config, recipe: ""
+    eager: str = ""
+    needs_compile: str = ""
 
 
 def one_of(table: Mapping[str, Any], default: str) -> Any:

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,23 @@ from torch import Tensor, nn
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Loss, OptimizerSpec, Place, Stage, Step, Transform
+from lpkit.contracts import Choice, Loss, Stage, StatePlacement, Step, Transform
 from lpkit.datasets import POLICIES, prepare
 from lpkit.errors import ConfigError, pick
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
-from lpkit.optim.adamw import AdamW, AdamW8bit
-from lpkit.optim.schedules import SCHEDULES, with_warmup
+from lpkit.optim import stepper
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.linear import advance, nonfinite_report
 from lpkit.precision.transform import LowPrecision
 from lpkit.predict import parameter_count
 from lpkit.predict.flops import training_flops_per_token
+from lpkit.techniques import optimizers, schedules
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.training.loop import Job
 from lpkit.training.steps import LossScaler, accumulate
-
-OPTIMIZERS = {"adamw": AdamW, "adamw-8bit": AdamW8bit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,8 @@ class Built:
     step: Step
     finish: Callable[[], Tensor]
     loss: Loss
-    place: Place
+    place: StatePlacement
+    chosen: dict[str, Choice]     # as decided, and as the optimizer carries it out
     state: nn.Module
     more: Callable[[], dict[str, float]]
 
@@ -157,21 +156,27 @@ def build(config: Config, decided: Decided, *, more: tuple[Transform, ...] = ())
                         transforms=(*rows["parameters"].transforms(), precision, *more,
                                     *rows["recompute"].transforms(m), *rows["saved"].transforms(), *compiled))
     loss, scaler = rows["loss"].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
-    place = rows["optimizer_state"].place(device)
-    optimizer = optimizer_spec(config).build(model, place)
+    place = rows["optimizer_state"].placement(device)
+    optimizer = stepper.build(model, optimizer_settings(config), moment_format=m.moment_format, placement=place,
+                              seed=config.seed)
     return Built(
         model=model, optimizer=optimizer,
         step=weight_cache.WEIGHTS[chosen["weights"].used if "weights" in chosen else weight_cache.PLAIN](
             accumulate(config.accumulate, loss, after=advance, scaler=scaler)),
         finish=rows["update"].make(optimizer, list(model.parameters()), config.optimizer.clip),
-        loss=loss, place=place or Place(), state=nn.Module() if scaler is None else scaler,
+        loss=loss, place=place or StatePlacement(), chosen=stepper.recorded(optimizer, chosen),
+        state=nn.Module() if scaler is None else scaler,
         more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
 
 
-def optimizer_spec(config: Config) -> OptimizerSpec:
-    o = config.optimizer
-    return pick(OPTIMIZERS, o.name, "optimizer.name")(
-        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, seed=config.seed)
+def optimizer_settings(config: Config) -> optimizers.OptimizerSettings:
+    return _settings(optimizers.find(config.optimizer.name).settings, config.optimizer.name, config.optimizer)
+
+
+def _settings(kind: type, name: str, group: Any) -> Any:
+    """The settings of a row from those of the group that all rows share."""
+    shared = [field.name for field in fields(kind) if field.name != "name" and hasattr(group, field.name)]
+    return kind(name=name, **{key: getattr(group, key) for key in shared})
 
 
 def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Job:
@@ -181,9 +186,8 @@ def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_d
     """
     o = config.optimizer
     # Names first: a misspelt one should not wait for a corpus.
-    optimizer_spec(config)
-    schedule = with_warmup(pick(SCHEDULES, o.schedule, "optimizer.schedule"), steps=config.steps,
-                           warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
+    optimizer_settings(config)
+    schedule = schedules.schedule(_settings(schedules.find(o.schedule).settings, o.schedule, o), config.steps)
     policy = pick(POLICIES, config.data.policy, "data.policy")
     decided = decide(config, before=before)
     _refuse_what_cannot_fit(config, decided)
@@ -191,11 +195,11 @@ def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_d
     context, micro_batch = config.model.context, config.batch // config.accumulate
     built = build(config, decided)
     return Job(
-        config=config, device=decided.device, chosen=decided.chosen, **vars(built), schedule=schedule,
+        config=config, device=decided.device, **vars(built), schedule=schedule,
         data=policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed),
         # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
         val=POLICIES["spread-windows"](tokens=files.val, batch=micro_batch, context=context),
-        tokenizer=files.tokenizer.to_dict(), environment=environment(decided.device, decided.chosen),
+        tokenizer=files.tokenizer.to_dict(), environment=environment(decided.device, built.chosen),
         flops_per_token=training_flops_per_token(config.model),
         # Against the peak of 16 bits whatever the recipe, so that a recipe that is faster has a higher MFU.
         peak_flops=lambda: hardware.peak_flops("fp32" if decided.recipe.compute is None else "bf16", str(decided.device))[0],
@@ -210,7 +214,8 @@ def loss_scaler(recipe: Recipe, device: torch.device) -> LossScaler | None:
 def _refuse_what_cannot_fit(config: Config, decided: Decided) -> None:
     """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
     rows, place, device = memory.rows_of(config), decided.chosen.get("optimizer_state"), decided.device
-    state = optimizer_spec(config).state_bytes_per_param if place is None or place.used == memory.PLAIN.optimizer_state else 0
+    held_here = place is None or place.used == memory.PLAIN.optimizer_state
+    state = optimizers.find(config.optimizer.name).state_bytes(config.memory.moment_format) if held_here else 0
     needed = parameter_count(config.model) * (rows["parameters"].itemsize * (1 + rows["update"].gradients) + state)
     held = hardware.memory_bytes(device)
     if needed > held:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpkit.config import Config, flat
-from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Place, Schedule, Step, StepRecord
+from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Schedule, StatePlacement, Step, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.files import write_atomically
 from lpkit.hardware import energy_joules, peak_bytes
@@ -39,7 +39,7 @@ class Job:
     step: Step
     finish: Callable[[], Tensor]        # what is left of the update after `step`: returns the norm of the gradients
     loss: Loss
-    place: Place                        # where the optimizer's state rests
+    place: StatePlacement               # where the optimizer's state is stored
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
@@ -218,7 +218,7 @@ def _restore(job: Job, run: Run) -> int:
     for name, value in (*found.tensors.items(), *found.state["optimizer"].items()):
         if name.startswith("optimizer/"):
             _, param, slot = name.split("/")
-            value = job.place.rest(value.to(job.device)) if torch.is_tensor(value) else value
+            value = job.place.store(value.to(job.device)) if torch.is_tensor(value) else value
             job.optimizer.state[params[param]][slot] = value
     torch.set_rng_state(found.tensors["rng/cpu"])
     if job.device.type == "cuda" and "rng/cuda" in found.tensors:
