@@ -8,26 +8,19 @@ them costs `weight_cache_bytes` a Linear, from the first micro-batch to the end 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lpkit.config import ConfigError
-from lpkit.contracts import Choice, Step, pick
+from lpkit.contracts import Choice, pick
 from lpkit.precision.backends import Backend
 from lpkit.precision.linear import weights_cached
 from lpkit.precision.recipes import Recipe
 
-
-def _cached(step: Step) -> Step:
-    def within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with weights_cached(model):
-            return step(model, x, y)
-
-    return within
-
-
-WEIGHTS: dict[str, Callable[[Step], Step]] = {"cast": lambda step: step, "cached": _cached}
+# Around the forwards and backwards of one update.
+WEIGHTS: dict[str, Callable[[nn.Module], AbstractContextManager]] = {"cast": nullcontext, "cached": weights_cached}
 PLAIN = "cast"
 
 

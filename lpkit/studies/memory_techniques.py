@@ -17,7 +17,7 @@ import torch
 
 from lpkit import hardware, measure
 from lpkit.config import Config
-from lpkit.contracts import pick
+from lpkit.contracts import Batch, pick
 from lpkit.measure.tracking import Footprint
 from lpkit.predict import Machine, Memory, memory
 from lpkit.predict.time import step_time
@@ -108,7 +108,7 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
     benches = {name: measure.Bench(with_technique(config, name), device) for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     for bench in benches.values():
-        bench.batch = benches[PLAIN].batch
+        bench.training.data.drawn = benches[PLAIN].batch
     torch.manual_seed(config.seed)      # of stochastic rounding
     # the loss is read at the end, so that the device has finished
     seconds = hardware.race([lambda name=name: losses[name].append(benches[name].train().item()) for name in names], rounds=rounds)
@@ -121,18 +121,17 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
 def gradient_errors(config: Config, names: Iterable[str], *, device: str | None = None) -> dict[str, float]:
     """|g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
     plain = measure.Bench(config, device)
-    want = _gradient(plain)
+    want = _gradient(plain, plain.batch)
     errors = {}
     for name in names:
         bench = measure.Bench(with_technique(config, name), device)
-        bench.batch = plain.batch
-        errors[name] = ((_gradient(bench) - want).norm() / want.norm()).item()
+        errors[name] = ((_gradient(bench, plain.batch) - want).norm() / want.norm()).item()
     return errors
 
 
-def _gradient(bench: measure.Bench) -> torch.Tensor:
+def _gradient(bench: measure.Bench, batch: Batch) -> torch.Tensor:
     torch.manual_seed(0)
-    bench.built.step(bench.model, *bench.batch)
+    bench.training.forward_backward(batch)
     return torch.cat([p.grad.flatten().float() for p in bench.model.parameters()])
 
 

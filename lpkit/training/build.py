@@ -1,26 +1,22 @@
-"""From a Config to a Job: the only place where names become implementations and techniques meet.
-
-A technique is one more row in one of these tables.
-"""
+"""From the names in a Config to implementations: what a run uses on this machine, and the model that it trains."""
 
 import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config, ConfigError
-from lpkit.contracts import Choice, Loss, OptimizerSpec, Place, Stage, Step, Transform, pick
-from lpkit.datasets import POLICIES, prepare
+from lpkit.contracts import Choice, OptimizerSpec, Schedule, Stage, Transform, pick
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.init import INITS
@@ -28,13 +24,9 @@ from lpkit.nn.transformer import Transformer
 from lpkit.optim.adamw import AdamW, AdamW8bit
 from lpkit.optim.schedules import SCHEDULES, with_warmup
 from lpkit.precision import backends, weight_cache
-from lpkit.precision.linear import advance, nonfinite_report
 from lpkit.precision.recipes import RECIPES, Recipe, resolve
 from lpkit.precision.transform import LowPrecision
 from lpkit.predict import parameter_count
-from lpkit.predict.flops import training_flops_per_token
-from lpkit.training.loop import Job
-from lpkit.training.steps import LossScaler, accumulate
 
 OPTIMIZERS = {"adamw": AdamW, "adamw-8bit": AdamW8bit}
 
@@ -87,44 +79,21 @@ def choose_compile(asked: bool | str, device: torch.device) -> Choice:
     return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
-def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
-                transforms: tuple[Transform, ...] = ()) -> nn.Module:
-    """Initialised from `config.seed`, moved to `device`, transformed in the order of the stages."""
-    torch.manual_seed(config.seed)
-    model = Transformer(config.model, attend=pick(attention.BACKENDS, attend, "model.attention"))
-    pick(INITS, config.model.init, "model.init")(model)
-    if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
-        model.to(device)
-    for transform in sorted(transforms, key=lambda t: t.stage):
-        model = transform(model)
-    return model
-
-
 @dataclass(frozen=True, kw_only=True)
-class Decided:
+class Decisions:
     """What a run will use, before anything is allocated."""
 
     device: torch.device
     recipe: Recipe
-    chosen: dict[str, Choice]
+    choices: dict[str, Choice]
+
+    @property
+    def autocast(self) -> AbstractContextManager:
+        return self.recipe.autocast(self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    """What computes: the fields of a Job that need no data."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: Step
-    finish: Callable[[], Tensor]
-    loss: Loss
-    place: Place
-    state: nn.Module
-    more: Callable[[], dict[str, float]]
-
-
-def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decided:
-    """`before` is the environment of a run that goes on. Raises ConfigError for anything that cannot be."""
+def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisions:
+    """`before` is the environment of a run that goes on. Raises ConfigError for an invalid combination."""
     begun = (before or {}).get("chosen", {})
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
@@ -142,29 +111,35 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
                                            recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
     pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
     chosen |= memory.choose(config, recipe, device)
-    return Decided(device=device, recipe=recipe, chosen=chosen)
+    return Decisions(device=device, recipe=recipe, choices=chosen)
 
 
-def build(config: Config, decided: Decided, *, more: tuple[Transform, ...] = ()) -> Built:
-    """The model with its transforms and `more`, the optimizer and the step. Allocates; raises ConfigError."""
-    recipe, chosen, device, m = decided.recipe, decided.chosen, decided.device, config.memory
-    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[chosen["backend"].used], seed=config.seed,
+def build_model(config: Config, decisions: Decisions, more: tuple[Transform, ...] = ()) -> nn.Module:
+    """Initialised from `config.seed`, moved to its device, changed by its techniques' transforms and by `more`."""
+    m, recipe, choices, rows = config.memory, decisions.recipe, decisions.choices, memory.rows_of(config)
+    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[choices["backend"].used], seed=config.seed,
                              tokens=config.batch // config.accumulate * config.model.context)
-    rows = memory.rows_of(config)
-    compiled = (Compile(entry=rows["loss"].entry, backend=rows["recompute"].compiler(m)),) if chosen["compile"].used == "on" else ()
-    model = build_model(config, device, attend=chosen["attention"].used,
-                        transforms=(*rows["parameters"].transforms(), precision, *more,
-                                    *rows["recompute"].transforms(m), *rows["saved"].transforms(), *compiled))
-    loss, scaler = rows["loss"].make(m, recipe.autocast(device)), loss_scaler(recipe, device)
-    place = rows["optimizer_state"].place(device)
-    optimizer = optimizer_spec(config).build(model, place)
-    return Built(
-        model=model, optimizer=optimizer,
-        step=weight_cache.WEIGHTS[chosen["weights"].used if "weights" in chosen else weight_cache.PLAIN](
-            accumulate(config.accumulate, loss, after=advance, scaler=scaler)),
-        finish=rows["update"].make(optimizer, list(model.parameters()), config.optimizer.clip),
-        loss=loss, place=place or Place(), state=nn.Module() if scaler is None else scaler,
-        more=dict if scaler is None else lambda: {"loss_scale": scaler.scale.item()})
+    transforms = [*rows["parameters"].transforms(), precision, *more, *rows["recompute"].transforms(m), *rows["saved"].transforms()]
+    if choices["compile"].used == "on":
+        transforms.append(Compile(entry=rows["loss"].entry, backend=rows["recompute"].compiler(m)))
+    return transformed(initialised(config, decisions.device, choices["attention"].used), transforms)
+
+
+def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
+    """The model as its init leaves it, on `device`."""
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model, attend=pick(attention.BACKENDS, attend, "model.attention"))
+    pick(INITS, config.model.init, "model.init")(model)
+    if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
+        model.to(device)
+    return model
+
+
+def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
+    """In the order of the stages, whatever the order given."""
+    for transform in sorted(transforms, key=lambda t: t.stage):
+        model = transform(model)
+    return model
 
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
@@ -173,42 +148,15 @@ def optimizer_spec(config: Config) -> OptimizerSpec:
         lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, seed=config.seed)
 
 
-def assemble(config: Config, *, before: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Job:
-    """Everything that one run needs. `before` is the environment of a run that goes on.
-
-    Raises ConfigError for anything that cannot be.
-    """
+def schedule_of(config: Config) -> Schedule:
     o = config.optimizer
-    # Names first: a misspelt one should not wait for a corpus.
-    optimizer_spec(config)
-    schedule = with_warmup(pick(SCHEDULES, o.schedule, "optimizer.schedule"), steps=config.steps,
-                           warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
-    policy = pick(POLICIES, config.data.policy, "data.policy")
-    decided = decide(config, before=before)
-    _refuse_what_cannot_fit(config, decided)
-    files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
-    context, micro_batch = config.model.context, config.batch // config.accumulate
-    built = build(config, decided)
-    return Job(
-        config=config, device=decided.device, chosen=decided.chosen, **vars(built), schedule=schedule,
-        data=policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed),
-        # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-        val=POLICIES["spread-windows"](tokens=files.val, batch=micro_batch, context=context),
-        tokenizer=files.tokenizer.to_dict(), environment=environment(decided.device, decided.chosen),
-        flops_per_token=training_flops_per_token(config.model),
-        # Against the peak of 16 bits whatever the recipe, so that a recipe that is faster has a higher MFU.
-        peak_flops=lambda: hardware.peak_flops("fp32" if decided.recipe.compute is None else "bf16", str(decided.device))[0],
-        diagnose=nonfinite_report)
+    return with_warmup(pick(SCHEDULES, o.schedule, "optimizer.schedule"), steps=config.steps,
+                       warmup_steps=o.warmup_steps, final=o.final_lr_ratio, decay_fraction=o.decay_fraction)
 
 
-def loss_scaler(recipe: Recipe, device: torch.device) -> LossScaler | None:
-    scaling = recipe.loss_scaling
-    return scaling and LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps).to(device)
-
-
-def _refuse_what_cannot_fit(config: Config, decided: Decided) -> None:
+def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
     """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
-    rows, place, device = memory.rows_of(config), decided.chosen.get("optimizer_state"), decided.device
+    rows, place, device = memory.rows_of(config), decisions.choices.get("optimizer_state"), decisions.device
     state = optimizer_spec(config).state_bytes_per_param if place is None or place.used == memory.PLAIN.optimizer_state else 0
     needed = parameter_count(config.model) * (rows["parameters"].itemsize * (1 + rows["update"].gradients) + state)
     held = hardware.memory_bytes(device)
@@ -218,8 +166,9 @@ def _refuse_what_cannot_fit(config: Config, decided: Decided) -> None:
                           f"`lpkit predict`")
 
 
-def environment(device: torch.device, chosen: Mapping[str, Choice]) -> dict[str, Any]:
+def environment(decisions: Decisions) -> dict[str, Any]:
     """Where a number comes from."""
+    device = decisions.device
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -227,5 +176,5 @@ def environment(device: torch.device, chosen: Mapping[str, Choice]) -> dict[str,
         "numpy": version("numpy"), "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name(),
         "threads": torch.get_num_threads(),
-        "chosen": {key: asdict(choice) for key, choice in chosen.items()},
+        "chosen": {key: asdict(choice) for key, choice in decisions.choices.items()},
     }
