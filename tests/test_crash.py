@@ -17,7 +17,7 @@ from lpkit.training.runs import Run
 NURSERY = """
 import os, sys
 import torch
-import lpkit.training.assembly, lpkit.training.background
+import lpkit.training.training, lpkit.training.background
 from lpkit.config import Config
 
 torch.set_num_threads(1)

@@ -7,6 +7,7 @@ import torch
 
 import lpkit
 from lpkit.config import Config
+from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.tracking import Tracker
@@ -18,12 +19,13 @@ from lpkit.memory.saved import Copy, Counter, Few, Ticket
 from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper
-from lpkit.techniques.recipes import RECIPES
 from lpkit.predict import parameter_count
 from lpkit.techniques.optimizers import AdamWSettings
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint
-from lpkit.training.assembly import assemble, build, decide
 from lpkit.training.background import start, train
+from lpkit.training.build import decide
+from lpkit.training.training import RandomTokens, Training
 
 CPU = torch.device("cpu")
 SMALL = Config().replace({
@@ -43,13 +45,17 @@ def small(corpus, monkeypatch):
 def batch(config: Config):
     draw = torch.Generator().manual_seed(1)
     shape = (config.batch, config.model.context)
-    return [torch.randint(config.model.vocab, shape, generator=draw) for _ in range(2)]
+    return Batch(*(torch.randint(config.model.vocab, shape, generator=draw) for _ in range(2)))
+
+
+def built_from(config: Config) -> Training:
+    return Training.build(config, data=RandomTokens(config))
 
 
 def gradients(config: Config):
     """The loss, every gradient of one update before it is used, and the model with the state that the step left."""
-    built = build(config, decide(config))
-    loss = built.step(built.model, *batch(config))
+    built = built_from(config)
+    loss = built.forward_backward(batch(config))
     return loss, {name: p.grad for name, p in built.model.named_parameters()}, built.model
 
 
@@ -58,9 +64,9 @@ def same(a: dict, b: dict) -> bool:
 
 
 def kept(config: Config):
-    built = build(config, decide(config))
-    x, y = batch(config)
-    return saved_bytes(built.model, lambda: built.loss(built.model, x.clone(), y.clone()))
+    built = built_from(config)
+    x, y = batch(config).tensors
+    return saved_bytes(built.model, lambda: built.loss(built.model, Batch(x.clone(), y.clone())))
 
 
 def loses_nothing(config: Config, changes: dict) -> None:
@@ -128,11 +134,11 @@ def test_telemetry_sees_a_recomputed_chunked_step_once_and_changes_nothing(small
 
 def test_a_budget_keeps_its_share_and_is_forgotten():
     """Against what the same backend keeps without; the same loss and gradients up to the order of sums."""
-    x, y = batch(SMALL)
+    x, y = batch(SMALL).tensors
     kept, gradients = {}, {}
     for share in (1.0, 0.5, 0.25, 0.0):
         torch._dynamo.reset()
-        built = build(SMALL, decide(SMALL))
+        built = built_from(SMALL)
         built.model.compile(backend=partial(within, share, compiler="aot_eager_decomp_partition"))
         weights = {p.untyped_storage().data_ptr() for p in built.model.parameters()}
         saved = {}
@@ -144,7 +150,7 @@ def test_a_budget_keeps_its_share_and_is_forgotten():
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = built.loss(built.model, x, y)
+            loss = built.loss(built.model, Batch(x, y))
         loss.backward()
         kept[share], gradients[share] = sum(saved.values()), [p.grad for p in built.model.parameters()]
         assert torch._functorch.config.activation_memory_budget == 1.0
@@ -162,9 +168,9 @@ def test_recomputation_is_compiled_with_the_rest(recompute):
     config, found = SMALL.replace({"precision.recipe": "bf16", "model.layers": 1}), []
     for name in ("none", recompute):
         torch._dynamo.reset()
-        built = build(config.replace({"memory.recompute": name}), decide(config.replace({"memory.recompute": name})))
+        built = built_from(config.replace({"memory.recompute": name}))
         built.model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-        loss = built.loss(built.model, *batch(config))
+        loss = built.loss(built.model, batch(config))
         loss.backward()
         found.append({"loss": loss.detach(), **{name: p.grad for name, p in built.model.named_parameters()}})
     assert same(*found)
@@ -255,8 +261,8 @@ def test_what_is_moved_comes_back_bit_for_bit(saved, changes):
 def parcels(config: Config):
     """Of one forward pass: what the blocks sent away, once each, and the bytes of other tensors that they kept."""
     sent, stayed = {}, []
-    built = build(config, decide(config))
-    x, y = batch(config)
+    built = built_from(config)
+    x, y = batch(config).tensors
     pack = Counter.pack
 
     def watched(self, least, t):
@@ -269,7 +275,7 @@ def parcels(config: Config):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Counter, "pack", watched)
-        loss = built.loss(built.model, x, y)
+        loss = built.loss(built.model, Batch(x, y))
     return list(sent.values()), stayed, built.model, loss
 
 
@@ -339,10 +345,10 @@ def test_the_gradient_of_a_weight_is_right_on_average(bits):
 
 def held(config: Config) -> int:
     """Bytes of tensors between forward and backward."""
-    built = build(config, decide(config))
-    x, y = batch(config)
+    built = built_from(config)
+    x, y = batch(config).tensors
     with Tracker(built.model, built.optimizer) as tracker:
-        _loss = built.loss(built.model, x, y)
+        _loss = built.loss(built.model, Batch(x, y))
         return sum(tracker.now().values())
 
 
@@ -360,10 +366,10 @@ def test_the_gradient_from_few_bits(saved, error):
     that, as it is when nothing but noise is there."""
     config = SMALL.replace({"batch": 8})
     _, want, _ = gradients(config)
-    built = build(config.replace({"memory.saved": saved}), decide(config.replace({"memory.saved": saved})))
+    built = built_from(config.replace({"memory.saved": saved}))
     exact, found = torch.cat([g.flatten() for g in want.values()]).double(), []
     for _ in range(16):
-        built.step(built.model, *batch(config))
+        built.forward_backward(batch(config))
         found.append(torch.cat([p.grad.flatten() for p in built.model.parameters()]).double())
         built.optimizer.zero_grad()
     errors = [((g - exact).norm() / exact.norm()).item() for g in found]
@@ -527,10 +533,10 @@ def test_state_elsewhere_changes_no_bit(small, tmp_path, place, changes):
 def test_state_on_a_disk_is_not_in_memory():
     """The second update allocates one parameter's moments at a time; what rests is in the file."""
     config = SMALL.replace({"model.layers": 6, "memory.optimizer_state": "disk"})
-    built = build(config, decide(config))
-    built.step(built.model, *batch(config))
-    built.finish()
-    scratch = built.place.scratch
+    built = built_from(config)
+    built.forward_backward(batch(config))
+    built.optimizer_step()
+    scratch = built.state_placement.scratch
     rests = [t for state in built.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     assert all(t.data_ptr() in scratch.where_is for t in rests)
     assert sum(t.nbytes for t in rests) == 8 * sum(p.numel() for p in built.model.parameters())
@@ -558,7 +564,7 @@ def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes,
     config = SMALL.replace({"model.vocab": 1_000_000, "model.width": 1000, "model.mlp_width": 8, "model.layers": 1, **changes})
     monkeypatch.setattr("lpkit.hardware.memory_bytes", lambda device: 1e9)
     with pytest.raises(ConfigError) as error:
-        assemble(config)
+        Training.build(config)
     count = parameter_count(config.model) / 1e9
     assert f"take {gigabytes * count:,.1f} GB" in str(error.value)
 
@@ -567,13 +573,13 @@ def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes,
 
 def updated(config: Config, steps: int = 4) -> tuple[dict, int]:
     """Parameters after some updates on one batch, and the most that the GPU held in the last one."""
-    built = build(config, decide(config))
-    x, y = (t.cuda() for t in batch(config))
+    built = built_from(config)
+    tokens = batch(config).to(built.device)
     for _ in range(steps):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        built.step(built.model, x, y)
-        built.finish()
+        built.forward_backward(tokens)
+        built.optimizer_step()
     torch.cuda.synchronize()
     return {name: p.detach().cpu() for name, p in built.model.named_parameters()}, torch.cuda.max_memory_allocated()
 
@@ -625,7 +631,7 @@ def test_unknown_names_suggest_the_nearest(setting, said):
 
 def test_nothing_is_hooked_when_nothing_is_asked():
     config = SMALL
-    built, decided = build(config, decide(config)), decide(config)
-    assert not {"recompute", "saved", "loss", "parameters", "optimizer_state", "update"} & decided.chosen.keys()
+    built = built_from(config)
+    assert not {"recompute", "saved", "loss", "parameters", "optimizer_state", "update"} & built.decisions.choices.keys()
     assert all("forward" not in vars(module) for module in built.model.modules())
     assert type(built.optimizer) is torch.optim.AdamW

@@ -102,7 +102,7 @@ def test_pytorchs_tracker_finds_the_same_peak(changes):
     ours = measure.memory(SMALL.replace(changes), device="cpu")
     bench.train()
     theirs = MemTracker()
-    theirs.track_external(bench.model, bench.optimizer, *bench.batch)
+    theirs.track_external(bench.model, bench.training.optimizer, *bench.batch.tensors)
     with theirs:
         bench.train()
     assert theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] == pytest.approx(ours.peak_bytes, rel=0.01)
@@ -157,9 +157,9 @@ def test_nothing_is_left_behind():
     bench = measure.Bench(SMALL, "cpu")
     bench.train()
     for _ in range(2):
-        with Tracker(bench.model, bench.optimizer, "cpu") as tracker:
-            tracker.hold(bench.batch, "batch")
-            bench.train(tracker.optimizing)
+        with Tracker(bench.model, bench.training.optimizer, "cpu") as tracker:
+            tracker.hold(bench.batch.tensors, "batch")
+            bench.train(tracker)
         assert tracker.now().keys() == {"weights", "optimizer state", "batch"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules())
     assert not any(p._backward_hooks for p in bench.model.parameters())
@@ -175,8 +175,8 @@ def test_on_a_gpu_the_allocator_holds_what_is_tracked():
     bench = measure.Bench(config, "cuda")
     bench.train()
     with bench.tracker() as tracker:
-        tracker.hold(bench.batch, "batch")
-        bench.train(tracker.optimizing)
+        tracker.hold(bench.batch.tensors, "batch")
+        bench.train(tracker)
     blocks = {block["address"]: block for segment in torch.cuda.memory._snapshot()["segments"]
               for block in segment["blocks"] if block["state"] == "active_allocated"}
     for p in bench.model.parameters():

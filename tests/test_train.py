@@ -8,15 +8,16 @@ import torch
 
 import lpkit
 from lpkit.config import Config
-from lpkit.errors import ConfigError
 from lpkit.contracts import Choice, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.optim import stepper
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.schedules import SCHEDULES, schedule
 from lpkit.training import checkpoint, runs
-from lpkit.training.assembly import build_model
 from lpkit.training.background import start, train
+from lpkit.training.build import initialised, transformed
 from lpkit.training.runs import Run, RunFailedError
+from lpkit.training.training import Training
 
 
 @pytest.fixture
@@ -55,17 +56,15 @@ def test_the_first_loss_is_that_of_a_uniform_guess(tiny, tmp_path):
 
 def test_the_loop_is_the_plain_loop(tiny, tmp_path):
     """Against the same updates written out with PyTorch alone."""
-    from lpkit.training.assembly import assemble
-
-    job = assemble(tiny)
-    model, data = job.model, job.data
+    training = Training.build(tiny)
+    model, data = training.model, training.data
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
                                   betas=(0.9, 0.95), eps=1e-8)
     want = []
     for step in range(12):
-        x, y = data.batch(step)
+        x, y = data.batch(step).tensors
         loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -128,13 +127,12 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny, tmp_path):
             with torch.no_grad():
                 poisoned[0].fill_(math.nan)
 
-    from lpkit.training.assembly import assemble
     from lpkit.training.loop import fit
 
-    job = assemble(tiny)
-    poisoned = list(job.model.parameters())
+    training = Training.build(tiny)
+    poisoned = list(training.model.parameters())
     with pytest.raises(RunFailedError, match=r"step 7: loss=nan.*kept: step-00000004"):
-        fit(job, tmp_path / "run", observers=[poison])
+        fit(training, tmp_path / "run", observers=[poison])
     run = Run.open(tmp_path / "run")
     assert run.summary["status"] == "failed" and run.summary["steps"] == 6
     lines = (run.path / runs.METRICS).read_text().splitlines()
@@ -143,11 +141,13 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny, tmp_path):
 
 
 def test_a_folder_with_another_run_is_left_alone(tiny, tmp_path):
-    train(tiny.replace({"steps": 1}), out=tmp_path / "run")
+    train(tiny.replace({"steps": 2}), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="already holds a run"):
         train(tiny, out=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"steps was 1 and is 12"):
-        train(tiny, out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"steps was 2 and is 1;"):
+        train(tiny.replace({"steps": 1}), out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"other settings: batch was 4 and is 8;"):
+        train(tiny.replace({"batch": 8}), out=tmp_path / "run", resume=True)
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not empty and holds no run"):
@@ -218,8 +218,7 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
         return Spy()
 
     config = Config().replace({"model.layers": 1, "model.width": 8, "model.heads": 1})
-    build_model(config, torch.device("cpu"),
-                transforms=(spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
+    transformed(initialised(config, torch.device("cpu")), (spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
     assert seen == [Stage.PRECISION, Stage.COMPILE, Stage.DATA]
 
 
@@ -260,7 +259,7 @@ def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
     text = lpkit.sample(run, prompt="def ", tokens=60, temperature=0)
     assert text.startswith("def ") and len(text) == 64
     found, _ = checkpoint.load_latest(run.checkpoints, only="model/")
-    model = build_model(run.config, torch.device("cpu"))
+    model = initialised(run.config, torch.device("cpu"))
     model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items()}, strict=False)
     ids = list(b"def ")
     with torch.no_grad():

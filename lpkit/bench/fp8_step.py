@@ -26,7 +26,7 @@ from lpkit.precision.transform import LowPrecision
 from lpkit.studies.advice import MEASURED, Advice, advise, case_name, catalogued
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.assembly import build_model
+from lpkit.training.build import initialised, transformed
 
 SIZES = ((12, 768, 12, 16), (24, 1536, 16, 8), (26, 1664, 13, 8))   # layers, width, heads, sequences of 1024 tokens
 BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")
@@ -99,7 +99,7 @@ def _update(config: Config, name: str, device: torch.device,
             transform: Callable[[torch.nn.Module], None]) -> Callable[[torch.Tensor], float]:
     recipe = RECIPES[name]
     low = (LowPrecision(recipe=recipe, backend=BACKENDS["scaled_mm"]),) if recipe.products else ()
-    model = build_model(config, device, transforms=low)
+    model = transformed(initialised(config, device), low)
     transform(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 

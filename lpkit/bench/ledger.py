@@ -121,7 +121,7 @@ def _mem_tracker(config: Config):
 
     def once() -> None:
         tracker = MemTracker()
-        tracker.track_external(bench.model, bench.optimizer)
+        tracker.track_external(bench.model, bench.training.optimizer)
         with tracker:
             bench.train()
 
