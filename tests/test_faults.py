@@ -14,13 +14,13 @@ from lpkit.studies.faults import FAULTS, Plant, plant, promote, search, units
 from lpkit.training.training import Training
 
 TINY = Config().replace({
-    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 60,
-    "optimizer.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1, "system.compile": False})
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 60,
+    "schedule.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1, "system.compile": False})
 LAYER = "blocks.0.attention.qkv"
 
 
 def training_with(fault: str | None, recipe: str, **settings):
-    training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.keep": "head", "precision.backend": "emulated"}))
+    training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.recipe.high_precision_layers": "head", "precision.backend": "emulated"}))
     if fault is not None:
         plant(training.model, Plant(fault=fault, layers=(LAYER,)))
     return training, telemetry.attach(training, None, every=1, rows=None, layers=(LAYER,), counterfactuals=(), **settings)

@@ -23,7 +23,7 @@ from lpkit.training.training import Training
 from lpkit.ui import heat_map, telemetry_explorer
 
 TINY = Config().replace({
-    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 5, "eval_batches": 1,
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 5, "eval_batches": 1,
     "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp8-tensorwise", "precision.backend": "emulated"})
 ROWS_OF = [(name, role) for name, recipe in RECIPES.items() if recipe.products for role in ROLES]
 GRIDS = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
@@ -181,7 +181,7 @@ def trained(tmp_path: Path, config: Config, name: str, **settings):
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "bf16"])
 def test_telemetry_changes_no_bit(tmp_path, recipe):
-    config = TINY.replace({"precision.recipe": recipe, "precision.backend": "auto", "precision.keep": "head", "accumulate": 2})
+    config = TINY.replace({"precision.recipe": recipe, "precision.backend": "auto", "precision.recipe.high_precision_layers": "head", "grad_accum_steps": 2})
     plain, _ = trained(tmp_path, config, "plain")
     looked, watched = trained(tmp_path, config, "looked", every=2, rows=16)
     assert [line["loss"] for line in plain.metrics] == [line["loss"] for line in looked.metrics]
@@ -233,7 +233,7 @@ def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
 def test_other_recipes_are_what_those_would_have_said():
     taken = {}
     for recipe in ("fp8-tensorwise", "mxfp8", "nvfp4"):
-        training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.keep": "head"}))
+        training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.recipe.high_precision_layers": "head"}))
         watched = telemetry.attach(training, None, every=1, rows=None, roles=("x", "w"), layers=("blocks.0.attention.qkv",))
         training.update(0)
         taken[recipe] = watched.samples

@@ -26,7 +26,7 @@ def tiny(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
         "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 12, "batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4, "optimizer.warmup_steps": 2,
+        "steps": 12, "global_batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4, "schedule.warmup_steps": 2,
         "precision.recipe": "fp32", "system.device": "cpu"})
 
 
@@ -112,7 +112,7 @@ def test_the_same_config_twice_is_bitwise_equal_and_another_seed_is_not(tiny, tm
 
 
 def test_accumulated_gradient_is_the_whole_gradient(tiny, tmp_path):
-    whole, parts = (losses(train(tiny.replace({"accumulate": a}), out=tmp_path / str(a))) for a in (1, 4))
+    whole, parts = (losses(train(tiny.replace({"grad_accum_steps": a}), out=tmp_path / str(a))) for a in (1, 4))
     assert parts == pytest.approx(whole, rel=1e-5)    # float32 sums in another order
 
 
@@ -146,8 +146,8 @@ def test_a_folder_with_another_run_is_left_alone(tiny, tmp_path):
         train(tiny, out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"steps was 2 and is 1;"):
         train(tiny.replace({"steps": 1}), out=tmp_path / "run", resume=True)
-    with pytest.raises(ConfigError, match=r"other settings: batch was 4 and is 8;"):
-        train(tiny.replace({"batch": 8}), out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"other settings: global_batch was 4 and is 8;"):
+        train(tiny.replace({"global_batch": 8}), out=tmp_path / "run", resume=True)
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not empty and holds no run"):
@@ -187,7 +187,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("setting, sentence", {
-    "optimizer.name=adam": "did you mean 'adamw'", "optimizer.schedule=cosin": "did you mean 'cosine'",
+    "optimizer=adam": "did you mean 'adamw'", "schedule=cosin": "did you mean 'cosine'",
     "model.init=gpt3": "did you mean 'gpt2'", "model.attention=sdqa": "did you mean 'sdpa'",
     "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "choose auto, cpu, cuda",
 }.items())
@@ -199,7 +199,7 @@ def test_unknown_names_suggest_the_nearest(tiny, tmp_path, setting, sentence):
 
 
 def test_an_error_in_the_thread_is_raised_where_somebody_looks(tiny, tmp_path):
-    handle = start(tiny.replace({"optimizer.name": "adam"}), out=tmp_path / "run")
+    handle = start(tiny.replace({"optimizer": "adam"}), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="did you mean 'adamw'"):
         handle.result()
 

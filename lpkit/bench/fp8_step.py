@@ -38,7 +38,7 @@ WARM_UP = 3             # steps
 def run(rounds: int = ROUNDS) -> list[Result]:
     device = fp8_gpu()
     configs = [Config().replace({"model.layers": layers, "model.width": width, "model.heads": heads, "model.vocab": 50_304,
-                                 "model.context": 1024, "batch": batch}) for layers, width, heads, batch in SIZES]
+                                 "model.context": 1024, "global_batch": batch}) for layers, width, heads, batch in SIZES]
     name = torch.cuda.get_device_name(device)
     return compare(configs, device, catalogued(name) or hardware.machine(str(device)), rounds, transform=_compile,
                    facts=provenance(["torch", "triton"], name))
@@ -77,7 +77,7 @@ def _race(config: Config, device: torch.device, on: Machine, rounds: int, transf
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     for step in range(-WARM_UP, rounds):
-        tokens = torch.randint(m.vocab, (config.batch, m.context + 1), device=device, generator=rng)
+        tokens = torch.randint(m.vocab, (config.global_batch, m.context + 1), device=device, generator=rng)
         for name in names if step % 2 else reversed(names):
             sync()
             start = time.perf_counter()

@@ -46,9 +46,9 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def cached(steps: int) -> Result:
-    """`precision.weights=cached` beside `cast`."""
-    base = Config().replace({"system.device": "cpu", "steps": steps, "precision.recipe": CACHED, "accumulate": MICRO_BATCHES})
-    runs = {weights: Training.build(base.replace({"precision.weights": weights})) for weights in ("cast", "cached")}
+    """`precision.cache_weight_casts=true` beside `cast`."""
+    base = Config().replace({"system.device": "cpu", "steps": steps, "precision.recipe": CACHED, "grad_accum_steps": MICRO_BATCHES})
+    runs = {name: Training.build(base.replace({"precision.cache_weight_casts": name == "cached"})) for name in ("cast", "cached")}
     seconds: dict[str, list[float]] = {weights: [] for weights in runs}
     for step in range(steps + 1):
         losses = {}

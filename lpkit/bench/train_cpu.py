@@ -13,7 +13,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.training.training import Training
 
-CONFIG = Config().replace({"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "batch": 16,
+CONFIG = Config().replace({"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "global_batch": 16,
                            "steps": 200, "system.device": "cpu"})
 TARGET = 1.9            # times the tokens/s of float32, on a CPU with bf16 instructions
 LOSS_TOLERANCE = 0.01   # relative, of the mean over the last 20 steps

@@ -210,9 +210,9 @@ def exponents(x: Tensor) -> dict[int, int]:
     return {code - 127: count for code, count in enumerate(counts) if count and 0 < code < 255}
 
 
-def compute_cast(dtype: torch.dtype | None) -> Cast:
+def compute_cast(dtype: str | None) -> Cast:
     """The cast of an operand that no recipe scales: to the dtype of the product."""
-    name = next(f.name for f in FORMATS.values() if f.torch_dtype == str(dtype or torch.float32).removeprefix("torch."))
+    name = next(f.name for f in FORMATS.values() if f.torch_dtype == (dtype or "float32"))
     return Cast(format=name, scale="none")
 
 

@@ -36,15 +36,16 @@ from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
-from lpkit.memory.loss import LOSSES
 from lpkit.nn import attention
 from lpkit.optim import moments
 from lpkit.precision import scaled
+from lpkit.precision.compute import compute_dtype
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory, micro_batch
 from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.memory import rows_of
 from lpkit.training.build import Decisions, decide
 
 ASSUMED_RECIPE = "bf16"     # what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
@@ -66,11 +67,11 @@ def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None 
     if layout.devices > 1:
         _refuse_what_does_not_shard(config)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
-    config = config.replace({"batch": sequences * pieces, "accumulate": pieces})
+    config = config.replace({"global_batch": sequences * pieces, "grad_accum_steps": pieces})
     decisions = _decide(config, device)
     with _world(layout, device) as mesh, _fake_step(device):
-        shard = () if mesh is None else (Shard(mesh=mesh, compute=decisions.recipe.compute, zero=layout.zero,
-                                               entry=LOSSES[config.memory.loss].entry),)
+        shard = () if mesh is None else (Shard(mesh=mesh, compute=compute_dtype(decisions.recipe), zero=layout.zero,
+                                               entry=rows_of(config)["cross_entropy"].entry),)
         # sharded parameters are gathered in the compute dtype, and autocast would have nothing to do
         recipe = replace(decisions.recipe, compute=None) if shard else decisions.recipe
         bench = measure.Bench(config, decisions=replace(decisions, recipe=recipe), more=shard)
@@ -103,7 +104,7 @@ class Shard(Transform):
         return model
 
 
-WHOLE_ALONE = {"memory.moment_format": "float32", "memory.parameters": "fp32", "memory.optimizer_state": "device"}
+WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32", "memory.optimizer_state": "device"}
 
 
 def _refuse_what_does_not_shard(config: Config) -> None:

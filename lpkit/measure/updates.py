@@ -82,7 +82,7 @@ class StepMeasurement:
 def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepMeasurement:
     """Build the model of `config`, update it `rounds` times on random tokens, and count and time what happens."""
     bench = Bench(config, device)
-    training, (piece, *_) = bench.training, bench.batch.chunk(config.accumulate)
+    training, (piece, *_) = bench.training, bench.batch.chunk(config.grad_accum_steps)
     bench.train()   # the optimizer makes its state in the first one
     saved = saved_bytes(bench.model, lambda: training.loss(bench.model, Batch(*(t.clone() for t in piece.tensors))))
     training.forward_backward(bench.batch)
@@ -197,7 +197,7 @@ def _rows_of(profiler: profile, config: Config, device: torch.device, whole: flo
 def _labels(config: Config) -> dict[tuple[int, ...], str]:
     """The Linears by the three sizes of their product, in order of size: its two gradients have the same."""
     labels: dict[tuple[int, ...], str] = {}
-    for p in products(config.model, batch=config.batch // config.accumulate):
+    for p in products(config.model, batch=config.global_batch // config.grad_accum_steps):
         if not p.pairs:
             size = tuple(sorted((p.M, p.N, p.K)))
             labels[size] = f"{labels[size]}, {p.name}" if size in labels else p.name
@@ -263,7 +263,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     dtype = bench.precision.used
     pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
     squares, (sweep, moved) = hardware.squares(dtype, bench.device), hardware.triad(bench.device)
-    forward = products(config.model, batch=config.batch // config.accumulate)
+    forward = products(config.model, batch=config.global_batch // config.grad_accum_steps)
     group = {p: () if p.group == 1 else (p.group,) for p in (*forward, *(g for p in forward for g in p.backward()))}
     alone = {p: hardware.product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
     phases, others, begun = [], _others_seconds(), time.perf_counter()

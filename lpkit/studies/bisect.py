@@ -33,9 +33,9 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
         raise ConfigError(f"there is no recipe or fault {suspect!r}; {nearest(suspect, [*RECIPES, *FAULTS])}")
     recipe = suspect if planted is None else pick(FAULTS, planted.fault, "fault").recipe
     config = config.replace({"precision.recipe": recipe, "precision.backend": "auto", "steps": warm_steps + steps,
-                             "optimizer.schedule": "constant", "system.compile": False,
+                             "schedule": "constant", "system.compile": False,
                              # a copy of a training has no hooks, streams and files of its own
-                             "memory.saved": "device", "memory.optimizer_state": "device", "memory.update": "after"})
+                             "memory.activation_offload": "device", "memory.optimizer_state": "device", "memory.optimizer_step": "after"})
     starts = [warmed(config.replace({"seed": config.seed + seed}), warm_steps) for seed in range(seeds)]
     candidates = units(starts[0].model) if starts else []
     if starts and not candidates:

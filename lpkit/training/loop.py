@@ -224,7 +224,7 @@ def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
         raise RunFailedError(
             f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; {known}{known and '; '}kept: "
             f"{_last_checkpoint(run) or 'no checkpoint yet'}. A smaller optimizer.lr or a longer "
-            f"optimizer.warmup_steps is the usual way out")
+            f"schedule.warmup_steps is the usual way out")
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from lpkit.datasets import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import KVCache
+from lpkit.precision.compute import compute_dtype
 from lpkit.training import checkpoint, runs
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
@@ -34,8 +35,8 @@ def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200, temp
 
 
 # Nothing of this is needed without backward.
-PLAIN = {"system.compile": False, "memory.recompute": "none", "memory.saved": "device", "memory.optimizer_state": "device",
-         "memory.update": "after"}
+PLAIN = {"system.compile": False, "memory.recompute": "none", "memory.activation_offload": "device", "memory.optimizer_state": "device",
+         "memory.optimizer_step": "after"}
 
 
 def trained(run: Run, device: str = "cpu") -> Training:
@@ -57,7 +58,7 @@ def _generate(training: Training, ids: list[int], count: int, temperature: float
               rng: torch.Generator) -> Iterator[int]:
     """When the context is full, begin again from its newer half."""
     config, device = training.config.model, training.device
-    dtype = training.decisions.recipe.compute or next(training.model.parameters()).dtype
+    dtype = compute_dtype(training.decisions.recipe) or next(training.model.parameters()).dtype
     seen, cache = list(ids), None
     for _ in range(count):
         if cache is None or cache.length == config.T:
