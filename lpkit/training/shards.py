@@ -46,10 +46,9 @@ def distributed() -> bool:
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` into `folder`, synced; all processes of a group call it. Raises OSError."""
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    """Write `tensors` into `folder`; all processes of a group call it. Raises OSError."""
     with _said_plainly(f"could not write {folder}"):
-        dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner,
+        dcp.save({ALL: dict(tensors)}, storage_writer=_Writer(folder), planner=_SavePlanner(),
                  no_dist=not distributed())
 
 
@@ -63,9 +62,14 @@ def load(paths: list[Path], *, only: str = "",
     reader = _Reader(paths)
     saved = reader.metadata.state_dict_metadata
     if into is None:
-        into = {name: torch.empty(whole.size, dtype=whole.properties.dtype)
-                for name, whole in saved.items() if name.startswith(only)}
-    wanted = {name: t for name, t in into.items() if name.startswith(only)}
+        into, wanted = {}, {}
+        for name, whole in saved.items():
+            if name.startswith(only) and len(whole.chunks) == 1:
+                into[name] = reader.pieces[name, tuple(whole.chunks[0].offsets)]
+            elif name.startswith(only):
+                into[name] = wanted[name] = torch.empty(whole.size, dtype=whole.properties.dtype)
+    else:
+        wanted = {name: t for name, t in into.items() if name.startswith(only)}
     for name, t in wanted.items():
         found = "nothing"
         if name in saved:
@@ -74,9 +78,9 @@ def load(paths: list[Path], *, only: str = "",
         if found != due:
             raise ValueError(f"{paths[0].parent} holds {found} as {name}, which is to fill {due}; "
                              f"load it with the settings that it was saved with")
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _said_plainly(f"could not read {paths[0].parent}"):
-        dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=not distributed())
+        dcp.load({ALL: wanted}, storage_reader=reader, planner=_LoadPlanner(),
+                 no_dist=not distributed())
     return into
 
 
@@ -94,6 +98,29 @@ def _said_plainly(what: str) -> Iterator[None]:
         if not isinstance(cause, Exception):
             raise cause from None
         raise OSError(f"{what}{f' on process {rank}' if distributed() else ''}: {cause}") from cause
+
+
+# DCP logs four lines for every name at the top of what it is given, which for a small model takes
+# as long as writing it. So it is given one name, and the planners look below it.
+ALL = "tensors"
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None,
+                       is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict[ALL], storage_meta, is_coordinator)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict[ALL], metadata, is_coordinator)
 
 
 class _Writer(dcp.StorageWriter):
@@ -114,7 +141,8 @@ class _Writer(dcp.StorageWriter):
             places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         path = self.folder / plan.storage_data
         save_file(pieces, path, metadata={SHARDING: json.dumps(places)})
-        sync(path)
+        if distributed():           # on the machine that wrote it; the caller syncs the whole folder
+            sync(path)
         return _done([])
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -135,44 +163,39 @@ class _Writer(dcp.StorageWriter):
 
 
 class _Reader(dcp.StorageReader):
-    """Reads all headers at once; tensors stay on the disk until a plan asks for them."""
+    """Maps the files: a piece is read from the disk when a plan asks for it."""
 
     def __init__(self, paths: list[Path]):
-        self.metadata, self.where = Metadata(state_dict_metadata={}), {}
+        self.metadata = Metadata(state_dict_metadata={})
+        self.pieces: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 places = json.loads((file.metadata() or {}).get(SHARDING, "{}"))    # 1 has none
                 for name in file.keys():
-                    piece = file.get_tensor(name)       # maps the file, reads nothing
+                    piece = file.get_tensor(name)
                     offsets = places.get(name, {}).get("saved_offsets", [0] * piece.ndim)
-                    self._add(name, piece, tuple(offsets), path)
+                    self._add(name, tuple(offsets), piece)
 
-    def _add(self, name: str, piece: Tensor, offsets: tuple[int, ...], path: Path) -> None:
+    def _add(self, name: str, offsets: tuple[int, ...], piece: Tensor) -> None:
         nothing = TensorStorageMetadata(TensorProperties(dtype=piece.dtype),
                                         torch.Size([0] * piece.ndim), [])
         known = self.metadata.state_dict_metadata.setdefault(name, nothing)
         ends = (start + length for start, length in zip(offsets, piece.shape))
         known.size = torch.Size(map(max, known.size, ends))
         known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), piece.shape))
-        self.where[name, offsets] = path
+        self.pieces[name, offsets] = piece
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        files: dict[Path, list] = {}
         for item in plan.items:
-            path = self.where[item.storage_index.fqn, tuple(item.storage_index.offset)]
-            files.setdefault(path, []).append(item)
-        for path, items in files.items():
-            with safe_open(path, framework="pt") as file:
-                for item in items:
-                    piece = file.get_tensor(item.storage_index.fqn)
-                    part = piece[tuple(slice(start, start + length) for start, length
-                                       in zip(item.storage_offsets, item.lengths))]
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
+            piece = self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            part = tuple(slice(start, start + length)
+                         for start, length in zip(item.storage_offsets, item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece[part])
+            planner.commit_tensor(item, target)
         return _done(None)
 
     def reset(self, checkpoint_id: Any = None) -> None:
