@@ -8,6 +8,7 @@ continue from there, on the same batches, and differ in what is promoted to 16 b
 """
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -38,13 +39,17 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
                              "optimizer.schedule": "constant", "system.compile": False,
                              # a copy of a job has no hooks, streams and files of its own
                              "memory.saved": "device", "memory.optimizer_state": "device", "memory.update": "after"})
-    jobs = [warmed(config.replace({"seed": config.seed + seed}), warm_steps) for seed in range(seeds)]
-    candidates = units(jobs[0].model) if jobs else []
-    if jobs and not candidates:
+
+    @functools.cache
+    def start(seed: int) -> Job:
+        return warmed(config.replace({"seed": config.seed + seed}), warm_steps)
+
+    candidates = units(start(0).model) if seeds > 0 else []
+    if seeds > 0 and not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a recipe of 8 or 4 bits")
 
     def loss(promoted: Sequence[Unit], seed: int, nudge: int) -> float:
-        job = jobs[seed]
+        job = start(seed)
         model, optimizer, finish = copy.deepcopy((job.model, job.optimizer, job.finish))    # together: they share parameters
         if nudge:
             for p in model.parameters():
