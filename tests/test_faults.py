@@ -159,25 +159,27 @@ def test_a_large_effect_is_found_in_every_world(times, own, seeds):
 
 
 def test_more_seeds_are_drawn_where_seeds_do_not_agree():
-    """One seed in three loses nothing to the culprit: two seeds cannot tell, six can."""
-    culprit = UNITS[5]
+    """One of two seeds has a second culprit: two seeds cannot tell, some more can."""
+    culprit, second = UNITS[5], UNITS[30]
 
     def loss(promoted, seed, nudge):
-        return 2 + (0.1 if culprit not in promoted and seed % 3 != 1 else 0.0) + 1e-3 * (nudge > 0)
+        damage = {culprit: 0.06, second: 0.04} if seed == 1 else {culprit: 0.1}
+        cost = sum(cost for unit, cost in damage.items() if unit not in promoted)
+        return 2 + cost + 1e-3 * (nudge > 0)
 
     found = search("it", UNITS, loss, seeds=2)
-    assert found.seeds == 6 and found.certainty == "high"
+    assert 2 < found.seeds <= 6 and found.certainty == "high"
     assert {name for name, _ in found.culprits} == {culprit[0]}
-    assert found.gap == pytest.approx(0.1 * 2 / 3)
+    assert found.recovery == pytest.approx(1 - 0.4 / found.seeds)
 
 
 def test_what_seeds_do_not_agree_on_cannot_be_told():
-    """A gap whose sign hangs on the seed is no finding, however large beside the noise."""
+    """A gap that no half brings back is no finding, however large beside the noise."""
     def loss(promoted, seed, nudge):
         return 2 + (0.0 if set(promoted) == set(UNITS) else [0.3, -0.2][seed % 2])
 
     found = search("it", UNITS, loss)
-    assert found.certainty == "low" and found.culprits == tuple(UNITS) and found.seeds == 9
+    assert found.certainty == "low" and found.culprits == tuple(UNITS)
     assert str(found).startswith("Cannot tell")
     assert "12 layers, blocks.0.qkv to blocks.2.down" in str(found)
 
@@ -187,7 +189,8 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("fault, layer", [("stale-amax", "blocks.0.mlp.down"), ("zero-amax-block", "blocks.1.mlp.up")])
 def test_bisect_finds_what_was_planted(fault, layer):
-    found = bisect(TINY, Plant(fault=fault, layers=(layer,)), seeds=2, warm_steps=60, steps=6)
+    """After 150 steps every seed loses to a stale amax; after 60 one in three does not."""
+    found = bisect(TINY, Plant(fault=fault, layers=(layer,)), seeds=2, warm_steps=150, steps=6)
     assert {name for name, _ in found.culprits} == {layer} and found.certainty != "low"
 
 

@@ -317,7 +317,7 @@ def named(which: Sequence[Unit]) -> str:
 
 
 Loss = Callable[[Sequence[Unit], int, int], float]      # of a short run: what is promoted, number of the seed and of the nudge
-NUDGES = (torch.bfloat16, torch.float16)                # to which a start is rounded, so that two runs drift apart as runs do
+NUDGES = (torch.bfloat16, torch.float16)                # of a start: two such runs drift as runs do
 
 
 def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 3) -> Finding:
@@ -334,15 +334,10 @@ def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 
         raise ConfigError(f"a search needs at least 1 seed, got {seeds}")
     everything, most = tuple(all_units), MORE * seeds
     runs = _Runs(loss, everything, seeds)
-    drift = []
-    for nudge in range(1, len(NUDGES) + 1):
-        drift += runs.gained(everything, everything, nudge)
+    drift = runs.gained(everything, everything, nudge=1) + runs.gained((), (), nudge=2)
     runs.noise = math.sqrt(statistics.fmean(d * d for d in drift))
-    lost = runs.gap > max(0.0, CLEAR * runs.noise)
-    while lost and not runs.gap_is_clear and runs.drawn < most:
-        runs.drawn += 1
     found, others, path = everything, (), []
-    if lost and runs.gap_is_clear:
+    if runs.gap > max(0.0, CLEAR * runs.noise):
         while len(found) > 1:
             several = len({name for name, _ in found}) > 1
             path += runs.judged(_halves(found), most if several else runs.drawn)
@@ -379,10 +374,6 @@ class _Runs:
     def gap(self) -> float:
         return statistics.fmean(self.gained((), self.everything))
 
-    @property
-    def gap_is_clear(self) -> bool:
-        return self.gap > self.error(self.gained((), self.everything))
-
     def error(self, values: list[float]) -> float:
         """Half of the 95% interval of their mean. Differences spread at least as nudged runs do."""
         count = len(values)
@@ -401,7 +392,7 @@ class _Runs:
                      recovery=recovery, error=error)
 
     def judged(self, sets: Sequence[tuple[Unit, ...]], most: int) -> list[Trial]:
-        """Trials of the sets, up to the first that is kept; with more seeds while chance decides."""
+        """Trials of the sets, up to the first that is kept; more seeds while chance decides."""
         while True:
             trials = []
             for promoted in sets:
