@@ -10,7 +10,6 @@ import shutil
 import signal
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
