@@ -390,7 +390,7 @@ def fail_saving(rank, folder):
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save(folder / "root", 2, tensors, {}, keep=1)
     checkpoint.files.sha256, shards.save_file = real[0], full if rank else real[1]
-    with pytest.raises(OSError, match="on process 1: .*No space left"):
+    with pytest.raises(OSError, match=r"on process 1: .*No space left"):
         checkpoint.save(folder / "root", 2, tensors, {}, keep=1)
     dist.barrier()
     assert sorted(p.name for p in (folder / "root").iterdir()) == ["latest", "step-00000001"]
