@@ -198,7 +198,7 @@ def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
     handle.result()
     parts = train(cached, out=tmp_path / "parts", resume=True)
-    assert "weights" not in want.summary["chosen"]
+    assert "weight_casts" not in want.summary["chosen"]
     assert whole.summary["chosen"]["weight_casts"]["used"] == parts.summary["chosen"]["weight_casts"]["used"] == "cached"
     steps = [[(line["loss"], line["grad_norm"]) for line in run.metrics] for run in (want, whole, parts)]
     assert steps[0] == steps[1] == steps[2] and want.summary["val_loss"] == whole.summary["val_loss"]
