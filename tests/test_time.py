@@ -8,20 +8,12 @@ import pytest
 
 from lpkit.config import Config, ConfigError
 from lpkit.predict.flops import forward_flops, training_flops
-from lpkit.predict.precision import ASSUMED, Recipe, step_cost
+from lpkit.predict.precision import step_cost
+from lpkit.predict.casts import Recipe
+from lpkit.predict.links import Link, all_gather_seconds, all_reduce_seconds, link, send_seconds
 from lpkit.predict.published import calibrated, published, published_table
-from lpkit.predict.time import (
-    RECOMPUTED,
-    Link,
-    all_gather_seconds,
-    all_reduce_seconds,
-    bill,
-    calibrate,
-    link,
-    rank_products,
-    send_seconds,
-    step_time,
-)
+from lpkit.predict.roofline import ASSUMED
+from lpkit.predict.time import RECOMPUTED, bill, calibrate, rank_products, step_time
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE

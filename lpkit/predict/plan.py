@@ -22,7 +22,7 @@ from lpkit.predict.activations import RECOMPUTE
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
-from lpkit.predict.precision import ASSUMED, REACHED, Efficiency
+from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity

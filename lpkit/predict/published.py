@@ -12,7 +12,7 @@ from dataclasses import replace
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.flops import training_flops
-from lpkit.predict.precision import ASSUMED, Efficiency
+from lpkit.predict.roofline import ASSUMED, Efficiency
 from lpkit.predict.time import StepTime, calibrate, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout

@@ -33,18 +33,9 @@ from lpkit.precision.scaled import SCALES, Cast
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
 from lpkit.predict.flops import Product, products
-from lpkit.predict.precision import (
-    ASSUMED,
-    REACHED,
-    Efficiency,
-    Operand,
-    Recipe,
-    StepCost,
-    cast_passes,
-    emulated,
-    linear_cost,
-    step_cost,
-)
+from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost
+from lpkit.predict.precision import StepCost, emulated, step_cost
+from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
