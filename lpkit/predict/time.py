@@ -65,6 +65,7 @@ RECOMPUTED: dict[str, frozenset[str]] = {   # what runs once more in backward
     "block": frozenset({"products", "attention", "pointwise", "tensor"}),
     "selective": frozenset({"pointwise", "unfused attention"}),
 }
+RECOMPUTES = ("none", "selective", "block")     # that `predict` and `plan` try, in order of cost
 
 
 # Attention of one layer. `passes` are over the scores: written to memory, or read again.
@@ -181,6 +182,7 @@ class StepTime:
     micro_batches: int
     sequences: int              # of a micro-batch
     precision: str
+    dtype: str                  # of the products that are not cast
     attention: str
     efficiency: Efficiency
     factor: float = 1.0         # of a calibration; it is in the rows already
@@ -277,7 +279,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
                     model_flops=training_flops(m, batch=config.batch),
                     peak_flops=on.peak_flops(p.dtype), micro_batches=pieces, sequences=sequences,
-                    precision=precision, attention=attention, efficiency=efficiency, factor=factor)
+                    precision=precision, dtype=p.dtype, attention=attention, efficiency=efficiency,
+                    factor=factor)
 
 
 def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
