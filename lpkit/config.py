@@ -6,38 +6,15 @@ Standard library only (PyYAML is imported when YAML is asked for): `lpkit.predic
 """
 
 import dataclasses
-import difflib
-import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lpkit.errors import ConfigError, at_least_zero, nearest, positive, share
+
 VERSION = 1
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be. The message names the key, the value and the way out."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' or the list of what there is."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
-
-
-def _positive(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{where}{name} must be positive, got {value}")
-
-
-def _at_least_zero(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{where}{name} must be 0 or more, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +39,8 @@ class ModelConfig:
     attention: str = "auto"
 
     def __post_init__(self):
-        _positive("model.", layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,
-                  vocab=self.vocab, context=self.context, norm_eps=self.norm_eps, rope_theta=self.rope_theta)
+        positive("model.", layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,
+                 vocab=self.vocab, context=self.context, norm_eps=self.norm_eps, rope_theta=self.rope_theta)
         if self.width % self.heads:
             below, above = (self.width // self.heads * self.heads, -(-self.width // self.heads) * self.heads)
             raise ConfigError(f"model.width={self.width} is not a multiple of model.heads={self.heads}; "
@@ -136,11 +113,12 @@ class OptimizerConfig:
     final_lr_ratio: float = 0.1
 
     def __post_init__(self):
-        _positive("optimizer.", lr=self.lr, eps=self.eps)
-        _at_least_zero("optimizer.", weight_decay=self.weight_decay, clip=self.clip, warmup_steps=self.warmup_steps)
-        for name in ("beta1", "beta2", "decay_fraction", "final_lr_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"optimizer.{name} must be between 0 and 1, got {getattr(self, name)}")
+        positive("optimizer.", lr=self.lr, eps=self.eps)
+        at_least_zero("optimizer.", weight_decay=self.weight_decay, clip=self.clip, warmup_steps=self.warmup_steps)
+        share("optimizer.", decay_fraction=self.decay_fraction, final_lr_ratio=self.final_lr_ratio)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name} must be 0 or more and below 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +142,8 @@ class PrecisionConfig:
     telemetry_every: int = 0            # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):
-        _at_least_zero("precision.", telemetry_every=self.telemetry_every)
-        _positive("precision.", **{key: value for key in ("history", "loss_scale")
+        at_least_zero("precision.", telemetry_every=self.telemetry_every)
+        positive("precision.", **{key: value for key in ("history", "loss_scale")
                                    if (value := getattr(self, key)) is not None})
 
 
@@ -181,10 +159,11 @@ class MemoryConfig:
     loss_chunk: int = 1024              # chunked: tokens at a time
     parameters: str = "fp32"            # fp32, bf16: stored, and updated with stochastic rounding
     optimizer_state: str = "device"     # device, cpu, disk
+    moment_format: str = "float32"      # float32, int8: how the optimizer's state is stored
     update: str = "after"               # after, in-backward: each parameter as soon as it has its gradient
 
     def __post_init__(self):
-        _positive("memory.", recompute_every=self.recompute_every, loss_chunk=self.loss_chunk)
+        positive("memory.", recompute_every=self.recompute_every, loss_chunk=self.loss_chunk)
         if not 0 <= self.recompute_budget <= 1:
             raise ConfigError(f"memory.recompute_budget is a share from 0 to 1, got {self.recompute_budget}")
 
@@ -220,9 +199,9 @@ class Config:
         if self.version > VERSION:
             raise ConfigError(f"this config has version {self.version}, newer than this lpkit understands ({VERSION}); "
                               f"upgrade lpkit, or write the config again with this one")
-        _positive("", steps=self.steps, batch=self.batch, accumulate=self.accumulate, eval_batches=self.eval_batches,
-                  keep_checkpoints=self.keep_checkpoints, version=self.version)
-        _at_least_zero("", seed=self.seed, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        positive("", steps=self.steps, batch=self.batch, accumulate=self.accumulate, eval_batches=self.eval_batches,
+                 keep_checkpoints=self.keep_checkpoints, version=self.version)
+        at_least_zero("", seed=self.seed, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
         if self.batch % self.accumulate:
             fits = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
             raise ConfigError(f"batch={self.batch} does not split into accumulate={self.accumulate} equal "
