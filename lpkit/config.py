@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, at_least_zero, nearest, positive, share
+from lpkit.techniques import layouts
+from lpkit.techniques.layouts import Layout
 
 VERSION = 1
 
@@ -184,6 +186,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    parallel: Layout = field(default_factory=Layout)    # that predictions read; training takes one device
     system: SystemConfig = field(default_factory=SystemConfig)
     steps: int = 300
     batch: int = 16
@@ -206,6 +209,9 @@ class Config:
             fits = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
             raise ConfigError(f"batch={self.batch} does not split into accumulate={self.accumulate} equal "
                               f"micro-batches; accumulate may be {', '.join(map(str, fits))}")
+        layouts.check_sizes(self.parallel)
+        if self.parallel.devices > 1:
+            layouts.check(self, self.parallel)
 
     @property
     def tokens_per_step(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config, ConfigError, MemoryConfig
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
@@ -45,6 +45,7 @@ MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
 MOST_CHUNKS = 8             # of a stage: as Llama 3
 MICRO = (1, 2, 4, 8)
+UNPRICED = ("saved", "optimizer_state")     # of config.memory
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
 # A precision as the settings that train it. bf16-master, the ZeRO paper's, has none.
 TRAINED_AS = {"bf16-pure": {"precision.recipe": "bf16", "memory.parameters": "bf16"}}
@@ -78,7 +79,7 @@ class Option:
                               f"{UNTRAINED[self.precision]}; plan with one of these")
         recipe = TRAINED_AS.get(self.precision, {"precision.recipe": self.precision})
         changes = {**recipe, "optimizer.name": self.optimizer, "memory.recompute": self.recompute}
-        return self.base.replace(changes)
+        return replace(self.base, parallel=self.layout).replace(changes)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; every row with its formula and source."""
@@ -199,6 +200,13 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, bu
         raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
     if devices is not None and (not isinstance(devices, int) or not 1 <= devices <= 10**6):
         raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
+    default = MemoryConfig()
+    for name in UNPRICED:
+        if getattr(config.memory, name) != getattr(default, name):
+            raise ConfigError(f"plan has no seconds for memory.{name}={getattr(config.memory, name)}, which "
+                              f"moves bytes beyond the device's memory or casts them; leave it out, or ask "
+                              f"`lpkit predict` for its bytes")
+    memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses what has no formula, by name
     counts = [devices] if devices else powers_of_two(1, MOST_DEVICES)
     searches = [_Search(config, tokens, on, budget or math.inf, deadline_seconds or math.inf,
                         precision_of(config, on, name), optimizer or config.optimizer.name,

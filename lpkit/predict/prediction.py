@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError
@@ -73,6 +73,7 @@ class Prediction:
             "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
             "rows": [{**asdict(row), "bytes": row.bytes} for row in mem.rows],
             "time_rows": [row.to_dict() for row in self.step.rows], "mfu": self.step.mfu,
+            "phases": dict(self.step.phases),
             "tokens_per_second": self.tokens_per_second, "step_seconds": self.step_seconds,
             "run_seconds": self.run_seconds, "energy_wh": self.energy_wh, "cost": self.cost,
             "cost_per_million_tokens": self.cost_per_million_tokens, "currency": "USD",
@@ -149,7 +150,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:
     """Data parallel, by the bytes that ZeRO's stage saves."""
     if devices is None:
-        return [Layout() if zero is None else Layout(zero=zero)]
+        layout = config.parallel
+        return [layout if zero is None else replace(layout, zero=zero)]
     stages = [zero] if zero is not None else range(4) if devices > 1 else [0]
     return [Layout(shard=devices, zero=stage) if stage else Layout(data=devices, zero=0)
             for stage in stages]

@@ -254,7 +254,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     efficiency   what is reached of the ceilings; None: ASSUMED, or REACHED on a measured machine
     recipe       casts that replace those of the precision
     """
-    on, layout = machines.find(machine), layout or Layout()
+    on, layout = machines.find(machine), layout or config.parallel
     check(config, layout)
     precision = precision_of(config, on, precision)
     recompute = _known("recompute mode", recompute or config.memory.recompute, RECOMPUTED)
