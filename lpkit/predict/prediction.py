@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lpkit.config import Config, ConfigError, nearest
-from lpkit.predict.activations import RECOMPUTE
+from lpkit.predict.activations import TRIED
 from lpkit.predict.flops import recomputed_flops, training_flops, training_flops_per_token
-from lpkit.predict.ledger import PRECISIONS, Memory, memory, micro_batch
+from lpkit.predict.ledger import PRECISIONS, Memory, attention_of, memory, micro_batch
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
 
-BLOCKED_CONTEXT = 1024   # the longest context of the CPU's blocked attention, as lpkit.nn.attention.choose
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
     "model states and sharding: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054",
@@ -91,12 +90,12 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
     low = PRECISIONS[chosen].low
     dtype = "bf16" if low else PRECISIONS[chosen].dtype     # what a recipe's casts leave of its faster products: advise
     peak = on.peak_flops(dtype)
-    attention = _attention(config, on, chosen)
+    attention = attention_of(config, on, PRECISIONS[chosen])
     price = on.price_per_hour if price_per_hour is None else price_per_hour
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price}")
     stages = [zero] if zero is not None else [0] if devices == 1 else [0, 1, 2, 3]
-    modes = [recompute] if recompute else [config.memory.recompute] if config.memory.recompute != "none" else RECOMPUTE
+    modes = [recompute] if recompute else [config.memory.recompute] if config.memory.recompute != "none" else TRIED
     for again, stage in itertools.product(modes, stages):
         held = memory(config, on, devices, precision=chosen, optimizer=optimizer, zero=stage, recompute=again,
                       attention=attention)
@@ -126,11 +125,3 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *
             "sequences_per_device": sequences, "micro_batches": pieces, "steps": config.steps,
             "price_per_hour": price, "communication": "inside the MFU", "power": "rated, all of it, all the time",
         })
-
-
-def _attention(config: Config, on: Machine, precision: str) -> str:
-    """As `lpkit.nn.attention.choose` decides."""
-    if config.model.attention != "auto":
-        return config.model.attention
-    blocked = on.kind == "cpu" and precision != "fp32" and config.model.T <= BLOCKED_CONTEXT
-    return "blocked" if blocked else "sdpa"

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lpkit.config import Config, ModelConfig
-from lpkit.predict.activations import FP32
 from lpkit.predict.flops import Product, products
 from lpkit.predict.ledger import PRECISIONS
 from lpkit.predict.params import parameter_count, product_weights
+from lpkit.techniques.blocks import FP32
 from lpkit.techniques.machines import Machine
 
 ADAMW_BYTES = 7 * FP32   # a parameter: reads weight, gradient and two moments, writes weight and moments
