@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError, nearest
-from lpkit.predict.activations import TRIED
+from lpkit.predict.activations import RECOMPUTE
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
@@ -35,6 +35,7 @@ MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
 MOST_CHUNKS = 8             # of a stage: as Llama 3
 MICRO = (1, 2, 4, 8)
+RECOMPUTES = tuple(mode for mode in ("none", "selective", "block") if mode in RECOMPUTE)     # in order of their cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +258,7 @@ class _Search:
 
     def _leanest(self, config: Config, layout: Layout, precision: str):
         """The least recomputation that fits, its shard group whole and as small as it may be; else the bytes missed by."""
-        for recompute in TRIED:
+        for recompute in RECOMPUTES:
             held = self._held(config, layout, precision, recompute)
             excess = held.peak_bytes - USABLE * self.on.memory_bytes
             if excess <= 0:
