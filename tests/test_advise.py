@@ -9,8 +9,8 @@ import pytest
 from lpkit.cli import main
 from lpkit.config import Config, ConfigError, ModelConfig
 from lpkit.precision.recipes import RECIPES
-from lpkit.predict.flops import Product
 from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost
+from lpkit.predict.flops import Product
 from lpkit.predict.precision import amdahl, memory_change, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency, product_seconds
 from lpkit.studies.advice import WORTH, advise, claims, claims_table, describe, in_emulation, measure, recall

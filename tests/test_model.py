@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from lpkit.config import ConfigError, ModelConfig
-from lpkit.nn.attention import BACKENDS, plain
+from lpkit.nn.attention import backend, plain
 from lpkit.nn.init import INITS
 from lpkit.nn.transformer import KVCache, Transformer
+from lpkit.techniques.blocks import ATTENTION
 
 GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)
 LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40, norm="rmsnorm",
@@ -126,12 +127,12 @@ def test_initialisation_is_the_reference_distribution(name):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"plain"}))
+@pytest.mark.parametrize("name", sorted(set(ATTENTION) - {"plain"}))
 def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)
               for heads in (4, kv_heads, kv_heads)]
-    ours, want = BACKENDS[name](*inputs), plain(*inputs)
+    ours, want = backend(name)(*inputs), plain(*inputs)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     d_out = torch.randn(want.shape, generator=rng, dtype=torch.float64)
     for got, expected in zip(torch.autograd.grad(ours, inputs, d_out), torch.autograd.grad(want, inputs, d_out)):

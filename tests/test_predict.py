@@ -19,7 +19,7 @@ from lpkit.precision.formats import FORMATS
 from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import SCALES
 from lpkit.predict import CATALOGUE, memory, model_states, predict
-from lpkit.predict.activations import ATTENTION, kept
+from lpkit.predict.activations import kept
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops, training_flops_per_token
 from lpkit.predict.ledger import LOSS, PRECISIONS, UPDATE, micro_batch
@@ -27,6 +27,7 @@ from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.recipes import LOW
 from lpkit.predict.walk import EMBED
 from lpkit.presets import PRESETS, preset
+from lpkit.techniques.blocks import ATTENTION, MicroBatch
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import DTYPES
 
@@ -49,7 +50,7 @@ odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
 
 def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
     with torch.device("meta"):
-        return Transformer(model, attention.BACKENDS[backend])
+        return Transformer(model, attention.backend(backend))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,7 +110,7 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("backend", sorted(ATTENTION))
 @odd
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision):
-    built = Transformer(model, attention.BACKENDS[backend])
+    built = Transformer(model, attention.backend(backend))
     if precision == "bf16-pure":
         built.bfloat16()
     x, y = torch.zeros(batch, model.T, dtype=torch.long), torch.zeros(batch, model.T, dtype=torch.long)
@@ -120,14 +121,16 @@ def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, 
         return cross_entropy(logits, y)
 
     found = saved_bytes(built, loss)
-    formula = kept(model, batch=batch, compute=4 if precision == "fp32" else 2,
-                   stream=2 if precision == "bf16-pure" else 4, attention=backend)
+    formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
+                   residual_bytes=2 if precision == "bf16-pure" else 4, attention=backend)
     assert formula.operations == found.operations
     assert formula.weight_copy_bytes == found.weight_copy_bytes
 
 
 def test_every_attention_backend_has_its_formula():
-    assert set(ATTENTION) == set(attention.BACKENDS)
+    """One row says both."""
+    for name, row in ATTENTION.items():
+        assert attention.backend(name) is getattr(attention, name) and row.operations(MicroBatch(model=SMALL)).saved_bytes
 
 
 def test_recomputed_blocks_keep_their_inputs():

@@ -12,9 +12,9 @@ The passes of each cast are those of torchao's own roofline
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lpkit.predict.activations import FP32
 from lpkit.predict.flops import Product
 from lpkit.predict.roofline import ASSUMED, BF16, Efficiency, product_seconds
+from lpkit.techniques.blocks import FP32
 from lpkit.techniques.machines import Machine
 
 ON_CHIP = 2**16                     # elements that one kernel holds while it finds their largest: 128 KiB of bf16

@@ -20,17 +20,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError, MemoryConfig
+from lpkit.predict.activations import TRIED
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import (
-    RECOMPUTES,
     Bill,
     Calibration,
     StepTime,
-    attention_of,
     bill,
     precision_of,
     step_time,
@@ -234,9 +233,8 @@ class _Search:
         self.config, self.tokens, self.on = config, tokens, on
         self.budget, self.deadline, self.calibration = budget, deadline, calibration
         self.precision, self.optimizer = precision, optimizer
-        self.attention = attention_of(config, on, precision)
         asked = config.memory.recompute
-        self.modes = RECOMPUTES if asked == "none" else (asked,)
+        self.modes = TRIED if asked == "none" else (asked,)
         self.room = USABLE * on.memory_bytes
         self.options: list[Option] = []
         self.evaluations = 0
@@ -360,7 +358,7 @@ class _Search:
     def _held(self, config: Config, layout: Layout, recompute: str) -> Memory:
         self.evaluations += 1
         return memory(config, self.on, layout=layout, precision=self.precision,
-                      optimizer=self.optimizer, recompute=recompute, attention=self.attention)
+                      optimizer=self.optimizer, recompute=recompute)
 
     def _option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lpkit.config import Config
-from lpkit.predict.casts import BF16, FP32, LinearCost, Recipe, linear_cost, scale_bytes
+from lpkit.predict.casts import LinearCost, Recipe, linear_cost, scale_bytes
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import PRECISIONS
-from lpkit.predict.roofline import ASSUMED, Efficiency
+from lpkit.predict.roofline import ASSUMED, BF16, Efficiency
 from lpkit.predict.time import StepTime, rank_products, step_time
+from lpkit.techniques.blocks import FP32
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ConfigError
+from lpkit.predict.activations import TRIED
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.roofline import flat_mfu
-from lpkit.predict.time import RECOMPUTES, StepTime, attention_of, bill, precision_of, step_time
+from lpkit.predict.time import StepTime, bill, precision_of, step_time
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -107,15 +108,14 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price_per_hour}")
     precision = precision_of(config, on, precision)
-    attention = attention_of(config, on, precision)
     optimizer = optimizer or config.optimizer.name
     layouts = [layout] if layout else _layouts(config, devices, zero)
     modes = [recompute or config.memory.recompute]
     if modes == ["none"] and recompute is None:
-        modes = RECOMPUTES
-    for recompute, layout in itertools.product(modes, layouts):     # noqa: B020
+        modes = TRIED
+    for recompute, layout in itertools.product(modes, layouts):
         held = memory(config, on, layout=layout, precision=precision, optimizer=optimizer,
-                      recompute=recompute, attention=attention)
+                      recompute=recompute)
         if held.fits:
             break
     step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
@@ -137,7 +137,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
             "mfu": mfu, "efficiency": step.efficiency.source, "precision": precision,
             "dtype": step.dtype, "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
             "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,
-            "layout_why": why, "attention": attention, "layout": str(layout),
+            "layout_why": why, "attention": step.attention, "layout": str(layout),
             "sequences_per_device": step.sequences, "micro_batches": step.micro_batches,
             "steps": config.steps,
             "price_per_hour": on.price_per_hour if price_per_hour is None else price_per_hour,

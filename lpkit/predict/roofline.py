@@ -10,9 +10,7 @@ Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/14
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lpkit.config import ConfigError, ModelConfig
-from lpkit.predict.activations import FP32
-from lpkit.predict.flops import Product
+from lpkit.errors import ConfigError
 from lpkit.techniques.machines import DTYPES, Machine
 
 BF16 = 2
@@ -27,7 +25,7 @@ class Efficiency:
     bandwidth: float
     casts: float                        # of the bandwidth; on a CPU a cast calculates more than it moves
     kernel_seconds: float               # the least that a kernel takes
-    fused: float                        # of `pointwise_bytes`, left by a compiler
+    fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
     links: float = 0.8                  # of a link or a network, by a large collective
     overlapped: bool = False            # a result is written while its sums are made
@@ -79,16 +77,3 @@ def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Effici
     if efficiency.overlapped:
         return max(arithmetic, operands + result)
     return max(max(arithmetic, operands) + result, efficiency.kernel_seconds)
-
-
-def pointwise_bytes(model: ModelConfig, *, batch: int, compute: int, stream: int) -> int:
-    """What everything but the products moves in one forward pass, each operation on its own, as PyTorch runs it
-    without compiling: norms, residual additions, activations, rotations, casts, the loss."""
-    N, D, F, L, V = batch * model.T, model.D, model.F, model.L, model.V
-    cast = stream + compute if compute < stream else 0
-    norm = 2 * D * stream + D * cast                          # read, write; once more to cast
-    residual = D * (2 * stream + compute)
-    activation = F * compute * {"gelu": 2, "swiglu": 5}[model.mlp]
-    turn = {"learned": 0, "rope": 2 * (model.H + model.G) * model.E * compute}[model.position]
-    outside = D * stream * (2 + 3) + norm + V * (2 * FP32 + (compute + FP32 if compute < FP32 else 0))
-    return N * (L * (2 * norm + 2 * residual + activation + turn) + outside)

@@ -20,15 +20,30 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 2022 for tensor and sequence parallelism, https://arxiv.org/abs/2205.05198.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lpkit.config import Config, ConfigError, ModelConfig, nearest
-from lpkit.predict.casts import FP32, Operand, Recipe, linear_cost, plain_seconds
-from lpkit.predict.flops import Product, forward_flops, products, recomputed_flops, training_flops
-from lpkit.predict.ledger import OPTIMIZER_STATE, PRECISIONS, STORED, Precision, micro_batch
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError, nearest
+from lpkit.predict.casts import Operand, Recipe, linear_cost, plain_seconds
+from lpkit.predict.flops import (
+    Product,
+    forward_flops,
+    moved_bytes,
+    products,
+    recomputed_flops,
+    training_flops,
+)
+from lpkit.predict.ledger import (
+    ESTIMATED,
+    OPTIMIZER_STATE,
+    PRECISIONS,
+    STORED,
+    Precision,
+    attention_of,
+    micro_batch,
+)
 from lpkit.predict.links import (
     RINGS,
     Link,
@@ -38,9 +53,10 @@ from lpkit.predict.links import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from lpkit.predict.params import parameters, product_weights
-from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency, pointwise_bytes
+from lpkit.predict.params import block_parameters, parameter_count
+from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency
 from lpkit.techniques import machines
+from lpkit.techniques.blocks import FP32, MicroBatch, Op, operations
 from lpkit.techniques.layouts import Layout, check, layers_of_stage
 from lpkit.techniques.machines import Machine
 
@@ -58,62 +74,13 @@ PHASES = ("forward", "backward", "optimizer", "communication")
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 FINE_SHARE = 0.8        # of the FP8 efficiency, with float32 scales finer than a tensor (docs/advise.md)
-BY_OUTPUT = ("attention.qkv", "mlp.up", "mlp.gate_up", "head")  # tensor ranks split columns; others rows
 
 RECOMPUTED: dict[str, frozenset[str]] = {   # what runs once more in backward
     "none": frozenset(),
     "block": frozenset({"products", "attention", "pointwise", "tensor"}),
     "selective": frozenset({"pointwise", "unfused attention"}),
+    "budget": frozenset({"products", "attention", "pointwise", "tensor"}),  # of what is not kept: at most
 }
-RECOMPUTES = ("none", "selective", "block")     # that `predict` and `plan` try, in order of cost
-
-
-# Attention of one layer. `passes` are over the scores: written to memory, or read again.
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    pairs: Callable[[int], float]       # of the square of T tokens, the share that is computed
-    passes: int = 0
-    backward_passes: int = 0
-    backward_products: float = 2.0      # over those of forward
-    words: str
-
-    def seconds(self, flops: float, square_bytes: float, peak: float, bandwidth: float,
-                efficiency: Efficiency, dtype: str) -> tuple[float, float]:
-        """Forward and backward, from the FLOPs and the bytes of the whole square."""
-        rate = peak * (efficiency.products[dtype] if self.passes else efficiency.attention)
-        forward = flops / rate
-        backward = self.backward_products * forward
-        move = square_bytes / bandwidth
-        if efficiency.overlapped:       # a floor: each product reads or writes the scores once
-            touched = min(self.passes, 2)
-            return max(forward, touched * move), max(backward, 2 * touched * move)
-        return forward + self.passes * move, backward + self.backward_passes * move
-
-
-QUERIES = 128   # of a block, lpkit.kernels.blocked_attention
-
-
-def _blocks(T: int) -> float:
-    """Blocks of queries meet the keys up to their own last."""
-    ends = [min(start + QUERIES, T) for start in range(0, T, QUERIES)]
-    return sum((end - start) * end for start, end in zip(range(0, T, QUERIES), ends)) / T**2
-
-
-ATTENTION = {
-    "sdpa": Attention(
-        pairs=lambda T: (T + 1) / (2 * T), backward_products=2.5,
-        words="a flash kernel, over the pairs that the mask leaves: 2 products forward, 5 backward"),
-    "plain": Attention(
-        pairs=lambda T: 1.0, passes=6, backward_passes=12,
-        words="scores written, masked, turned to probabilities, read: 6 passes over (T, T) forward, "
-              "12 backward, 6 products"),
-    "blocked": Attention(
-        pairs=_blocks, passes=4, backward_passes=9,
-        words="scores written, turned to probabilities, read: 4 passes over the blocks that the mask "
-              "leaves forward, 9 backward, 6 products"),
-}
-BLOCKED_CONTEXT = 1024   # the longest context of the CPU's blocked attention, as lpkit.nn.attention.choose
 
 
 # What a config means on a machine.
@@ -124,15 +91,6 @@ def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
     if name == "auto":
         name = "bf16" if "bf16" in on.flops else "fp32"
     return _known("precision", name, PRECISIONS)
-
-
-def attention_of(config: Config, on: Machine, precision: str) -> str:
-    """As `lpkit.nn.attention.choose` decides. Raises ConfigError for an unknown backend."""
-    asked = config.model.attention
-    if asked != "auto":
-        return _known("model.attention", asked, ATTENTION)
-    short = config.model.T <= BLOCKED_CONTEXT
-    return "blocked" if on.kind == "cpu" and precision != "fp32" and short else "sdpa"
 
 
 def optimizer_bytes(optimizer: str) -> float:
@@ -258,9 +216,9 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     check(config, layout)
     precision = precision_of(config, on, precision)
     recompute = _known("recompute mode", recompute or config.memory.recompute, RECOMPUTED)
-    attention = attention_of(config, on, precision)
     efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
     p, m = replace(PRECISIONS[precision], **STORED.get(config.memory.parameters, {})), config.model
+    attention = attention_of(config, on, p)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     if recipe is None and p.low is not None:
         on.peak_flops(p.dtype)      # refuses a machine that lacks it
@@ -268,7 +226,9 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         p = replace(p, dtype=BASE)
     if efficiency.flat is None:
         again = -(-m.L // config.memory.recompute_every) / m.L      # share of the blocks that run again
-        rank = _Rank(m, on, layout, p, efficiency, recipe, ATTENTION[attention], sequences, pieces,
+        if recompute in ESTIMATED:
+            again = 1 - config.memory.recompute_budget
+        rank = _Rank(m, on, layout, p, efficiency, recipe, attention, sequences, pieces,
                      recompute, again)
         rows = rank.rows(optimizer_bytes(optimizer or config.optimizer.name))
     else:
@@ -309,46 +269,46 @@ class _Rank:
     """
 
     def __init__(self, m: ModelConfig, on: Machine, layout: Layout, p: Precision,
-                 efficiency: Efficiency, recipe: Recipe | None, attention: Attention,
+                 efficiency: Efficiency, recipe: Recipe | None, attention: str,
                  sequences: int, pieces: int, recompute: str, blocks: float):
         self.m, self.on, self.layout, self.p, self.efficiency = m, on, layout, p, efficiency
-        self.pieces, self.recompute, self.attention = pieces, recompute, attention
+        self.pieces, self.recompute = pieces, recompute
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
         split = layout.tensor * layout.context
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
         self.sizes: dict[str, str] = {}
-        flops = 0.0
         for one in rank_products(m, layout, sequences):
-            if one.pairs:
-                flops += one.flops / one.calls * attention.pairs(m.T)
-                continue
-            self.linears[one.name] = _linear(one, on, efficiency, p, recipe)
-            self.sizes[one.name] = f"({one.M:,}, {one.K:,}) x ({one.K:,}, {one.N:,})"
+            if not one.pairs:
+                self.linears[one.name] = _linear(one, on, efficiency, p, recipe)
+                self.sizes[one.name] = f"({one.M:,}, {one.K:,}) x ({one.K:,}, {one.N:,})"
         self.head = self.linears.pop("head")
-        square = sequences * m.H * m.T**2 * attention.pairs(m.T) / split * p.compute
-        self.attended = attention.seconds(flops, square, on.peak_flops(p.dtype), self.bandwidth,
-                                          efficiency, p.dtype)
+        ops = operations(MicroBatch(model=m, batch=sequences, compute_bytes=p.compute,
+                                    residual_bytes=p.stream, kind=on.kind, attention=attention))
+        peak = on.peak_flops(p.dtype)
+        each = [_attention(op, split, p, peak, self.bandwidth, efficiency)
+                for op in ops.block if op.pairs]
+        self.attended = tuple(map(sum, zip(*each))) or (0.0, 0.0)
+        self.unfused = any(sum(op.score_passes) for op in ops.block)
+        self.attention = "; ".join(_attention_words(attention, op) for op in ops.block if op.pairs)
         # pointwise work, and the casts of autocast: each weight once, each gradient back
-        layer, outside = pointwise_split(m, p.compute, p.stream)
-        moved = sequences * efficiency.fused / split / self.bandwidth
+        layer, outside = moved_bytes(m, batch=sequences, compute_bytes=p.compute,
+                                     residual_bytes=p.stream)
+        moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
         casts = (p.compute + p.weights) / self.bandwidth if p.compute < p.weights else 0.0
         shards = layout.state_ranks if layout.zero == 3 else 1
-        self.casts = casts * (product_weights(m) - m.V * m.D) / m.L / layout.tensor / shards
+        self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.tensor_link = link(on, layout, "tensor", efficiency)
         self.group_bytes = sequences * m.T // layout.context * m.D * p.compute
         self.tensor_once = all_gather_seconds(self.group_bytes, self.tensor_link)
         # what runs again in backward, on average over the layers
-        self.again, parts = RECOMPUTED[recompute], {
-            "products": sum(forward for forward, _ in self.linears.values()),
-            "unfused attention" if attention.passes else "attention": self.attended[0],
-            "pointwise": self.pointwise}
-        if "attention" in self.again:
-            parts["attention"] = self.attended[0]
-            parts.pop("unfused attention", None)
-        self.repeated = blocks * sum(parts.get(kind, 0.0) for kind in self.again)
+        self.again = RECOMPUTED[recompute]
+        attends = "attention" in self.again or (self.unfused and "unfused attention" in self.again)
+        self.repeated = blocks * (
+            self._linears(0) * ("products" in self.again) + self.attended[0] * attends
+            + self.pointwise * ("pointwise" in self.again))
         self.repeated_tensor = blocks * 4 * self.tensor_once * ("tensor" in self.again)
         self.forward = self._linears(0) + self.attended[0] + self.pointwise
         self.backward = (self._linears(1) + self.attended[1] + BACKWARD_MOVES * self.pointwise
@@ -394,7 +354,7 @@ class _Rank:
         for name, (forward, backward) in self.linears.items():
             row(name, f"{count}, {self.sizes[name]} and its two gradients, {share}", ROOFLINE,
                 forward=times * forward, backward=times * backward)
-        row("attention", f"{count}, {self.attention.words}", FLASH,
+        row("attention", f"{count}, {self.attention}", FLASH,
             forward=times * self.attended[0], backward=times * self.attended[1])
         row("head", f"{pieces} micro-batches, {self.sizes['head']} and its two gradients", ROOFLINE,
             forward=heads * self.head[0], backward=heads * self.head[1])
@@ -402,7 +362,7 @@ class _Rank:
         row("norms, activations, loss",
             f"bytes moved, {rate.fused:g} of them left by fusion, at {rate.bandwidth:g} of the "
             f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
-            "lpkit.predict.roofline.pointwise_bytes",
+            "lpkit.predict.flops.moved_bytes",
             forward=moved, backward=BACKWARD_MOVES * moved)
         row("weight copies", "each weight to the compute dtype, each gradient back, once a micro-batch",
             AMP, forward=times * self.casts, backward=times * self.casts)
@@ -427,7 +387,8 @@ class _Rank:
             f"each stage at its own pace",
             PIPELINE, communication=others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
-        outside, block = weights_split(self.m)
+        block = block_parameters(self.m)
+        outside = parameter_count(self.m) - self.m.L * block
         states = (middle * block + outside / min(stages, 2)) / layout.tensor
         self._state_rows(row, layers, states, block / layout.tensor)
         owned = states / (layout.state_ranks if layout.zero else 1)
@@ -476,17 +437,8 @@ class _Rank:
 
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[Product, ...]:
     """As `flops.products`, of one rank and one micro-batch. Heads and widths are split over tensor
-    ranks, tokens over context ranks; keys of all tokens meet the queries of some."""
-    t, c = layout.tensor, layout.context
-
-    def cut(one: Product) -> Product:
-        if one.pairs:
-            return replace(one, M=one.M // c, group=one.group // t)
-        if one.name in BY_OUTPUT:
-            return replace(one, M=one.M // c, N=one.N // t)
-        return replace(one, M=one.M // c, K=one.K // t)
-
-    return tuple(cut(one) for one in products(m, batch=sequences))
+    ranks, tokens over context ranks."""
+    return tuple(one.on_rank(layout.tensor, layout.context) for one in products(m, batch=sequences))
 
 
 def low_recipe(name: str, p: Precision) -> Recipe:
@@ -515,20 +467,29 @@ def _linear(one: Product, on: Machine, efficiency: Efficiency, p: Precision,
     return (kept * forward + (1 - kept) * cost / 3, kept * backward + (1 - kept) * cost * 2 / 3)
 
 
-@functools.cache
-def pointwise_split(m: ModelConfig, compute: int, stream: int) -> tuple[float, float]:
-    """`roofline.pointwise_bytes` of one sequence, as one layer's and what is outside the layers."""
-    one, two = (pointwise_bytes(replace(m, layers=n), batch=1, compute=compute, stream=stream)
-                for n in (1, 2))
-    return two - one, 2 * one - two
+def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
+               efficiency: Efficiency) -> tuple[float, float]:
+    """Seconds of an operation over pairs, forward and backward, on one of `split` ranks. A kernel
+    that does not fuse it writes the scores to memory and reads them again, pass by pass."""
+    flops = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * op.pairs_share / split
+    scores = op.pairs[0].M * op.pairs[0].N * op.pairs[0].group * op.pairs_share / split
+    move = scores * p.compute / bandwidth
+    forward_passes, backward_passes = op.score_passes
+    unfused = forward_passes > 0
+    forward = flops / (peak * (efficiency.products[p.dtype] if unfused else efficiency.attention))
+    backward = op.backward_pairs * forward
+    if efficiency.overlapped:       # a floor: each product reads or writes the scores once
+        return max(forward, 2 * unfused * move), max(backward, 4 * unfused * move)
+    return forward + forward_passes * move, backward + backward_passes * move
 
 
-@functools.cache
-def weights_split(m: ModelConfig) -> tuple[float, float]:
-    """Parameters outside the layers, and of one layer."""
-    parts = parameters(m)
-    layers = parts["attention"] + parts["mlp"] + parts["norms"]
-    return sum(parts.values()) - layers, layers / m.L
+def _attention_words(name: str, op: Op) -> str:
+    forward, backward = op.score_passes
+    words = f"{name}: {len(op.pairs)} products forward, {len(op.pairs) * op.backward_pairs:g} backward, "
+    words += f"over {op.pairs_share:.2f} of the pairs"
+    if forward:
+        words += f"; {forward} passes over the scores forward, {backward} backward"
+    return words
 
 
 # A run.

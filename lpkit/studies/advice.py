@@ -30,10 +30,10 @@ from lpkit.precision.formats import format_of
 from lpkit.precision.recipes import RECIPES, kept, resolve
 from lpkit.precision.recipes import Recipe as Row
 from lpkit.precision.scaled import SCALES, Cast
+from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
 from lpkit.predict.flops import Product, products
-from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost
 from lpkit.predict.precision import StepCost, emulated, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity

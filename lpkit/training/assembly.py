@@ -91,7 +91,7 @@ def build_model(config: Config, device: torch.device, *, attend: str = "sdpa",
                 transforms: tuple[Transform, ...] = ()) -> nn.Module:
     """Initialised from `config.seed`, moved to `device`, transformed in the order of the stages."""
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, attend=pick(attention.BACKENDS, attend, "model.attention"))
+    model = Transformer(config.model, attend=attention.backend(attend))
     pick(INITS, config.model.init, "model.init")(model)
     if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
         model.to(device)
@@ -140,7 +140,6 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decide
             compiled=chosen["compile"].used == "on", forwards=config.accumulate * (1 + (config.memory.recompute != "none")))
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe="bf16" if recipe.compute == torch.bfloat16 else "fp32")
-    pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
     chosen |= memory.choose(config, recipe, device)
     return Decided(device=device, recipe=recipe, chosen=chosen)
 
