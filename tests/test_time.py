@@ -72,7 +72,7 @@ def test_one_device_is_the_sum_that_advise_makes():
     step, cost = step_time(SMALL, H100, precision="bf16"), step_cost(SMALL, Recipe(name="bf16", dtype="bf16"), H100)
     assert cost.rest_seconds == {row.name: row.seconds for row in step.rows}
     assert step.step_seconds == cost.base_step_seconds == cost.step_seconds and cost.speedup == 1
-    low = step_cost(SMALL, low_recipe("fp8-tensorwise", PRECISIONS["fp8-tensorwise"]), H100)
+    low = step_cost(SMALL, low_recipe("fp8-tensorwise", PRECISIONS["fp8-tensorwise"], SMALL.model), H100)
     assert low.step_seconds == step_time(SMALL, H100, precision="fp8-tensorwise").step_seconds
     assert low.base_step_seconds == step.step_seconds
 
@@ -207,7 +207,6 @@ def test_an_estimate_is_never_below_its_floor(name):
                     estimate, floor = (step_time(config, on, layout, recompute=recompute, efficiency=efficiency)
                                        for efficiency in (ASSUMED, FLOOR))
                     assert 0 < floor.step_seconds <= estimate.step_seconds, (on.name, layout, attention)
-                    assert floor.mfu < 1
 
 
 def test_the_floor_of_an_eager_step_by_hand():
@@ -239,7 +238,7 @@ def test_attention_has_the_time_of_its_backend():
     assert seconds("blocked") == pytest.approx(blocks * (3 * flops / (989.4e12 * 0.78) + 13 * scores / (3.35e12 * 0.92)))
     cpu = replace(H100, kind="cpu")
     assert seconds("auto", cpu) == seconds("blocked", cpu)      # as lpkit.nn chooses in bf16
-    with pytest.raises(ConfigError, match=r"there is no model\.attention 'flsh'"):
+    with pytest.raises(ConfigError, match=r"there is no model\.attention='flsh'"):
         seconds("flsh")
 
 

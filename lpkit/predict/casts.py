@@ -53,6 +53,23 @@ class Recipe:
         return None if pair is None else pair[{"y": "xw", "dx": "gw", "dw": "gx"}[product].index(tensor)]
 
 
+# Of the FP8 efficiency, with float32 scales finer than a tensor: tensor cores apply one-byte scales
+# themselves. Between both published rowwise figures (docs/advise.md).
+FINE_SHARE = {"fp8": 0.8}
+# torch._int_mm writes int32; scaling reads it and writes 16 bits.
+RESULT_BYTES = {"int8": 4 + 4 + 2}
+
+
+def on_hardware(name: str, dtype: str, casts: Mapping[str, tuple[Operand, Operand]], *,
+                history: int = 0, kept: Mapping[str, int]) -> Recipe:
+    """A recipe whose products run in `dtype` itself."""
+    fine = any(operand.block != (0, 0) and operand.scale_bytes == FP32
+               for pair in casts.values() for operand in pair)
+    return Recipe(name=name, dtype=dtype, casts=casts, history=history, kept=kept,
+                  result_bytes=RESULT_BYTES.get(dtype, BF16),
+                  product_share=FINE_SHARE.get(dtype, 1.0) if fine else 1.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """One kernel over one tensor."""

@@ -169,17 +169,21 @@ def micro_batch(config: Config, devices: int) -> tuple[int, int]:
     return piece, share // piece
 
 
-def memory(config: Config, machine: "str | Machine" = "h200", devices: int = 1, *, layout: Layout | None = None,
+def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
+           layout: Layout | None = None,
            precision: str | None = None, optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
            attention: str | None = None) -> Memory:
     """Bytes per device of one step of `config` on `devices` machines, where they are most.
 
-    layout     None: data parallel over `devices`, with ZeRO stage `zero`
+    layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the config's `parallel`
     precision  a row of PRECISIONS; None: the config's recipe, where "auto" is bf16
     optimizer, recompute, attention: None: the config's, where "auto" attention is what a run on this machine chooses
     Raises ConfigError. Under 200 us.
     """
-    layout = layout or (Layout(shard=devices, zero=zero) if zero else Layout(data=devices))
+    if layout is None:
+        layout = config.parallel
+        if devices is not None:
+            layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
     on, m, mem = machines.find(machine), config.model, config.memory
     recompute = recompute or mem.recompute
     p = _precision(precision or {"auto": "bf16"}.get(config.precision.recipe, config.precision.recipe))

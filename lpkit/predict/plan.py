@@ -46,9 +46,10 @@ MOST_CHUNKS = 8             # of a stage: as Llama 3
 MICRO = (1, 2, 4, 8)
 UNPRICED = ("saved", "optimizer_state")     # of config.memory
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
-# A precision as the settings that train it. bf16-master, the ZeRO paper's, has none.
-TRAINED_AS = {"bf16-pure": {"precision.recipe": "bf16", "memory.parameters": "bf16"}}
-UNTRAINED = {"bf16-master": "lpkit keeps float32 weights (bf16) or rounds bf16 ones stochastically (bf16-pure)"}
+UNTRAINED = {       # precisions that no config names, and what to plan with instead
+    "bf16-master": "the ZeRO paper's setting; lpkit trains float32 weights: bf16",
+    "bf16-pure": "weights that lose small updates; lpkit rounds them: bf16 with memory.parameters=bf16",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +75,10 @@ class Option:
     def config(self) -> Config:
         """What `lpkit.train` takes. Raises ConfigError for a precision that lpkit does not train."""
         if self.precision in UNTRAINED:
-            raise ConfigError(f"{self.precision} is the ZeRO paper's setting, and lpkit does not train it: "
-                              f"{UNTRAINED[self.precision]}; plan with one of these")
-        recipe = TRAINED_AS.get(self.precision, {"precision.recipe": self.precision})
-        changes = {**recipe, "optimizer.name": self.optimizer, "memory.recompute": self.recompute}
-        return replace(self.base, parallel=self.layout).replace(changes)
+            raise ConfigError(f"lpkit does not train {self.precision}, {UNTRAINED[self.precision]}")
+        return replace(self.base, parallel=self.layout).replace({
+            "precision.recipe": self.precision, "optimizer.name": self.optimizer,
+            "memory.recompute": self.recompute})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; every row with its formula and source."""

@@ -20,13 +20,14 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 2022 for tensor and sequence parallelism, https://arxiv.org/abs/2205.05198.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, nearest
-from lpkit.predict.casts import Operand, Recipe, linear_cost, plain_seconds
+from lpkit.predict.casts import Operand, Recipe, linear_cost, on_hardware, plain_seconds
 from lpkit.predict.flops import (
     Product,
     forward_flops,
@@ -53,7 +54,7 @@ from lpkit.predict.links import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from lpkit.predict.params import block_parameters, parameter_count
+from lpkit.predict.params import of, parameters
 from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import FP32, MicroBatch, Op, operations
@@ -73,7 +74,6 @@ CHECKPOINTS = "Chen et al. 2016, https://arxiv.org/abs/1604.06174"
 PHASES = ("forward", "backward", "optimizer", "communication")
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
-FINE_SHARE = 0.8        # of the FP8 efficiency, with float32 scales finer than a tensor (docs/advise.md)
 
 RECOMPUTED: dict[str, frozenset[str]] = {   # what runs once more in backward
     "none": frozenset(),
@@ -144,14 +144,15 @@ class StepTime:
     attention: str
     efficiency: Efficiency
     factor: float = 1.0         # of a calibration; it is in the rows already
-    phases: Mapping[str, float] = field(init=False)
 
-    def __post_init__(self):
+    @functools.cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds by PHASES."""
         phases = dict.fromkeys(PHASES, 0.0)
         for row in self.rows:
             for phase, seconds in row.phases.items():
                 phases[phase] += seconds
-        object.__setattr__(self, "phases", phases)
+        return phases
 
     @property
     def step_seconds(self) -> float:
@@ -222,7 +223,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     if recipe is None and p.low is not None:
         on.peak_flops(p.dtype)      # refuses a machine that lacks it
-        recipe = low_recipe(precision, p)
+        recipe = low_recipe(precision, p, m)
         p = replace(p, dtype=BASE)
     if efficiency.flat is None:
         again = -(-m.L // config.memory.recompute_every) / m.L      # share of the blocks that run again
@@ -387,8 +388,9 @@ class _Rank:
             f"each stage at its own pace",
             PIPELINE, communication=others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
-        block = block_parameters(self.m)
-        outside = parameter_count(self.m) - self.m.L * block
+        parts = parameters(self.m)
+        outside = parts["embedding"] + parts["positions"] + parts["head"]
+        block = (sum(parts.values()) - outside) / self.m.L
         states = (middle * block + outside / min(stages, 2)) / layout.tensor
         self._state_rows(row, layers, states, block / layout.tensor)
         owned = states / (layout.state_ranks if layout.zero else 1)
@@ -441,15 +443,17 @@ def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[Produ
     return tuple(one.on_rank(layout.tensor, layout.context) for one in products(m, batch=sequences))
 
 
-def low_recipe(name: str, p: Precision) -> Recipe:
+def low_recipe(name: str, p: Precision, m: ModelConfig) -> Recipe:
     """The casts of a precision, in the words of `lpkit.predict.casts`. Gradients are cast as
-    activations are; the head stays in 16 bits."""
+    activations are."""
     low = p.low
     x, w = (Operand(bits=low.bits, block=block, scale_bytes=low.scale_bytes,
                     transposes=block[0] == block[1]) for block in (low.x, low.w))
-    fine = low.scale_bytes == FP32 and low.x != (0, 0)
-    return Recipe(name=name, dtype=p.dtype, casts={"y": (x, w), "dx": (x, w), "dw": (x, x)},
-                  history=low.history, kept={"head": 1}, product_share=FINE_SHARE if fine else 1.0)
+    kept = {"head": 1}
+    if "last" in low.keep:
+        kept |= dict.fromkeys((op.name for op in of(m).linears), 1)
+    return on_hardware(name, p.dtype, {"y": (x, w), "dx": (x, w), "dw": (x, x)},
+                       history=low.history, kept=kept)
 
 
 def _linear(one: Product, on: Machine, efficiency: Efficiency, p: Precision,
