@@ -165,7 +165,7 @@ def test_what_is_used_and_why():
     assert ask(compiled=True).used == "cached"
     with pytest.raises(ConfigError, match=r"cache_weight_casts=true.*bf16: it casts no weight"):
         ask(recipe="bf16")
-    with pytest.raises(ConfigError, match="precision.cache_weight_casts must be true or false, got 'cache'"):
+    with pytest.raises(ConfigError, match=r"precision\.cache_weight_casts must be true or false, got 'cache'"):
         Config().replace({"precision.cache_weight_casts": "cache"})
 
 
