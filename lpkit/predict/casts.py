@@ -17,7 +17,7 @@ from lpkit.predict.roofline import ASSUMED, BF16, Efficiency, product_seconds
 from lpkit.techniques.blocks import FP32
 from lpkit.techniques.machines import Machine
 
-ON_CHIP = 2**16                     # elements in one kernel that finds their largest: 128 KiB of bf16
+ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
 COALESCED = 32                      # columns that a kernel reads together as it walks down one
 # The products of each tensor: along the stored rows, then down the columns.
 USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}
@@ -28,7 +28,7 @@ READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes an element; weights are floa
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """How one operand (rows, contracted axis) is cast: a `block` shares a scale, 0 spans an axis."""
+    """How one operand (rows, contracted axis) is cast: a `block` shares a scale, 0 spans all."""
 
     bits: float
     block: tuple[int, int] = (0, 0)
@@ -38,8 +38,8 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the formulas need of a precision recipe. `casts` are y: (x, w), dx: (g, w), dw: (g, x); a
-    product that is absent stays in 16 bits."""
+    """What the formulas need of a precision recipe. `casts` are y: (x, w), dx: (g, w), dw: (g, x);
+    an absent product stays in 16 bits."""
 
     name: str
     dtype: str                      # of the products, in the catalogue of machines

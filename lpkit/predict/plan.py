@@ -9,8 +9,8 @@ Every layout of every number of devices is counted; few are evaluated, because
     demands.
 Chosen once, and not searched: powers of two where the number of devices is; tensor ranks in one
 node; at least `LEAST_CONTEXT` tokens a context rank; ZeRO-1 with a pipeline (stage 3 would gather
-all weights for every micro-batch), 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one chunk
-a stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are counted
+all weights for every micro-batch), 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one
+chunk a stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are counted
 by their split into tensor, pipeline and context; of the rest, each split shows its best.
 """
 
@@ -175,8 +175,9 @@ ORDERS = {
 
 def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
          budget: float | None = None, deadline_seconds: float | None = None,
-         devices: int | None = None, precisions: Sequence[str] | None = None, optimizer: str | None = None,
-         price_per_hour: float | None = None, efficiency: Efficiency | None = None,
+         devices: int | None = None, precisions: Sequence[str] | None = None,
+         optimizer: str | None = None, price_per_hour: float | None = None,
+         efficiency: Efficiency | None = None,
          calibration: Calibration | None = None) -> Plan:
     """Search. `config.batch`, `model` and `memory` are kept; `config.accumulate` is not.
 
@@ -202,10 +203,11 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
         raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
     default = MemoryConfig()
     for name in UNPRICED:
-        if getattr(config.memory, name) != getattr(default, name):
-            raise ConfigError(f"plan has no seconds for memory.{name}={getattr(config.memory, name)}, "
-                              f"which moves bytes beyond the device's memory or casts them; leave it "
-                              f"out, or ask `lpkit predict` for its bytes")
+        value = getattr(config.memory, name)
+        if value != getattr(default, name):
+            raise ConfigError(f"plan has no seconds for memory.{name}={value}, which moves bytes "
+                              f"beyond the device's memory or casts them; leave it out, or ask "
+                              f"`lpkit predict` for its bytes")
     memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
     counts = [devices] if devices else powers_of_two(1, MOST_DEVICES)
     refusals = {name: Refusal() for name in CONSTRAINTS}

@@ -24,7 +24,7 @@ class Efficiency:
     products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
     attention: float                    # of the 16-bit peak, by a flash kernel
     bandwidth: float
-    casts: float                        # of the bandwidth; a CPU's cast calculates more than it moves
+    casts: float                        # of the bandwidth; a CPU's casts calculate more than move
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
