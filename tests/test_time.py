@@ -239,7 +239,7 @@ def test_attention_has_the_time_of_its_backend():
     assert seconds("blocked") == pytest.approx(blocks * (3 * flops / (989.4e12 * 0.78) + 13 * scores / (3.35e12 * 0.92)))
     cpu = replace(H100, kind="cpu")
     assert seconds("auto", cpu) == seconds("blocked", cpu)      # as lpkit.nn chooses in bf16
-    with pytest.raises(ConfigError, match=r"there is no model\.attention='flsh'"):
+    with pytest.raises(ConfigError, match=r"there is no model\.attention 'flsh'"):
         seconds("flsh")
 
 
