@@ -417,7 +417,7 @@ def process(program, rank, folder):
 def run_two(program, folder):
     """The exit codes of two processes, and what they said."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "lpkit.training.checkpoint"])
+    context.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch._dynamo"])
     ranks = [context.Process(target=process, args=(program, rank, folder)) for rank in range(2)]
     try:
         for rank in ranks:
