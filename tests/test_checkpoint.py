@@ -169,7 +169,8 @@ FORMATS = {f"every/{kind}".replace("torch.", ""): BYTES.clone().view(kind) for k
     torch.uint8, torch.int8, torch.int64, torch.float32, torch.float16, torch.bfloat16,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)}
 SHAPES = {"a/b/c.d": torch.randn(3, 4).T, "bool": torch.tensor([True, False]),
-          "none": torch.empty(0, 3), "scalar": torch.tensor(0.1), "scalar/bf16": torch.tensor(0.1, dtype=torch.bfloat16),
+          "none": torch.empty(0, 3), "scalar": torch.tensor(0.1),
+          "scalar/bf16": torch.tensor(0.1, dtype=torch.bfloat16),
           "scalar/int": torch.tensor(2**62)}
 
 
