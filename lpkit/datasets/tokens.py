@@ -7,12 +7,10 @@ Where a text stops, and wherever the other split took over, stands the tokenizer
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,7 +24,7 @@ from lpkit.contracts import Tokenizer
 from lpkit.datasets import sources
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
 from lpkit.errors import ConfigError, pick
-from lpkit.files import sync, write_atomically
+from lpkit.files import locked, sha256, whole_folder, write_atomically
 
 FORMAT = "lpkit-tokens"
 VERSION = 1
@@ -106,9 +104,7 @@ def open_tokens(folder: Path | str) -> TokenFiles:
             if size != due:
                 raise ConfigError(f"{path} has {size} bytes where its header says {due}: it was truncated or altered; "
                                   f"remove the folder and prepare it again")
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != facts["sha256"]:
+            if sha256(path) != facts["sha256"]:
                 raise ConfigError(f"{path} does not have the checksum of its header: it was altered; remove the folder "
                                   f"and prepare it again")
             maps[split] = np.memmap(path, dtype=dtype, mode="r")
@@ -178,20 +174,12 @@ def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
 def _written_once(source: sources.Source, data: DataConfig, vocab: int, folder: Path, cache: Path) -> TokenFiles:
     """The files in `folder`, written by whichever process comes first; the others wait for it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, cache):
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    with locked(cache / "locks" / name):
         if is_prepared(folder):
             return open_tokens(folder)
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(temporary)        # whoever made it was killed, or it would be locked
-        try:
-            temporary.mkdir()
+        with whole_folder(folder) as temporary:
             _write(source, data, vocab, temporary, cache)
-            os.rename(temporary, folder)    # onto nothing, or onto an empty folder
-            sync(folder.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
     return open_tokens(folder)
 
 
@@ -218,7 +206,6 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
               "end": tokenizer.end, "dtype": kind, "val_fraction": data.val_fraction, "splits": facts,
               "date": datetime.now(UTC).isoformat(timespec="seconds"), "tokenizer": tokenizer.to_dict()}
     write_atomically(folder / "header.json", json.dumps(header))
-    sync(folder)
 
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:
@@ -274,16 +261,6 @@ class _Writer:
         self.file.close()
         return {"tokens": self.tokens, "documents": self.documents, "largest": self.largest,
                 "sha256": self.digest.hexdigest()}
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, cache: Path):
-    """One process at a time; the kernel lets go of the lock when its holder dies."""
-    locks = cache / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with (locks / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ class _Writer(dcp.StorageWriter):
             places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         path = self.folder / plan.storage_data
         save_file(pieces, path, metadata={SHARDING: json.dumps(places)})
-        if distributed():           # on the machine that wrote it; the caller syncs the whole folder
+        if distributed():           # here, where it was written; the caller syncs the whole folder
             sync(path)
         return _done([])
 
