@@ -19,21 +19,25 @@ from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("lpkit", "FRAGMENT")
 EVERY_DEVICE = "CompositeExplicitAutograd"
+MADE_OF_OPERATIONS: dict[OpOverload, Callable] = {}     # kernels written in PyTorch, for who counts
 
 
-def operator(schema: str, *, fake: Callable, flops: Callable[..., int] = lambda *_, **__: 0,
-             key: str = "CPU") -> Callable[[Callable], OpOverload]:
+def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
+             flops: Callable[..., int] = lambda *_, **__: 0) -> Callable[[Callable], OpOverload]:
     """Register the decorated kernel under the name in `schema`; the operator takes its place.
 
-    flops: from shapes in place of tensors. key: the dispatch key that the kernel serves.
+    key: the dispatch key that the kernel serves. fake: None for a kernel that is made of PyTorch's
+    operations and so its own fake. flops: from shapes in place of tensors.
     """
     def register(kernel: Callable) -> OpOverload:
         name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(name, kernel, key)
-        torch.library.register_fake(f"lpkit::{name}", fake, lib=LIBRARY)
+        torch.library.register_fake(f"lpkit::{name}", fake or kernel, lib=LIBRARY)
         packet = getattr(torch.ops.lpkit, name)
         register_flop_formula(packet)(flops)
+        if fake is None:
+            MADE_OF_OPERATIONS[packet.default] = kernel
         return packet.default
 
     return register
