@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lpkit.contracts import pick
+from lpkit.optim.rounding import to_bf16
 from lpkit.precision.formats import FORMATS
 
 BF16_MANTISSA = FORMATS["bf16"].mantissa_bits
@@ -30,16 +31,10 @@ def _bf16(w: Tensor) -> Tensor:
     return w.bfloat16().float()
 
 
-def _stochastic(w: Tensor) -> Tensor:
-    """Up or down with the probability of the remainder: noise in the 16 bits that are dropped."""
-    noise = torch.randint(1 << 16, w.shape, dtype=torch.int32, device=w.device)
-    return ((w.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
-
-
 STORES: dict[str, Callable[[Tensor], Tensor]] = {   # what becomes of a weight after an update
     "float32 master": lambda w: w,
     "bf16 weights": _bf16,
-    "bf16 weights, stochastic": _stochastic,
+    "bf16 weights, stochastic": lambda w: to_bf16(w.contiguous(), None).float(),
 }
 
 
