@@ -31,7 +31,7 @@ INLINE long least(long a, long b) { return a < b ? a : b; }
 /* 2^(code - 127), code >= 0. A code is the exponent field of a float32, but 2^-127 is subnormal. */
 INLINE float power(int32_t code) { return float_of(code > 0 ? code << 23 : 1 << 22); }
 
-/* ---- loading and storing a tile ---------------------------------------------------------------- */
+/* ---- loading and storing a tile -------------------------------------------------------------- */
 
 /* bf16 is the upper half of a float32. float32 needs no copy: the tile is the tensor itself. */
 INLINE const float *load(const void *x, int kind, long at, long n, float *tile) {
@@ -79,7 +79,7 @@ INLINE void finish(const float *tile, void *out, int kind, long at, long n, cons
     if (kind == 2) store_codes(tile, (uint8_t *)out + at, n, g);
 }
 
-/* ---- rounding ----------------------------------------------------------------------------------- */
+/* ---- rounding -------------------------------------------------------------------------------- */
 
 /* A hash of the element's number in place of a generator with a state: elements may be rounded in any
  * order, by any number of threads. Multiply-shift rounds after Wang and Wellons; 24 bits are left. */
@@ -139,7 +139,7 @@ INLINE void round_span(const float *x, float *y, long n, float factor, int divid
     }
 }
 
-/* ---- largest magnitudes ------------------------------------------------------------------------- */
+/* ---- largest magnitudes ---------------------------------------------------------------------- */
 
 /* As integers: a maximum of floats that keeps NaN is no vector instruction, and of integers it is. */
 INLINE int32_t top_of(const float *x, long n) {
@@ -196,7 +196,7 @@ void lp_amax(const void *x, int kind, long R, long C, long r, long c, float *out
     *nonfinite = bad;
 }
 
-/* ---- one scale for each block of (r, c) --------------------------------------------------------- */
+/* ---- one scale for each block of (r, c) ------------------------------------------------------ */
 
 /* Divides, where a multiplication by the inverse would be faster: it would round twice. By 1 it does
  * not, and a division is the slowest instruction of the loop. */
@@ -227,7 +227,7 @@ void lp_qdq(const void *x, int kind, void *out, int out_kind, long R, long C, lo
     }
 }
 
-/* ---- block formats: the scale is found and used while the block is in the cache ------------------- */
+/* ---- block formats: the scale is found and used while the block is in the cache -------------- */
 
 /* A loop of a known length is unrolled whole; 32 is the length that hardware has. */
 INLINE void round_block(const float *x, float *y, long size, float factor, float back, const Grid *g,

@@ -1,8 +1,8 @@
 """Quantise and dequantise on low-precision grids: a fast C kernel, and its definition in PyTorch.
 
-    amax(x, block=None)             -> Amax(values, nonfinite)              largest magnitudes, one pass
-    qdq(x, fmt, scale, block=None)  -> Tensor                               round(x / scale) * scale
-    mx(x, fmt, rule="floor")        -> Blocks(values, scales, nonfinite)    32 share a power of two (MX)
+    amax(x, block=None)             -> Amax(values, nonfinite)            largest magnitudes, one pass
+    qdq(x, fmt, scale, block=None)  -> Tensor                             round(x / scale) * scale
+    mx(x, fmt, rule="floor")        -> Blocks(values, scales, nonfinite)  32 share a power of two
 
 How a cast is fast. Add a number so large that the last bit of the sum is the grid's spacing, and
 take it away again: the addition's own rounding to nearest-even is the rounding, for every format at
@@ -10,20 +10,20 @@ once and without a branch. `_round` is that in PyTorch, `rounded` in cast.c the 
 
 `fmt` is a `lpkit.precision.formats.Format`: any with a sign and at most 8 bits. x is float32 or
 bf16, of any shape and strides (a view that is not contiguous is copied first; `qdq` with one scale
-keeps a transposed view's order instead). x counts as a matrix (R, C): the last axis, and all others.
+keeps a transposed view's order instead). x counts as a matrix (R, C): the last axis, and the others.
 `block=(r, c)` says which elements share a scale or an amax; 0 stands for the whole axis, so (1, 0)
 is per row and None the whole tensor. Values come in `dtype`: None for x's own, float32, bf16, or
 torch.uint8 for the bit patterns before rescaling.
 
 Rounding is to nearest-even and saturates. With `noise=Noise(seed=..., counter=...)` it is
 stochastic, from a generator that is a pure function of seed and element: advance the counter by
-x.numel() and a run can be repeated and resumed. NaN stays NaN, its payload unspecified. Bit patterns
-of a format without NaN have none, so look at `nonfinite`, which counts what was not finite (elements
+x.numel() and a run can be repeated and resumed. NaN stays NaN, with any payload. Bit patterns
+of a format without NaN have none, so look at `nonfinite`, which counts what is not finite (elements
 for amax, blocks for mx; a 0-dim int64 tensor).
 
 Each function checks its arguments and calls an operator (`lpkit.kernels.operator`), so fake tensors
 and torch.compile see one operation. Its kernel is C, compiled on first use (`compile_c`); without a
-compiler it is the definition. On other devices the definition runs in place of the operator, so that
+compiler it is the definition. On other devices the definition runs instead of the operator, so that
 torch.compile can fuse it. `choice()` says which it is here and why. Nothing here is differentiable.
 """
 
@@ -142,7 +142,7 @@ def qdq(x: Tensor, fmt: Grid, scale: Tensor | float | None = None, *,
         block: tuple[int, int] | None = None, rescale: bool = True,
         dtype: torch.dtype | None = None, noise: Noise | None = None,
         out: Tensor | None = None) -> Tensor:
-    """round(x / scale) on the grid of `fmt`, multiplied by the scale again unless `rescale` is False.
+    """round(x / scale) on the grid of `fmt`, times the scale again unless `rescale` is False.
 
     scale: one positive number or 0-dim tensor; with `block`, float32 (R / r, C / c). A scale of 0
     makes NaN of zeros. `out` is written to when given: it has the shape and dtype of the result and
@@ -175,8 +175,8 @@ def mx(x: Tensor, fmt: Grid, *, rule: str = "floor", dtype: torch.dtype | None =
     """Blocks of `block` elements along the last axis share a power of two (E8M0, in `scales`).
 
     As torchao's to_mx and to_dtype, bit for bit, but for blocks whose amax is below 2^-110 (there
-    torchao quantises with one scale and dequantises with another) and for "rceil" within rounding of
-    a power of two (there its logarithm, in float32, misses; this is the hardware's rule). A block
+    torchao quantises with one scale and dequantises with another) and for "rceil" within rounding
+    of a power of two (there its logarithm, in float32, misses; this is the hardware's rule). A block
     with a NaN becomes NaN; an infinity saturates.
     """
     how, dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
@@ -190,7 +190,7 @@ def mx(x: Tensor, fmt: Grid, *, rule: str = "floor", dtype: torch.dtype | None =
     if how.divide:
         divisor, exponent = fmt.largest, 0
     else:
-        divisor, exponent = 1.0, math.frexp(fmt.largest)[1] - 1     # frexp's mantissa is in [1/2, 1)
+        divisor, exponent = 1.0, math.frexp(fmt.largest)[1] - 1     # its mantissa is in [1/2, 1)
     arguments = (matrix, block, divisor, added, exponent, *_numbers(fmt), noise and noise.words)
     on_cpu = x.device.type == "cpu"
     if out is not None:
@@ -309,8 +309,8 @@ _PLAIN = (FakeTensor, FunctionalTensor)     # wrappers that PyTorch unwraps befo
 def _check(x: Tensor, fmt: Grid, dtype: torch.dtype | None) -> torch.dtype:
     _check_input(x)
     if not fmt.signed or fmt.bits > 8:
-        raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at most "
-                          f"8 bits, or lpkit.precision.formats.round_to")
+        raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
+                          f"most 8 bits, or lpkit.precision.formats.round_to")
     dtype = dtype or x.dtype
     if dtype not in _KINDS:
         raise ConfigError(f"a cast returns {', '.join(map(str, _KINDS))}, not {dtype}")
@@ -341,8 +341,8 @@ def _check_input(x: Tensor) -> None:
 def _check_out(x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     _check_plain(out)
     if (out.shape, out.dtype, out.device) != (x.shape, dtype, x.device) or not out.is_contiguous():
-        raise ConfigError(f"out must be contiguous, {tuple(x.shape)}, {dtype} and on {x.device}, got "
-                          f"{tuple(out.shape)}, {out.dtype} on {out.device}")
+        raise ConfigError(f"out must be contiguous, {tuple(x.shape)}, {dtype} and on {x.device}, "
+                          f"got {tuple(out.shape)}, {out.dtype} on {out.device}")
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -429,8 +429,8 @@ def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> int:
     """Where C finds `count` elements of x."""
     address = x.data_ptr()
     if not address or x.numel() != count or x.dtype not in dtypes or not x.is_contiguous():
-        raise TypeError(f"a cast needs {count} elements that lie together in memory, got {x.dtype}, "
-                        f"{tuple(x.shape)} with strides {x.stride()}, storage of "
+        raise TypeError(f"a cast needs {count} elements that lie together in memory, got "
+                        f"{x.dtype}, {tuple(x.shape)} with strides {x.stride()}, storage of "
                         f"{x.untyped_storage().nbytes()} bytes; call lpkit.kernels.cast")
     return address
 

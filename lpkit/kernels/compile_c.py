@@ -27,7 +27,7 @@ from lpkit.files import sync
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction: a multiply-add rounds once where the definition rounds twice.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
-ATTEMPTS = {                        # the first that compiles is taken; not every compiler knows every flag
+ATTEMPTS = {    # the first that compiles is taken; not every compiler knows every flag
     "for this processor, with OpenMP": ("-march=native", "-fopenmp"),
     "for this processor, without OpenMP and so on one thread": ("-march=native",),
     "for this kind of processor, without OpenMP and so on one thread": (),
