@@ -1,5 +1,7 @@
 """The cast kernels: the C kernel against its definition in PyTorch, both against the formats, torchao and float64."""
 
+import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,18 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit.errors import ConfigError
-from lpkit.kernels import cast, native
+from lpkit.kernels import cast, compile_c
 from lpkit.kernels.cast import Noise
 from lpkit.precision.formats import encode, round_to
+from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.recipes import RECIPES
 from tests.test_formats import hard_cases
 
 ELEMENTS = ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"]
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
 DTYPES = [torch.float32, torch.bfloat16]
-NATIVE = pytest.mark.skipif(native.load("cast") is None, reason=native.choice("cast").why)
+NATIVE = pytest.mark.skipif(compile_c.load("cast") is None, reason=compile_c.choice("cast").why)
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def in_torch(monkeypatch):
     """Runs a call by the definition in PyTorch."""
     def run(call):
         with monkeypatch.context() as patch:
-            patch.setattr(cast, "_native", lambda x: None)
+            patch.setattr(cast, "_library", lambda: None)
             return call()
 
     return run
@@ -68,8 +73,8 @@ def test_c_is_the_definition(name, noise, dtype, in_torch):
              lambda x: cast.qdq(x.T, f, 0.25, **how),
              lambda x: cast.qdq(x, f, cast.amax(x, (1, 0)).values / f.largest, block=(1, 0), **how),
              lambda x: cast.qdq(x, f, cast.amax(x, (32, 128)).values / f.largest, block=(32, 128), **how),
-             lambda x: cast.nvfp4(x, f, E4M3, **how),
-             lambda x: cast.nvfp4(x, f, E4M3, rows=16, **how),
+             lambda x: cast.qdq(x, f, cast.amax(x, (1, 16)).values / f.largest, block=(1, 16), **how),
+             lambda x: cast.qdq(x, f, cast.amax(x, (16, 16)).values / f.largest, block=(16, 16), **how),
              *(lambda x, rule=rule: cast.mx(x, f, rule=rule, **how) for rule in cast.SCALE_RULES)]
     for call in calls:
         for x in (spread(32, 256), spread(32, 256).bfloat16()):
@@ -134,15 +139,17 @@ def test_mx_is_torchaos(name, rule, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nvfp4_is_torchaos(dtype):
+    """Scales to the bit; values to the last bit of float32, where torchao multiplies in another order."""
     pytest.importorskip("torchao")
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     x = spread(128).to(dtype)
     scale = per_tensor_amax_to_scale(x.abs().amax())
     want = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
-    for got in (cast.nvfp4(x, E2M1, E4M3), cast.nvfp4(x, E2M1, E4M3, tensor_scale=scale)):
-        same(got.values, want.dequantize())
-        assert torch.equal(got.scales, want.scale.view(torch.uint8)) and torch.equal(got.tensor_scale, scale)
+    got = quantise(x, RECIPES["nvfp4"].y[0])
+    assert torch.equal(got.scale.to(torch.float8_e4m3fn).view(torch.uint8), want.scale.view(torch.uint8))
+    assert torch.equal(got.tensor, scale)
+    torch.testing.assert_close(got.dequantise(), want.dequantize().float(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_scale_rules_are_their_definitions():
@@ -178,15 +185,13 @@ def test_what_is_not_finite_is_counted_and_seen(in_torch):
         assert blocks.nonfinite == 2 and blocks.scales[0, 0] == 255
         assert blocks.values.isnan().sum() == 32 and blocks.values[0, :32].isnan().all()
         assert run(lambda: cast.qdq(x, E4M3)).isnan().sum() == 1
-        blocks = run(lambda: cast.nvfp4(x[2:], E2M1, E4M3, tensor_scale=torch.tensor(1.0)))
-        assert blocks.nonfinite == 1
+        assert run(lambda: cast.mx(x[2:], E2M1)).nonfinite == 1
 
 
 def test_zeros_stay_zeros():
     x = torch.zeros(2, 64)
     x[1, 3] = -0.0
-    for values in (cast.mx_qdq(x, E4M3), cast.mx_qdq(x, E2M1, rule="rceil"), cast.nvfp4_qdq(x, E2M1, E4M3),
-                   cast.qdq(x, E4M3)):
+    for values in (cast.mx(x, E4M3).values, cast.mx(x, E2M1, rule="rceil").values, cast.qdq(x, E4M3)):
         same(values, x)
 
 
@@ -233,12 +238,6 @@ def test_strides_and_out():
     assert not cast.qdq(x.requires_grad_(), E4M3).requires_grad
 
 
-def test_compiles_as_part_of_a_graph():
-    x = spread()
-    compiled = torch.compile(lambda x: cast.qdq(x, E4M3, 0.5), backend="eager", fullgraph=True)
-    same(compiled(x), cast.qdq(x, E4M3, 0.5))
-
-
 @pytest.mark.parametrize(("call", "message"), [
     (lambda x: cast.mx(x[:, :500], E4M3), "blocks of 32 do not tile the last axis of 500; pad to 512"),
     (lambda x: cast.amax(x[:3], (2, 0)), "blocks of 2 do not tile the rows of 3; pad to 4"),
@@ -257,38 +256,170 @@ def test_bad_input_says_what_to_do(call, message):
         call(spread())
 
 
+# ---- operators -----------------------------------------------------------------------------------
+
+UNUSUAL = """
+import json, sys, warnings
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from lpkit.kernels import cast
+from lpkit.techniques.formats import FORMATS
+
+class Wrapper(torch.Tensor):
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+class Named(torch.Tensor):
+    pass
+
+warnings.simplefilter("ignore")
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+f, x = FORMATS["e4m3fn"], torch.randn(64, 64)
+freed = x.clone()
+freed.untyped_storage().resize_(0)
+tensors = {
+    "DTensor": DTensor.from_local(x, init_device_mesh("cpu", (2,)), [Shard(0)]), "wrapper": Wrapper((64, 64)),
+    "fake": FakeTensorMode().from_tensor(x), "functional": torch._to_functional_tensor(x), "meta": x.to("meta"),
+    "negative": torch.view_as_complex(x.view(64, 32, 2)).conj().imag, "conjugate": torch.view_as_complex(x.view(64, 32, 2)).conj(),
+    "named": x.as_subclass(Named), "parameter": torch.nn.Parameter(x), "expanded": x[:1].expand(64, 64),
+    "overlapping": torch.randn(200).as_strided((64, 64), (1, 1)), "empty": x[:0], "int": x.int(), "freed": freed,
+    "sparse": x.to_sparse(), "mkldnn": x.to_mkldnn(), "nested": torch.nested.nested_tensor([x, x]),
+    "jagged": torch.nested.nested_tensor([x, x[:32]], layout=torch.jagged), "list": [1.0], "codes": x.to(torch.uint8),
+}
+numbers, one = cast._numbers(f), torch.ones(1, 1)
+calls = {
+    "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5), "mx": lambda t: cast.mx(t, f).values,
+    "out": lambda t: cast.qdq(x, f, 0.5, out=t), "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
+    "lpkit::amax": lambda t: torch.ops.lpkit.amax(t, 1, 1),
+    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, t.shape, True, *numbers, None, torch.float32),
+    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, (1, 1), True, *numbers, None, torch.float32),
+    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 32, 1.0, 0, 8, *numbers, None, torch.float32),
+    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 32, 1.0, 0, 8, *numbers, None, t),
+    "block": lambda t: torch.ops.lpkit.amax(x, -1, 5), "long": lambda t: torch.ops.lpkit.mx(
+        x.view(1, -1), 4096, 1.0, 0, 8, *numbers, None, torch.float32)}
+found = {}
+for name, t in tensors.items():
+    for how, call in calls.items():
+        try:
+            call(t)
+            found[f"{name}, {how}"] = ["works", ""]
+        except Exception as error:
+            found[f"{name}, {how}"] = [type(error).__name__, str(error)]
+x = tensors["negative"]
+found["values"] = [torch.equal(cast.qdq(x, f), cast.qdq(x.clone(), f)), ""]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def unusual():
+    """What becomes of tensors that a kernel cannot read as they are, in a process that may crash."""
+    done = subprocess.run([sys.executable, "-c", UNUSUAL], capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-500:]}"
+    return json.loads(done.stdout)
+
+
+@NATIVE
+def test_no_tensor_crashes_the_process(unusual):
+    assert unusual.pop("values")[0]
+    for case, (outcome, message) in unusual.items():
+        name, how = case.split(", ")
+        if how in ("amax", "qdq", "mx"):
+            works = name in ("fake", "functional", "meta", "negative", "named", "parameter", "expanded", "overlapping")
+            assert outcome == "works" if works else outcome in ("ConfigError", "TypeError"), (case, outcome, message)
+        elif how in ("block", "long"):
+            assert outcome == "TypeError", (case, outcome, message)
+
+
+@NATIVE
+@pytest.mark.parametrize(("case", "message"), [
+    ("DTensor, qdq", "a DTensor wraps other tensors; cast those, for example x.to_local()"),
+    ("wrapper, mx", "a Wrapper wraps other tensors"), ("DTensor, scale", "a DTensor wraps other"),
+    ("DTensor, out", "a DTensor wraps other"), ("int, mx", "got torch.int32; call .float()"),
+    ("sparse, amax", "takes a dense tensor, got torch.sparse_coo"), ("nested, qdq", "nested: True"),
+    ("freed, qdq", "needs 4096 elements that lie together in memory, got torch.float32, .* storage of 0 bytes"),
+    ("meta, out", "on cpu, got .* on meta"), ("expanded, out", "out must be contiguous"), ("list, qdq", "got a list; make one"),
+    ("codes, lpkit::mx", "needs 4096 elements .* got torch.uint8"), ("int, lpkit::qdq scale", "got torch.int32"),
+    ("expanded, lpkit::mx_into", "with strides \\(0, 1\\)"), ("DTensor, lpkit::qdq", "sharding strategy"),
+])
+def test_what_cannot_be_cast_is_refused_in_a_sentence(case, message, unusual):
+    assert re.search(message, unusual[case][1]), unusual[case]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_as_one_operation_of_a_graph(backend):
+    x, graphs = spread(), []
+
+    def look(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    def call(x):
+        return cast.qdq(x, E4M3, 0.5), cast.mx(x, E2M1, noise=Noise(seed=3)), cast.amax(x, (1, 0)), cast.qdq(x, E4M3, out=x.clone())
+
+    same(torch.compile(call, backend=look, fullgraph=True)(x), call(x))
+    (graph,) = graphs
+    made = [str(node.target) for node in graph.graph.nodes if "lpkit" in str(node.target)]
+    assert made == ["lpkit.qdq.default", "lpkit.mx.default", "lpkit.amax.default", "lpkit.qdq_into.default"]
+
+
+def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
+    x, numbers = spread(64, 64), cast._numbers(E4M3)
+    for op, arguments in {
+            torch.ops.lpkit.amax.default: (x, 1, 32),
+            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), (64, 64), True, *numbers, None, torch.bfloat16),
+            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), (64, 64), True, *numbers, None, torch.empty(64, 64)),
+            torch.ops.lpkit.mx.default: (x, 32, 1.0, 0, 8, *numbers, (0, 1, 2), torch.uint8),
+            torch.ops.lpkit.mx_into.default: (x, 32, 1.0, 0, 8, *numbers, None, torch.empty(64, 64))}.items():
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_casts_count_no_flops():
+    with FlopCounterMode(display=False) as counter:
+        cast.mx(cast.qdq(spread(), E4M3), E4M3)
+    assert counter.get_total_flops() == 0
+
+
 # ---- compiling -----------------------------------------------------------------------------------------------------------
 
 SOURCE = Path(cast.__file__).with_name("cast.c")
 
 
 def test_no_compiler_is_a_choice_and_not_an_error(tmp_path):
-    library, choice = native.open_library(SOURCE, tmp_path, compilers=("no-such-compiler",))
+    library, choice = compile_c.open_library(SOURCE, tmp_path, compilers=("no-such-compiler",))
     assert library is None and choice.used == "torch" and "no C compiler" in choice.why
     broken = tmp_path / "broken.c"
     broken.write_text("this is not C")
-    library, choice = native.open_library(broken, tmp_path / "cache")
+    library, choice = compile_c.open_library(broken, tmp_path / "cache")
     assert library is None and choice.used == "torch" and "broken.c" in choice.why
     occupied = tmp_path / "file"
     occupied.write_text("")
-    assert native.open_library(SOURCE, occupied)[1].used == "torch"
+    assert compile_c.open_library(SOURCE, occupied)[1].used == "torch"
 
 
 @NATIVE
 def test_compiled_once_and_whole(tmp_path):
     """Two processes at once: each gets a library that works, one file is left, and the next opens it as it is."""
-    code = ("import sys; from pathlib import Path; from lpkit.kernels import native; "
-            "library, choice = native.open_library(Path(sys.argv[1]), Path(sys.argv[2])); "
+    code = ("import sys; from pathlib import Path; from lpkit.kernels import compile_c; "
+            "library, choice = compile_c.open_library(Path(sys.argv[1]), Path(sys.argv[2])); "
             "library.lp_qdq; print(choice.used)")
     command = [sys.executable, "-c", code, str(SOURCE), str(tmp_path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [p.communicate()[0] for p in both] == ["native\n"] * 2
     (path,) = tmp_path.iterdir()
     before = path.stat().st_mtime_ns
-    assert native.open_library(SOURCE, tmp_path)[1] == native.choice("cast") and path.stat().st_mtime_ns == before
+    assert compile_c.open_library(SOURCE, tmp_path)[1] == compile_c.choice("cast") and path.stat().st_mtime_ns == before
     source = tmp_path / "cast.c"
     source.write_text(SOURCE.read_text() + "\n/* changed */\n")
-    native.open_library(source, tmp_path / "other")
+    compile_c.open_library(source, tmp_path / "other")
     assert next((tmp_path / "other").iterdir()).name != path.name
 
 

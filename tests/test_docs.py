@@ -187,7 +187,7 @@ def test_pictures_of_recipes_show_what_was_measured():
     from lpkit.techniques.recipes import RECIPES
 
     for name in outliers.NAMES:
-        want = outliers.sqnr_db(recipes.with_outlier(), RECIPES[name].y[0], at=recipes.AT)
+        want = outliers.measured_db(recipes.with_outlier(), RECIPES[name].y[0], at=recipes.AT)
         svg = (DOCS / "recipes" / f"{name}.svg").read_text()
         assert f">{want:.1f} dB for the others<" in svg and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
         assert len(svg) < 60_000

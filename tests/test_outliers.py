@@ -17,7 +17,7 @@ def test_the_formula_is_within_one_decibel(name):
     cast = outliers.casts()[name]
     for seed in range(2):
         for size in (10.0, 1e3, 1e5):
-            measured = outliers.sqnr_db(outliers.gaussian(size, seed=seed), cast)
+            measured = outliers.measured_db(outliers.gaussian(size, seed=seed), cast)
             assert abs(outliers.expected_db(cast, outliers.SHAPE, outlier=size) - measured) < 1, (size, measured)
 
 

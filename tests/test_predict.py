@@ -67,7 +67,7 @@ def test_parameters_are_pytorchs_count(name):
         assert parameters(MODELS[name])[part] == count, part
 
 
-@pytest.mark.parametrize("backend", ["plain", "sdpa"])
+@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
 @pytest.mark.parametrize("name", [*ODD, "gpt2-124m", "llama-1b", "llama-70b"])
 def test_flops_are_pytorchs_count(name, backend):
     """On the meta device sdpa is made of products, which the counter sees; backward is twice forward, exactly."""

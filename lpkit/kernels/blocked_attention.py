@@ -1,15 +1,20 @@
 """Causal attention for CPUs: blocks of queries, so that the future is skipped instead of masked.
 
-PyTorch's CPU flash kernel computes in float32 whatever it is given, and visits masked blocks too. Here every product
-is one batched matrix product in the inputs' own dtype, so bf16 hardware is used, and a block of queries meets only the
-keys it may see. It keeps the probabilities for backward, (N, T, T) numbers at most: right for short contexts, wrong for
-long ones. Shapes: q (N, T, E), k and v (N, T, E), N = batch * heads; the output is like q.
+PyTorch's CPU flash kernel computes in float32 whatever it is given, and visits masked blocks too.
+Here every product is one batched matrix product in the inputs' own dtype, so bf16 hardware is used,
+and a block of queries meets only the keys that it may see. It keeps the probabilities for backward,
+(N, T, T) numbers at most: right for short contexts, wrong for long ones.
+
+Shapes: q, k and v (N, T, E), N = batch * heads; the output is like q. FLOPs are counted as PyTorch
+counts them for its own attention and `lpkit.predict.flops` does: the whole square of scores.
 """
 
 import math
 
 import torch
 from torch import Tensor
+
+from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 BLOCK = 128   # queries; smaller blocks skip more and start more products
 
@@ -21,37 +26,63 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT / math.sqrt(E)).masked_fill(future, -torch.inf).softmax(-1) @ v
 
 
+def _products(count: int, shape: torch.Size) -> int:
+    """FLOPs of `count` products over all pairs of tokens."""
+    N, T, E = shape
+    return count * 2 * N * T * T * E
+
+
+@operator("blocked_attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor[])", key=EVERY_DEVICE,
+          flops=lambda q, *_, **__: _products(2, q))
+@torch.autocast("cpu", enabled=False)
+def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The output, and the probabilities of each block."""
+    T, E = q.shape[-2:]
+    out, probabilities = torch.empty_like(q), []
+    mask = torch.full((min(BLOCK, T), T), -torch.inf, dtype=q.dtype, device=q.device)
+    for start in range(0, T, BLOCK):
+        end = min(start + BLOCK, T)
+        seen = mask[:end - start, :end].triu(start + 1)    # 0 up to the diagonal, -inf after it
+        scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(E))
+        probabilities.append(scores.softmax(-1))
+        out[:, start:end] = torch.bmm(probabilities[-1], v[:, :end])
+    return out, probabilities
+
+
+@operator("blocked_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, "
+          "Tensor[] probabilities) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
+          flops=lambda d_out, *_, **__: _products(4, d_out))
+@torch.autocast("cpu", enabled=False)
+def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
+              probabilities: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    T, E = q.shape[-2:]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    # From the last block down: it meets every key, so it fills dk and dv, and the others add to them.
+    for i, p in reversed(list(enumerate(probabilities))):
+        start, end = i * BLOCK, min((i + 1) * BLOCK, T)
+        dy, beta = d_out[:, start:end], 0 if end == T else 1
+        dp = torch.bmm(dy, v[:, :end].mT)
+        ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(1 / math.sqrt(E))
+        dq[:, start:end] = torch.bmm(ds, k[:, :end])
+        dk[:, :end].baddbmm_(ds.mT, q[:, start:end], beta=beta)
+        dv[:, :end].baddbmm_(p.mT, dy, beta=beta)
+    return dq, dk, dv
+
+
 class BlockedAttention(torch.autograd.Function):
-    """`BlockedAttention.apply(q, k, v)`."""
+    """`BlockedAttention.apply(q, k, v)`.
+
+    Not `torch.library.register_autograd`, for which the probabilities would be outputs that need
+    gradients of their own.
+    """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        T, E = q.shape[-2:]
-        out, probabilities = torch.empty_like(q), []
-        mask = torch.full((min(BLOCK, T), T), -torch.inf, dtype=q.dtype, device=q.device)
-        for start in range(0, T, BLOCK):
-            end = min(start + BLOCK, T)
-            seen = mask[:end - start, :end].triu(start + 1)    # 0 up to the diagonal, -inf after it
-            scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(E))
-            probabilities.append(scores.softmax(-1))
-            out[:, start:end] = torch.bmm(probabilities[-1], v[:, :end])
+        out, probabilities = attend(q, k, v)
         ctx.save_for_backward(q, k, v, *probabilities)
         return out
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *probabilities = ctx.saved_tensors
-        T, E = q.shape[-2:]
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        # From the last block down: it meets every key, so it fills dk and dv, and the others add to them.
-        for i, p in reversed(list(enumerate(probabilities))):
-            start, end = i * BLOCK, min((i + 1) * BLOCK, T)
-            dy, beta = d_out[:, start:end], 0 if end == T else 1
-            dp = torch.bmm(dy, v[:, :end].mT)
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(1 / math.sqrt(E))
-            dq[:, start:end] = torch.bmm(ds, k[:, :end])
-            dk[:, :end].baddbmm_(ds.mT, q[:, start:end], beta=beta)
-            dv[:, :end].baddbmm_(p.mT, dy, beta=beta)
-        return dq, dk, dv
+        return gradients(d_out, q, k, v, probabilities)

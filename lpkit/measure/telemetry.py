@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
+from lpkit.precision.error import decibel
 from lpkit.precision.linear import HISTORY_RULES
 from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
@@ -194,14 +195,10 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
     to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
     top = math.log2(high or 1)
     return Quality(
-        sqnr_db=_decibel(signal / noise if noise else math.inf), underflow=(elements - left) / elements if there else 0.0,
-        saturated=beyond / elements, scale_octaves=top - math.log2(low or 1), worst_block_db=_decibel(worst),
+        sqnr_db=decibel(signal / noise if noise else math.inf), underflow=(elements - left) / elements if there else 0.0,
+        saturated=beyond / elements, scale_octaves=top - math.log2(low or 1), worst_block_db=decibel(worst),
         saturated_blocks=saturated / some, zeroed_blocks=zeroed / some, zero_blocks=1 - there / blocks,
         window=(top + math.log2(to.smallest), top + math.log2(to.largest)))
-
-
-def _decibel(ratio: float) -> float | None:
-    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
 def exponents(x: Tensor) -> dict[int, int]:

@@ -23,9 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
 
 from lpkit.contracts import Choice, StatePlacement
+from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
 from lpkit.precision.linear import scaled_linears
 
@@ -203,6 +209,12 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
             return NotImplemented
+        if (kernel := MADE_OF_OPERATIONS.get(func)) is not None:    # look inside: a workspace counts
+            _push_mode(self)
+            try:
+                return kernel(*args, **(kwargs or {}))
+            finally:
+                _pop_mode()
         out = func(*args, **(kwargs or {}))
         made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
         if made:

@@ -13,7 +13,7 @@ from torch import Tensor
 DROPPED = 16    # bits of a float32 that bf16 has not
 
 
-def to_bf16(w: Tensor, generator: torch.Generator) -> Tensor:
+def to_bf16(w: Tensor, generator: torch.Generator | None) -> Tensor:
     """float32 -> bf16, in expectation the same number: noise in the bits that are dropped, then they are."""
     noise = torch.randint(1 << DROPPED, w.shape, dtype=torch.int32, device=w.device, generator=generator)
     return noise.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED)).view(torch.float32).bfloat16()

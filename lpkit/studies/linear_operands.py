@@ -1,7 +1,7 @@
 """The tensors of a real training step, and what a number format makes of them: measured, and expected by formula.
 
     found = operands(Training.build(config), steps=40)      # {"weights": [...], "activations": [...], "gradients": [...]}
-    sqnr_db(x, fmt)   expected_sqnr_db(fmt, crest=crest(x))
+    measured_db(x, fmt)   expected_db(fmt, crest=crest(x))
     zero_share(x, fmt)   expected_zero_share(fmt, sigma=...)
 
 Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast
+from lpkit.precision.error import sqnr_db
 from lpkit.techniques.formats import Format
 from lpkit.training.training import Training
 
@@ -52,11 +53,10 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def sqnr_db(x: Tensor, fmt: Format) -> float:
-    """Signal over quantisation noise, after scaling the largest magnitude of x to the format's largest value."""
+def measured_db(x: Tensor, fmt: Format) -> float | None:
+    """Signal over noise, after scaling the largest magnitude of x to the format's largest value."""
     scale = cast.amax(x).values / fmt.largest
-    error = (cast.qdq(x, fmt, scale, dtype=torch.float32) - x).double().square().sum()
-    return 10 * math.log10(x.double().square().sum() / error)
+    return sqnr_db(x, cast.qdq(x, fmt, scale, dtype=torch.float32))
 
 
 def crest(x: Tensor) -> float:
@@ -77,7 +77,7 @@ def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
     return {k - 60: n / e.numel() for k, n in enumerate(counts.tolist()) if n}
 
 
-def expected_sqnr_db(fmt: Format, *, crest: float) -> float:
+def expected_db(fmt: Format, *, crest: float) -> float:
     """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the format's largest value.
 
     Each binade holds a share of the numbers and has one spacing d; the error there has the energy d^2 / 12.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import pick
+from lpkit.optim.rounding import to_bf16
 from lpkit.techniques.formats import FORMATS
 from lpkit.training.training import Training
 
@@ -30,16 +31,10 @@ def _bf16(w: Tensor) -> Tensor:
     return w.bfloat16().float()
 
 
-def _stochastic(w: Tensor) -> Tensor:
-    """Up or down with the probability of the remainder: noise in the 16 bits that are dropped."""
-    noise = torch.randint(1 << 16, w.shape, dtype=torch.int32, device=w.device)
-    return ((w.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
-
-
 STORES: dict[str, Callable[[Tensor], Tensor]] = {   # what becomes of a weight after an update
     "float32 master": lambda w: w,
     "bf16 weights": _bf16,
-    "bf16 weights, stochastic": _stochastic,
+    "bf16 weights, stochastic": lambda w: to_bf16(w.contiguous(), None).float(),
 }
 
 

@@ -1,7 +1,7 @@
 """One outlier in a Gaussian tensor: what every other element pays for it, by recipe. Expected by formula, and measured.
 
     x = gaussian(1000.0)                        # standard deviation 1, one element at 1000
-    sqnr_db(x, cast)                            # of the others: the outlier itself is always represented well
+    measured_db(x, cast)                        # of the others: the outlier itself is always represented well
     expected_db(cast, x.shape, outlier=1000.0)
 
 A scale serves a block. In the block that holds the outlier every element is cast as if the tensor were that large; in all
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpkit.precision.error import sqnr_db
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, Cast
@@ -43,12 +44,11 @@ def gaussian(outlier: float, *, shape: tuple[int, int] = SHAPE, at: tuple[int, i
     return x
 
 
-def sqnr_db(x: Tensor, cast: Cast, *, at: tuple[int, int] = (3, 40)) -> float:
+def measured_db(x: Tensor, cast: Cast, *, at: tuple[int, int] = (3, 40)) -> float | None:
     """Signal over noise of every element but the one at `at`."""
     others = torch.ones_like(x, dtype=torch.bool)
     others[at] = False
-    error = quantise(x, cast).dequantise() - x
-    return 10 * math.log10(x[others].double().square().sum() / error[others].double().square().sum())
+    return sqnr_db(x[others], quantise(x, cast).dequantise()[others])
 
 
 def hit_share(cast: Cast, shape: tuple[int, int]) -> float:
@@ -102,6 +102,6 @@ def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> d
     kinds[y == 0] = 2
     kinds[row, column] = 3
     return {"kinds": kinds.tolist(), "names": KINDS, "values": x.tolist(), "becomes": y.tolist(), "recipe": recipe,
-            "sqnr_db": sqnr_db(x, cast, at=(row, column)), "block": cast.block}
+            "sqnr_db": measured_db(x, cast, at=(row, column)), "block": cast.block}
 
 

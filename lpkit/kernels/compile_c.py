@@ -1,10 +1,12 @@
 """C kernels, compiled on first use by the system's compiler and kept in the user's cache.
 
-`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes; None where that cannot be
-done, and `choice("cast")` says what happened and why. Nothing raises: the caller has the same numbers in PyTorch.
+`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes. Where
+that fails it returns None, and `choice("cast")` says what happened and why. Nothing raises: the
+caller has the same numbers in PyTorch.
 
-A library's name is a hash of its source, the flags, the compiler's version and the processor, so an old one is never met.
-It is written under another name and moved: two processes that compile at once leave one whole file.
+A library's name is a hash of its source, the flags, the compiler's version and the processor, so an
+old one is never met. It is written under another name and moved: two processes that compile at once
+leave one whole file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lpkit.files import sync
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction: a multiply-add rounds once where the definition rounds twice.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
-ATTEMPTS = {                        # the first that compiles is taken; not every compiler knows every flag
+ATTEMPTS = {    # the first that compiles is taken; not every compiler knows every flag
     "for this processor, with OpenMP": ("-march=native", "-fopenmp"),
     "for this processor, without OpenMP and so on one thread": ("-march=native",),
     "for this kind of processor, without OpenMP and so on one thread": (),
@@ -52,22 +54,25 @@ def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
     return open_library(Path(__file__).with_name(f"{name}.c"), default_cache_dir())
 
 
-def open_library(source: Path, cache: Path, compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
-    """Open what `source` compiles to, from `cache` or anew."""
+def open_library(source: Path, cache: Path,
+                 compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
+    """Open the library of `source`, from `cache` or newly compiled."""
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
-        return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, for example gcc")
+        return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, "
+                            f"for example gcc")
     why = "it did not compile"
     try:
         text, version = source.read_text(), _version(compiler)
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         for how, more in ATTEMPTS.items():
-            key = hashlib.sha256("\0".join((text, *FLAGS, *more, version, _processor())).encode()).hexdigest()
-            path = cache / f"{source.stem}-{key[:16]}.so"
+            key = "\0".join((text, *FLAGS, *more, version, _processor()))
+            path = cache / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
             if not path.exists():
                 why = _compile([compiler, *FLAGS, *more, str(source), "-lm"], path)
             if path.exists():
-                return ctypes.CDLL(str(path)), Choice(asked="native", used="native", why=f"compiled by {version} {how}")
+                why = f"compiled by {version} {how}"
+                return ctypes.CDLL(str(path)), Choice(asked="native", used="native", why=why)
     except (OSError, subprocess.SubprocessError) as error:
         why = str(error)
     return None, _torch(f"{compiler}: {why}")
@@ -82,7 +87,8 @@ def _compile(command: list[str], path: Path) -> str:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
-        done = subprocess.run([*command, "-o", temporary], capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run([*command, "-o", temporary], capture_output=True, text=True,
+                              timeout=SECONDS)
         if done.returncode:
             return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
         sync(Path(temporary))
@@ -94,7 +100,8 @@ def _compile(command: list[str], path: Path) -> str:
 
 @functools.cache
 def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True,
+                          timeout=SECONDS)
     return (done.stdout.strip().splitlines() or [compiler])[0]
 
 
@@ -102,5 +109,6 @@ def _processor() -> str:
     """What -march=native depends on."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    facts = {line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    keys = ("model name", "flags", "Features", "CPU part")
+    facts = {line for line in lines if line.split(":")[0].strip() in keys}
     return " ".join([platform.machine(), platform.processor(), *sorted(facts)])
