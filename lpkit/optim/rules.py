@@ -53,8 +53,11 @@ def momentum(w: Tensor, g: Tensor, slots: list[Tensor], settings: MomentumSettin
     (Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html, as torch.optim.SGD has it)."""
     (velocity,) = slots
     velocity.mul_(settings.momentum).add_(g)
-    direction = g.add(velocity, alpha=settings.momentum) if settings.nesterov else velocity
-    w.mul_(1 - settings.lr * settings.weight_decay).add_(direction, alpha=-settings.lr)
+    w.mul_(1 - settings.lr * settings.weight_decay)
+    if settings.nesterov:
+        w.add_(g, alpha=-settings.lr).add_(velocity, alpha=-settings.lr * settings.momentum)
+    else:
+        w.add_(velocity, alpha=-settings.lr)
 
 
 def sgd(w: Tensor, g: Tensor, slots: list[Tensor], settings: OptimizerSettings, update: int) -> None:

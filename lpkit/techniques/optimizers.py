@@ -161,7 +161,7 @@ OPTIMIZERS = {
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", why="the sign of an interpolated momentum"),
     "momentum": Optimizer(
         settings=MomentumSettings(), slots=(Slot(name="momentum_buffer"),),
-        implementation="lpkit.optim.rules:momentum", temporary_bytes=FLOAT32,
+        implementation="lpkit.optim.rules:momentum",
         source="Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html",
         why="SGD with a sum of past gradients that fades"),
     "sgd": Optimizer(
