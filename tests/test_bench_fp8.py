@@ -16,7 +16,7 @@ from lpkit.techniques.machines import CATALOGUE
 
 CPU = torch.device("cpu")
 TINY = Config().replace({"model.layers": 1, "model.width": 64, "model.heads": 2, "model.vocab": 64, "model.context": 32,
-                         "batch": 2})
+                         "global_batch": 2})
 WIDE = TINY.replace({"model.width": 128})
 
 

@@ -185,15 +185,15 @@ def test_under_compile_where_casts_are_fused_they_are_made_as_ever():
 @pytest.fixture(scope="module")
 def tiny(corpus) -> Config:
     return Config().replace({
-        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 64, "data.source": str(corpus), "batch": 8,
-        "accumulate": 4, "steps": 4, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "system.device": "cpu",
+        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 64, "data.source": str(corpus), "global_batch": 8,
+        "grad_accum_steps": 4, "steps": 4, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "system.device": "cpu",
         "system.threads": 1})
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"])
 def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     config = tiny.replace({"precision.recipe": recipe})
-    cached = config.replace({"precision.weights": "cached"})
+    cached = config.replace({"precision.cache_weight_casts": True})
     want, whole = train(config, out=tmp_path / "cast"), train(cached, out=tmp_path / "cached")
     handle = start(cached, out=tmp_path / "parts")
     handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)

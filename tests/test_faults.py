@@ -11,25 +11,25 @@ from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.studies.bisect import bisect, train
 from lpkit.studies.faults import FAULTS, Plant, plant, promote, search, units
-from lpkit.training.assembly import assemble
+from lpkit.training.training import Training
 
 TINY = Config().replace({
-    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 60,
-    "optimizer.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1, "system.compile": False})
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 60,
+    "schedule.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1, "system.compile": False})
 LAYER = "blocks.0.attention.qkv"
 
 
-def job_with(fault: str | None, recipe: str, **settings):
-    job = assemble(TINY.replace({"precision.recipe": recipe, "precision.keep": "head", "precision.backend": "emulated"}))
+def training_with(fault: str | None, recipe: str, **settings):
+    training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.recipe.high_precision_layers": "head", "precision.backend": "emulated"}))
     if fault is not None:
-        plant(job.model, Plant(fault=fault, layers=(LAYER,)))
-    return telemetry.attach(job, None, every=1, rows=None, layers=(LAYER,), counterfactuals=(), **settings)
+        plant(training.model, Plant(fault=fault, layers=(LAYER,)))
+    return training, telemetry.attach(training, None, every=1, rows=None, layers=(LAYER,), counterfactuals=(), **settings)
 
 
 def seen(fault: str | None, recipe: str, role: str, number: str) -> float:
-    job = job_with(fault, recipe, roles=(role,))
-    train(job, 0, 6)
-    values = [getattr(sample.own, number) for sample in job.data.telemetry.samples if sample.own]
+    training, watched = training_with(fault, recipe, roles=(role,))
+    train(training, 0, 6)
+    values = [getattr(sample.own, number) for sample in watched.samples if sample.own]
     return statistics.fmean(value for value in values if value is not None)
 
 
@@ -45,19 +45,19 @@ def test_a_fault_shows_where_its_row_says(name):
 def test_in_16_bits_a_fault_changes_no_bit(name):
     losses = []
     for planted in (None, name):
-        job = job_with(planted, FAULTS[name].recipe)
-        promote(job.model, units(job.model))
-        losses.append(train(job, 0, 1))
+        training, _ = training_with(planted, FAULTS[name].recipe)
+        promote(training.model, units(training.model))
+        losses.append(train(training, 0, 1))
     assert losses[0] == losses[1]
 
 
 def test_a_zero_block_is_harmless_to_the_kit_itself():
-    job = job_with(None, "mxfp8", roles=("w",))
+    training, watched = training_with(None, "mxfp8", roles=("w",))
     with torch.no_grad():
-        job.model.blocks[0].attention.qkv.weight[:32, :32] = 0
-    assert all(math.isfinite(loss) for loss in train(job, 0, 2))
-    assert job.data.telemetry.samples[0].own.zero_blocks > 0
-    broken = job_with("zero-amax-block", "mxfp8")
+        training.model.blocks[0].attention.qkv.weight[:32, :32] = 0
+    assert all(math.isfinite(loss) for loss in train(training, 0, 2))
+    assert watched.samples[0].own.zero_blocks > 0
+    broken, _ = training_with("zero-amax-block", "mxfp8")
     assert not math.isfinite(train(broken, 0, 1)[0])
 
 
@@ -67,7 +67,7 @@ def test_a_zero_block_is_harmless_to_the_kit_itself():
     (Plant(fault="stale-amax"), "has no history to spoil"),
 ])
 def test_a_plant_that_cannot_be(settings, said):
-    model = assemble(TINY.replace({"precision.recipe": "fp8-tensorwise"})).model
+    model = Training.build(TINY.replace({"precision.recipe": "fp8-tensorwise"})).model
     with pytest.raises(ConfigError, match=said):
         plant(model, settings)
 

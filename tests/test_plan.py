@@ -42,7 +42,7 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     
     (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set interleave=1, or pipeline"),
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces (zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
-    (LLAMA, Layout(data=3, shard=2), None, "batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set batch "
+    (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set batch "
      "to 510 or 516, or data x shard may be 4 or 8"),
     (LLAMA, Layout(shard=1024), None, "set batch to 1024, or data x shard may be 512"),
     (LLAMA, Layout(shard=8, tensor=8), 128, "data=1 x shard=8 x tensor=8 x pipeline=1 x context=1 is 64 devices, not 128; "
@@ -87,7 +87,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
         if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
             continue
         for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8), MICRO, RECOMPUTES):
-            share = config.batch // (data * shard)
+            share = config.global_batch // (data * shard)
             if (pipeline > 1 and zero == 3) or (zero == 1 and data > 1) or (pipeline == 1 and chunks > 1):
                 continue
             if not stages_fit(config.model.L, pipeline, chunks) or share % micro:
@@ -99,7 +99,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
                 check(config, layout)
             except ConfigError:
                 continue
-            now = replace(config, accumulate=config.batch // micro)
+            now = replace(config, grad_accum_steps=config.global_batch // micro)
             how = {"precision": "bf16-master", "recompute": recompute}
             if memory(now, on, layout=layout, **how).peak_bytes <= USABLE * on.memory_bytes:
                 seconds.append(bill(step_time(now, on, layout, **how), on, tokens).seconds)
@@ -137,7 +137,7 @@ def test_with_a_deadline_alone_the_cheapest_comes_first():
 
 def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
     """A second holds some 3,000 of them on one core."""
-    config = replace(preset("dense-1t"), batch=2048, accumulate=1)
+    config = replace(preset("dense-1t"), batch=2048, grad_accum_steps=1)
     assert 0.99e12 < parameter_count(config.model) < 1.02e12
     assert plan(config, 1e13, "h200", devices=4096).evaluations < 1000
     assert plan(config, 1e13, "h200", budget=1e9, deadline_seconds=2 * 365 * 86_400).evaluations < 4000

@@ -146,12 +146,12 @@ def test_recomputed_blocks_keep_their_inputs():
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"accumulate": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"},
+    {}, {"grad_accum_steps": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"},
 ], ids=["preset", "accumulation", "a large vocabulary", "llama style"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_real_step(recipe, changes):
     """Every row at the peak to the byte, but for single numbers: the optimizer's step counters, the loss."""
-    config = preset("cpu-3m").replace({"model.layers": 2, "batch": 8, "model.context": 160, "model.width": 64,
+    config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 8, "model.context": 160, "model.width": 64,
                                        "precision.recipe": recipe, **changes})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
@@ -173,9 +173,9 @@ def test_the_peak_is_a_moment_and_not_the_sum():
     said = memory(preset("cpu-3m"), "h200")
     assert said.peak_moment == LOSS and "gradients" not in said.at(LOSS) and "activations" not in said.at(UPDATE)
     assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
-    accumulated = memory(preset("cpu-3m").replace({"accumulate": 4}), "h200")
+    accumulated = memory(preset("cpu-3m").replace({"grad_accum_steps": 4}), "h200")
     assert "gradients" in accumulated.at(LOSS)
-    short = preset("llama-8b").replace({"batch": 1, "accumulate": 1, "model.context": 64})
+    short = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 64})
     assert memory(short, "h200").peak_moment == EMBED       # dense gradients of two tables of 128,256 rows
 
 
@@ -234,13 +234,13 @@ def test_the_catalogue_is_dense_and_sourced():
 def test_micro_batches():
     config = preset("gpt2-124m")     # 512 sequences in 32 pieces
     assert [micro_batch(config, n) for n in (1, 8, 64, 512)] == [(16, 32), (16, 4), (8, 1), (1, 1)]
-    assert micro_batch(config.replace({"batch": 12, "accumulate": 2}), 3) == (4, 1)
+    assert micro_batch(config.replace({"global_batch": 12, "grad_accum_steps": 2}), 3) == (4, 1)
 
 
 @pytest.mark.parametrize("arguments, said", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
     (["llama-70b", "--machine", "h20"], "did you mean 'h200'?"),
-    (["llama-70b", "--devices", "7"], "batch=512 sequences do not split evenly over 7 devices; set batch to 518"),
+    (["llama-70b", "--devices", "7"], "global_batch=512 sequences do not split evenly over 7 devices; set batch to 518"),
     (["llama-70b", "--devices", "0"], "devices must be a whole number, 1 or more; got 0"),
     (["llama-70b", "--devices", "-8"], "got -8"),
     (["cpu-3m", "--mfu", "40"], "mfu is a fraction"),
@@ -297,7 +297,7 @@ def test_predicting_needs_only_the_standard_library():
                          ids=["many tokens", "few"])
 def test_the_peak_of_a_low_precision_step(recipe, changes):
     """2%: how long a cast's own workspace lives is the kernel's affair."""
-    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 2, "precision.recipe": recipe, **changes})
+    config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 2, "precision.recipe": recipe, **changes})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
@@ -317,16 +317,16 @@ def test_low_precision_rows_are_those_of_the_recipes(name):
 
 
 @pytest.mark.parametrize("changes", [
-    {"memory.recompute": "block"}, {"memory.recompute": "block", "memory.recompute_every": 2},
-    {"memory.recompute": "selective"}, {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 2048},
-    {"memory.loss": "chunked", "memory.loss_chunk": 256, "memory.recompute": "block", "accumulate": 2},
-    {"memory.update": "in-backward", "optimizer.clip": 0, "model.context": 32},
-    {"memory.moment_format": "int8", "model.context": 32}, {"memory.parameters": "bf16"},
-    {"memory.parameters": "bf16", "model.context": 32},
+    {"memory.recompute": "block"}, {"memory.recompute": "block", "memory.recompute.every": 2},
+    {"memory.recompute": "selective"}, {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 2048},
+    {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256, "memory.recompute": "block", "grad_accum_steps": 2},
+    {"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "model.context": 32},
+    {"memory.moment_format": "int8", "model.context": 32}, {"memory.param_dtype": "bf16"},
+    {"memory.param_dtype": "bf16", "model.context": 32},
 ], ids=lambda changes: " ".join(map(str, changes.values())))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-tensorwise"])
 def test_the_peak_under_a_memory_technique(recipe, changes):
-    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 4, "model.context": 128, "precision.recipe": recipe,
+    config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 4, "model.context": 128, "precision.recipe": recipe,
                                        **changes})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
@@ -335,8 +335,8 @@ def test_the_peak_under_a_memory_technique(recipe, changes):
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "mxfp8", "nvfp4"])
 def test_the_bytes_of_cached_weights(recipe):
-    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 4, "model.context": 64, "accumulate": 2,
-                                       "precision.recipe": recipe, "precision.weights": "cached"})
+    config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 4, "model.context": 64, "grad_accum_steps": 2,
+                                       "precision.recipe": recipe, "precision.cache_weight_casts": True})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.at(said.peak_moment)["low-precision weights"] == found.rows["low-precision weights"]
@@ -347,17 +347,17 @@ def test_the_bytes_of_cached_weights(recipe):
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_the_peak_with_activations_away(recipe, saved):
     """10%: what comes back, and what is put into codes, is taken to be a tensor of the MLP throughout."""
-    config = preset("cpu-3m").replace({"model.layers": 4, "batch": 4, "model.context": 128, "model.width": 128,
-                                       "precision.recipe": recipe, "memory.saved": saved})
+    config = preset("cpu-3m").replace({"model.layers": 4, "global_batch": 4, "model.context": 128, "model.width": 128,
+                                       "precision.recipe": recipe, "memory.activation_offload": saved})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
-    elsewhere = memory(config.replace({"memory.saved": "device"}), CPU, attention="blocked").at(LOSS)["activations"]
+    elsewhere = memory(config.replace({"memory.activation_offload": "device"}), CPU, attention="blocked").at(LOSS)["activations"]
     assert found.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"precision.recipe": "fp32"}, {"batch": 8, "model.context": 32}, {"accumulate": 2, "batch": 32},
+    {}, {"precision.recipe": "fp32"}, {"global_batch": 8, "model.context": 32}, {"grad_accum_steps": 2, "global_batch": 32},
     {"memory.recompute": "block"}, {"model.vocab": 8192}, LLAMA,
 ], ids=["16 bits", "fp32", "few tokens", "accumulated", "recomputed", "a large vocabulary", "llama style"])
 def test_the_peak_of_a_shard(changes):

@@ -122,7 +122,7 @@ def one_forward_one_backward(stages: int, pieces: int, forward: float, backward:
 def test_the_bubble_is_that_of_a_schedule_played_out(stages, pieces):
     """With a head so small that stages are equal, and messages that cost nothing."""
     fast = replace(H100, network_bytes_per_second=1e15, link_bytes_per_second=2e15, link_seconds=0, network_seconds=0)
-    config = LLAMA.replace({"model.vocab": 1, "batch": pieces, "accumulate": pieces})
+    config = LLAMA.replace({"model.vocab": 1, "global_batch": pieces, "grad_accum_steps": pieces})
     step = step_time(config, fast, Layout(pipeline=stages), precision="bf16-master")
     bubble = step["pipeline: bubble"].seconds
     busy = step.step_seconds - bubble - step["optimizer"].seconds
@@ -134,7 +134,7 @@ def test_the_bubble_is_that_of_a_schedule_played_out(stages, pieces):
 
 
 def test_what_hides_is_counted_and_adds_up():
-    config = LLAMA.replace({"batch": 64, "accumulate": 64})
+    config = LLAMA.replace({"global_batch": 64, "grad_accum_steps": 64})
     layout = Layout(shard=64)
     step = step_time(config, H100, layout, precision="bf16-master")
     row = step["shard: weights and gradients"]
@@ -162,7 +162,7 @@ def test_recomputation_costs_what_it_repeats():
     again = block["recomputation"].seconds
     assert block.step_seconds - plain.step_seconds == pytest.approx(again)
     assert 0.25 < again / plain.step_seconds < 1 / 3     # one forward pass of three, without the head
-    half = step_time(LLAMA.replace({"memory.recompute": "block", "memory.recompute_every": 2}), H100, precision="bf16-master")
+    half = step_time(LLAMA.replace({"memory.recompute": "block", "memory.recompute.every": 2}), H100, precision="bf16-master")
     assert half["recomputation"].seconds == pytest.approx(again / 2)      # every second block, as the config says
     selective = step_time(LLAMA, H100, precision="bf16-master", recompute="selective")
     assert plain.step_seconds < selective.step_seconds < block.step_seconds

@@ -8,24 +8,13 @@ them costs `weight_cache_bytes` a Linear, from the first micro-batch to the end 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
-from lpkit.contracts import Choice, Step
+from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend
-from lpkit.precision.linear import weights_cached
 from lpkit.techniques.recipes import Recipe
 
 CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
-
-
-def cached(step: Step) -> Step:
-    """The same step, each weight cast once."""
-    def within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with weights_cached(model):
-            return step(model, x, y)
-
-    return within
 
 
 def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool, forwards: int) -> Choice:

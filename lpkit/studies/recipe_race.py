@@ -62,7 +62,7 @@ def casts(recipe: Recipe) -> dict[str, Cast]:
 
 def predicted_db(recipe: Recipe, config: Config) -> float:
     """Of a product, by formula: operands are Gaussian, of the size of the MLP's. No outliers, no heavy tails."""
-    tokens = config.batch // config.accumulate * config.model.T
+    tokens = config.global_batch // config.grad_accum_steps * config.model.T
     shapes = {"x": (tokens, config.model.D), "w": (config.model.F, config.model.D), "dy": (tokens, config.model.F)}
     return product_db(_share(expected_db(cast, shapes[name], outlier=LARGEST)) * (STOCHASTIC if cast.rounding == "stochastic" else 1)
                       for name, cast in casts(recipe).items())

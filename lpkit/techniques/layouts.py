@@ -102,13 +102,13 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
         chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
         raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}{chunks} stages, not even with "
                           f"one layer fewer in the first and the last; {_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
-    if config.batch % layout.batch_ranks:
-        below = config.batch // layout.batch_ranks * layout.batch_ranks
-        fits = lambda n: config.batch % n == 0
-        raise ConfigError(f"batch={config.batch} sequences does not split over data={layout.data} x shard={layout.shard} "
+    if config.global_batch % layout.batch_ranks:
+        below = config.global_batch // layout.batch_ranks * layout.batch_ranks
+        fits = lambda n: config.global_batch % n == 0
+        raise ConfigError(f"batch={config.global_batch} sequences does not split over data={layout.data} x shard={layout.shard} "
                           f"= {layout.batch_ranks} ranks; set batch to {f'{below} or ' if below else ''}"
                           f"{below + layout.batch_ranks}, or "
-                          f"{_nearest(layout.batch_ranks, config.batch, fits, 'data x shard')}")
+                          f"{_nearest(layout.batch_ranks, config.global_batch, fits, 'data x shard')}")
 
 
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
