@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import Tracker
 from lpkit.nn.transformer import Transformer
 from lpkit.optim import rules
 from lpkit.optim.stepper import Stepper, build, recorded
+from lpkit.predict import memory, parameter_count
+from lpkit.predict.ledger import UPDATE
 from lpkit.presets import preset
 from lpkit.techniques.memory import OPTIMIZER_STATE
 from lpkit.techniques.optimizers import (
@@ -22,6 +25,8 @@ from lpkit.techniques.optimizers import (
     OptimizerSettings,
     parameter_groups,
 )
+from lpkit.training import checkpoint
+from lpkit.training.background import start, train
 
 CPU = torch.device("cpu")
 WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
@@ -207,7 +212,7 @@ def test_names_of_adamws_state_are_those_of_older_checkpoints():
     _, whole = trained("adamw")
     assert {key for state in whole.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
     _, lean = trained("adamw", moment_format="int8")
-    assert [list(state) for state in lean.state.values()][0] == \
+    assert next(list(state) for state in lean.state.values()) == \
         ["update", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"]
 
 
@@ -305,3 +310,45 @@ def test_a_toy_optimizer_from_outside_is_one_row_and_one_function(monkeypatch):
 def toy_rule(w, g, slots, settings, update):
     slots[0].add_(g)
     w.add_(slots[0], alpha=-settings.lr)
+
+
+# ---- a run
+
+@pytest.mark.parametrize("changes, state_names", [
+    ({"optimizer": "lion", "optimizer.groups": "embed.*:lr_scale=0.5"}, {"exp_avg"}),
+    ({"optimizer": "lion", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
+      "memory.param_dtype": "bf16", "precision.recipe": "bf16"}, {"exp_avg", "exp_avg_scale"}),
+    ({"optimizer": "momentum", "optimizer.nesterov": True, "optimizer.lr": 0.1, "memory.optimizer_state": "disk"},
+     {"momentum_buffer"}),
+    ({"optimizer": "sgd", "optimizer.lr": 0.5, "optimizer.clip": 0, "memory.optimizer_step": "in-backward"}, set()),
+], ids=["lion", "lion-8bit-disk-bf16", "momentum-disk", "sgd-in-backward"])
+def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_path, monkeypatch, changes, state_names):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    config = Config().replace({
+        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
+        "steps": 24, "global_batch": 8, "eval_batches": 1, "checkpoint_every": 4, "schedule.warmup_steps": 2,
+        "optimizer.lr": 3e-3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
+    whole = train(config, out=tmp_path / "whole")
+    handle = start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 10 else None)
+    handle.result()
+    parts = train(config, out=tmp_path / "parts", resume=True)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, parts)]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
+    one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    slots = {name.rpartition("/")[2] for name in one if name.startswith("optimizer/")}
+    assert slots - {"update"} == state_names
+    used = {key: choice["used"] for key, choice in whole.summary["chosen"].items()}
+    assert used.get("optimizer_state") == changes.get("memory.optimizer_state")
+    assert used.get("rounding") == ("stochastic" if "memory.param_dtype" in changes else None)
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_is_predicted(name, moment_format, place):
+    config = preset("cpu-3m").replace(
+        {"optimizer": name, "memory.moment_format": moment_format, "memory.optimizer_state": place})
+    here = OPTIMIZERS[name].state_bytes(moment_format) * (place == "device")
+    assert memory(config, "h200").at(UPDATE).get("optimizer state", 0) == here * parameter_count(config.model)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
 def test_state_is_as_big_as_the_optimizer_says(name, moment_format):
     model = torch.nn.Linear(64, 64, bias=False)
     row = OPTIMIZERS[name]
-    optimizer = stepper.build(model, row.settings(name=name), moment_format=moment_format)
+    optimizer = stepper.build(model, replace(row.settings, name=name), moment_format=moment_format)
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     state = [t for slots in optimizer.state.values() for t in slots.values() if torch.is_tensor(t) and t.ndim]
@@ -236,7 +237,7 @@ def test_state_is_as_big_as_the_optimizer_says(name, moment_format):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_begin_with_a_warmup_and_end_where_they_say(name):
-    ratio = schedule(SCHEDULES[name].settings(name=name, warmup_steps=10), 100)
+    ratio = schedule(replace(SCHEDULES[name].settings, name=name, warmup_steps=10), 100)
     assert [ratio(step) for step in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert ratio(10) == pytest.approx(1.0)
     assert ratio(99) == pytest.approx(1.0 if name == "constant" else 0.1)
@@ -245,7 +246,7 @@ def test_schedules_begin_with_a_warmup_and_end_where_they_say(name):
 
 
 def test_cosine_is_pytorchs_cosine():
-    ours = schedule(SCHEDULES["cosine"].settings(name="cosine", warmup_steps=0), 51)
+    ours = schedule(replace(SCHEDULES["cosine"].settings, name="cosine", warmup_steps=0), 51)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
     for step in range(51):
