@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, at_least_zero, nearest, pick, positive
-from lpkit.techniques import layouts, memory
+from lpkit.techniques import blocks, layouts, memory
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES
+from lpkit.techniques.inits import INITS
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
@@ -44,40 +45,51 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Group):
     """A decoder-only transformer by its sizes and its choices. GPT-2 style by default."""
+
+    where = "model."
 
     layers: int = 4
     width: int = 256                    # the residual stream
     heads: int = 4                      # query heads
     kv_heads: int | None = None         # key/value heads; None: as many as heads
+    head_dim: int | None = None         # numbers of a head; None: width / heads. Gemma and Qwen3 have others
     mlp_width: int | None = None        # None: 4 * width
     vocab: int = 256
     context: int = 256                  # tokens per sequence
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    block: str = "pre-norm"             # this and the next rows: names of lpkit.techniques.blocks
+    norm: str = "layernorm"             # layernorm, rmsnorm
     norm_eps: float = 1e-5
-    position: Literal["learned", "rope"] = "learned"
+    position: str = "learned"           # learned, rope
     rope_theta: float = 10_000.0
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: str = "gelu"                   # gelu, swiglu
     bias: bool = True
+    qkv_bias: bool | None = None        # of q, k and v alone, as in Qwen2; None: as bias
+    qk_norm: bool = False               # an RMSNorm of each head's q and k before rotation, as in Qwen3
     tied: bool = True                   # the head is the token embedding
-    init: str = "gpt2"
-    attention: str = "auto"
+    init: Settings = one_of(INITS, "gpt2")
+    attention: str = "auto"             # auto, plain, sdpa, blocked
 
     def __post_init__(self):
-        positive("model.", layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,
-                 vocab=self.vocab, context=self.context, norm_eps=self.norm_eps, rope_theta=self.rope_theta)
-        if self.width % self.heads:
+        super().__post_init__()
+        positive(self.where, layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,
+                 vocab=self.vocab, context=self.context, norm_eps=self.norm_eps, rope_theta=self.rope_theta,
+                 head_dim=1 if self.head_dim is None else self.head_dim)
+        for key, table in (("block", blocks.BLOCKS), ("norm", blocks.NORMS), ("position", blocks.POSITIONS),
+                           ("mlp", blocks.MLPS), ("attention", {"auto", *blocks.ATTENTION})):
+            pick(dict.fromkeys(table), getattr(self, key), f"model.{key}")
+        if self.head_dim is None and self.width % self.heads:
             below, above = (self.width // self.heads * self.heads, -(-self.width // self.heads) * self.heads)
             raise ConfigError(f"model.width={self.width} is not a multiple of model.heads={self.heads}; "
-                              f"nearest widths: {below or above} or {above}")
+                              f"nearest widths: {below or above} or {above}; or set model.head_dim")
         if self.heads % self.G:
             fits = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
             raise ConfigError(f"model.heads={self.heads} is not a multiple of model.kv_heads={self.G}; "
                               f"kv_heads may be {', '.join(map(str, fits))}")
-        if self.position == "rope" and self.E % 2:
-            raise ConfigError(f"rotary positions turn pairs, but a head has width/heads = {self.E} dimensions; "
-                              f"make it even")
+        if blocks.POSITIONS[self.position].turns and self.E % 2:
+            raise ConfigError(f"rotary positions turn pairs, but a head has {self.E} numbers; "
+                              f"make model.head_dim, or width/heads, even")
 
     @property
     def L(self) -> int:
@@ -97,7 +109,7 @@ class ModelConfig:
 
     @property
     def E(self) -> int:
-        return self.width // self.heads
+        return self.width // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def F(self) -> int:
@@ -110,6 +122,10 @@ class ModelConfig:
     @property
     def T(self) -> int:
         return self.context
+
+    @property
+    def biased_qkv(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
 
 @dataclass(frozen=True, kw_only=True)

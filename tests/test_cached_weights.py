@@ -150,24 +150,23 @@ def test_bytes_are_stated(recipe, backend):
         assert cache.bytes == 2 * (256 * 128 + 256 * 128 // 32)
 
 
-def ask(asked="cached", recipe="mxfp8", backend="emulated", device=CPU, compiled=False, forwards=4, **settings):
+def ask(recipe="mxfp8", backend="emulated", device=CPU, compiled=False, forwards=4, **settings):
     row = resolve(recipe, **settings)
-    return choose(asked, recipe, row, BACKENDS[backend], device, compiled=compiled, forwards=forwards)
+    return choose(recipe, row, BACKENDS[backend], device, compiled=compiled, forwards=forwards)
 
 
 def test_what_is_used_and_why():
     assert ask().used == "cached" and "4 forwards" in ask().why
-    assert ask("cast").used == "cast"
     for choice, why in ((ask(forwards=1), "cast once in an update anyway"), (ask(backend="torchao"), "library"),
                         (ask(recipe="fp8-tensorwise", backend="scaled_mm", compiled=True), "torch.compile fuses"),
                         (ask(recipe="fp8-delayed", device=CUDA), "wait for the GPU")):
-        assert (choice.asked, choice.used) == ("cached", "cast") and why in choice.why
+        assert (choice.asked, choice.used) == ("true", "cast") and why in choice.why
     assert ask(recipe="nvfp4", backend="scaled_mm", compiled=True).used == "cached"     # stays out of the graph
     assert ask(compiled=True).used == "cached"
-    with pytest.raises(ConfigError, match=r"precision\.weights=cached.*bf16: it casts no weight"):
+    with pytest.raises(ConfigError, match=r"cache_weight_casts=true.*bf16: it casts no weight"):
         ask(recipe="bf16")
-    with pytest.raises(ConfigError, match="did you mean 'cached'"):
-        ask("cache")
+    with pytest.raises(ConfigError, match=r"precision\.cache_weight_casts must be true or false, got 'cache'"):
+        Config().replace({"precision.cache_weight_casts": "cache"})
 
 
 def test_under_compile_where_casts_are_fused_they_are_made_as_ever():
@@ -199,8 +198,8 @@ def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
     handle.result()
     parts = train(cached, out=tmp_path / "parts", resume=True)
-    assert "weights" not in want.summary["chosen"]
-    assert whole.summary["chosen"]["weights"]["used"] == parts.summary["chosen"]["weights"]["used"] == "cached"
+    assert "weight_casts" not in want.summary["chosen"]
+    assert whole.summary["chosen"]["weight_casts"]["used"] == parts.summary["chosen"]["weight_casts"]["used"] == "cached"
     steps = [[(line["loss"], line["grad_norm"]) for line in run.metrics] for run in (want, whole, parts)]
     assert steps[0] == steps[1] == steps[2] and want.summary["val_loss"] == whole.summary["val_loss"]
     same = [load_latest(run.checkpoints)[0].tensors for run in (want, whole, parts)]

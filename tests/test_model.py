@@ -5,9 +5,10 @@ import torch
 
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.nn.attention import BACKENDS, plain
-from lpkit.nn.init import INITS
+from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import KVCache, Transformer
+from lpkit.techniques.blocks import ATTENTION
+from lpkit.techniques.inits import INITS
 
 GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)
 LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40, norm="rmsnorm",
@@ -119,7 +120,7 @@ def test_initialisation_is_the_reference_distribution(name):
     config, build, weights = PAIRS[name]
     torch.manual_seed(0)
     want, ours = weights(build(config), config), Transformer(config)
-    INITS[config.init](ours)
+    INITS[config.init.name].load()(ours)
     for key, p in ours.named_parameters():
         std, n = want[key].std().item(), p.numel()
         assert p.mean().item() == pytest.approx(want[key].mean().item(), abs=6 * 0.02 / n**0.5), key
@@ -127,12 +128,12 @@ def test_initialisation_is_the_reference_distribution(name):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"plain"}))
+@pytest.mark.parametrize("name", sorted(set(ATTENTION) - {"plain"}))
 def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)
               for heads in (4, kv_heads, kv_heads)]
-    ours, want = BACKENDS[name](*inputs), plain(*inputs)
+    ours, want = backend(name)(*inputs), plain(*inputs)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     d_out = torch.randn(want.shape, generator=rng, dtype=torch.float64)
     for got, expected in zip(torch.autograd.grad(ours, inputs, d_out), torch.autograd.grad(want, inputs, d_out)):
@@ -143,7 +144,7 @@ def test_backend_against_plain(name, kv_heads):
 def test_a_cache_changes_no_logit(config):
     torch.manual_seed(0)
     model = Transformer(config).eval()
-    INITS[config.init](model)
+    INITS[config.init.name].load()(model)
     tokens = torch.randint(0, 100, (2, 30))
     with torch.no_grad():
         whole = model(tokens)

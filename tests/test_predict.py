@@ -17,18 +17,17 @@ from lpkit.measure.updates import saved_bytes
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.predict import CATALOGUE, memory, model_states, predict
-from lpkit.predict.activations import ATTENTION, kept
+from lpkit.predict.activations import kept
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops, training_flops_per_token
-from lpkit.predict.ledger import LOSS, PRECISIONS, UPDATE, micro_batch
+from lpkit.predict.ledger import LOSS, UPDATE, micro_batch
 from lpkit.predict.params import parameter_count, parameters
-from lpkit.predict.recipes import LOW
 from lpkit.predict.walk import EMBED
 from lpkit.presets import PRESETS, preset
-from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.blocks import ATTENTION, MicroBatch
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import DTYPES
-from lpkit.techniques.recipes import RECIPES, SCALES
+from lpkit.techniques.recipes import RECIPES
 
 SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=50, context=20)
 LLAMA = dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False)
@@ -49,7 +48,7 @@ odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
 
 def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
     with torch.device("meta"):
-        return Transformer(model, attention.BACKENDS[backend])
+        return Transformer(model, attention.backend(backend))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,7 +108,7 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("backend", sorted(ATTENTION))
 @odd
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision):
-    built = Transformer(model, attention.BACKENDS[backend])
+    built = Transformer(model, attention.backend(backend))
     if precision == "bf16-pure":
         built.bfloat16()
     x, y = torch.zeros(batch, model.T, dtype=torch.long), torch.zeros(batch, model.T, dtype=torch.long)
@@ -120,14 +119,16 @@ def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, 
         return cross_entropy(logits, y)
 
     found = saved_bytes(built, loss)
-    formula = kept(model, batch=batch, compute=4 if precision == "fp32" else 2,
-                   stream=2 if precision == "bf16-pure" else 4, attention=backend)
+    formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
+                   residual_bytes=2 if precision == "bf16-pure" else 4, attention=backend)
     assert formula.operations == found.operations
     assert formula.weight_copy_bytes == found.weight_copy_bytes
 
 
 def test_every_attention_backend_has_its_formula():
-    assert set(ATTENTION) == set(attention.BACKENDS)
+    """One row says both."""
+    for name, row in ATTENTION.items():
+        assert attention.backend(name) is getattr(attention, name) and row.operations(MicroBatch(model=SMALL)).saved_bytes
 
 
 def test_recomputed_blocks_keep_their_inputs():
@@ -292,7 +293,7 @@ def test_predicting_needs_only_the_standard_library():
     assert found.stdout.strip() == "['lpkit']"
 
 
-@pytest.mark.parametrize("recipe", LOW)
+@pytest.mark.parametrize("recipe", [name for name, row in RECIPES.items() if row.products])
 @pytest.mark.parametrize("changes", [{}, {"model.context": 64, "model.mlp": "swiglu", "model.norm": "rmsnorm"}],
                          ids=["many tokens", "few"])
 def test_the_peak_of_a_low_precision_step(recipe, changes):
@@ -301,19 +302,6 @@ def test_the_peak_of_a_low_precision_step(recipe, changes):
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_low_precision_rows_are_those_of_the_recipes(name):
-    recipe = RECIPES[name]
-    assert (name in LOW) == bool(recipe.products)
-    if recipe.products:
-        x, w, row = recipe.dw[1], recipe.dx[1], LOW[name]
-        bits, rule = FORMATS[x.format].bits, SCALES[x.scale]
-        assert (row.bits, row.x, row.w, row.keep) == (bits, x.block, w.block, recipe.keep)
-        assert row.folds == rule.folds
-        assert row.history == (recipe.delayed.history if recipe.delayed else 0)
-        assert PRECISIONS[name].dtype == recipe.dtype
 
 
 @pytest.mark.parametrize("changes", [

@@ -144,7 +144,7 @@ def test_a_library_does_not_run_a_row_that_settings_changed():
 
 
 def test_what_does_not_tile_is_refused_before_training(tiny):
-    with pytest.raises(ConfigError, match=r"mlp\.down.*96 input features do not tile by 128.*precision\.pad=true"):
+    with pytest.raises(ConfigError, match=r"mlp\.down.*96 input features do not tile by 128.*precision\.recipe\.pad=true"):
         Training.build(tiny.replace({"precision.recipe": "fp8-blockwise", "model.mlp_width": 96,
                                "precision.recipe.high_precision_layers": "*.up"}))
     with pytest.raises(ConfigError, match="16 tokens do not tile by 32"):
@@ -160,7 +160,7 @@ def sixteen_bits():
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("bf16", "fp32")])
 def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_path, recipe, sixteen_bits):
-    settings = {"precision.recipe": recipe, "precision.recipe.loss_scale": 1024.0 if recipe == "fp16" else None,
+    settings = {"precision.recipe": recipe, **({"precision.recipe.loss_scale": 1024.0} if recipe == "fp16" else {}),
                 "grad_accum_steps": 2 if recipe in ("fp8-delayed", "nvfp4") else 1}
     if "bf16" not in sixteen_bits:
         sixteen_bits["bf16"] = losses(train(tiny.replace({"precision.recipe": "bf16"}), out=tmp_path / "bf16"))
@@ -224,7 +224,7 @@ def test_scaled_and_unscaled_gradients_are_the_same():
     from contextlib import nullcontext
     from functools import partial
 
-    whole = partial(loss.whole, autocast=nullcontext())
+    whole = partial(loss.full_cross_entropy, autocast=nullcontext())
     x, y = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
     grads = []
     for scaler in (None, LossScaler(initial=2.0**10, growth_steps=2)):

@@ -13,9 +13,9 @@ from lpkit.kernels.cast import Noise
 from lpkit.precision.backends import BACKENDS, swizzled
 from lpkit.precision.formats import round_to, values
 from lpkit.precision.linear import advance, nonfinite_report
-from lpkit.precision.scaled import Scaled, product, quantise, reference, spread
+from lpkit.precision.scaled import MAKE_SCALES, Scaled, product, quantise, reference, spread
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.recipes import ALL, RECIPES, SCALES, Cast, resolve
+from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 
@@ -388,7 +388,7 @@ def test_nan_and_inf_are_loud_counted_and_named(recipe, bad):
 def test_shapes_that_do_not_tile_say_which_and_what_would():
     with pytest.raises(ConfigError, match=r"blocks\.0\.up: 96 input features do not tile by 128 \(nearest: 128\).*mxfp8"):
         linear("fp8-blockwise", 96, 128)(noise(128, 96))
-    with pytest.raises(ConfigError, match=r"100 tokens do not tile by 32.*precision\.pad=true"):
+    with pytest.raises(ConfigError, match=r"100 tokens do not tile by 32.*precision\.recipe\.pad=true"):
         linear("mxfp8")(noise(100, 128))
     with pytest.raises(ConfigError, match=r"72 input features do not tile by 16"):      # the tensor cores', not the recipe's
         linear("fp8-tensorwise", 72, 48, backend="scaled_mm")(noise(32, 72))
@@ -407,7 +407,7 @@ def test_padding_with_zeros_when_asked(recipe):
 def test_every_scale_rule_keeps_a_nan_in_its_block():
     amax = torch.tensor([[1.0, torch.nan]])
     for name in ("float32", "power-of-two", "power-of-two-floor"):
-        scale, _ = SCALES[name].make(amax, format_of("e4m3fn"))
+        scale, _ = MAKE_SCALES[name](amax, format_of("e4m3fn"))
         assert scale[0, 0].isfinite() and scale[0, 1].isnan()
 
 

@@ -200,8 +200,8 @@ def test_unknown_names_suggest_the_nearest(tiny, tmp_path, setting, sentence):
 
 
 def test_an_error_in_the_thread_is_raised_where_somebody_looks(tiny, tmp_path):
-    handle = start(tiny.replace({"optimizer": "adam"}), out=tmp_path / "run")
-    with pytest.raises(ConfigError, match="did you mean 'adamw'"):
+    handle = start(tiny.replace({"optimizer.groups": "haed.*:lr_scale=2"}), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"no parameter is called 'haed\.\*'"):
         handle.result()
 
 

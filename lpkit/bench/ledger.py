@@ -22,15 +22,16 @@ from lpkit.bench.harness import ROUNDS, Result, paired, provenance, race
 from lpkit.config import Config
 from lpkit.measure.tracking import ROWS
 from lpkit.predict import memory, parameter_count
-from lpkit.predict.recipes import LOW
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.recipes import RECIPES
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
 TRACE, TRACE_SECONDS, RANKS, CALL_SECONDS, FASTER = 0.01, 60, 1024, 200e-6, 100
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
+CAST = tuple(name for name, recipe in RECIPES.items() if recipe.products)
 GPT2 = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128, "global_batch": 4}
 LLAMA = {**GPT2, "model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
          "model.tied": False, "model.init": "llama", "model.mlp_width": 384, "model.kv_heads": 2}
@@ -57,11 +58,11 @@ def configs(larger: dict[str, Any] | None = None) -> Iterator[tuple[str, Config]
         cases = [*((f"{precision}, {name}", {"precision.recipe": precision, **changes})
                    for precision in ("fp32", "bf16") for name, changes in SHAPES.items()),
                  *((f"{recipe}, {name}", {"precision.recipe": recipe, **SHAPES[name]})
-                   for recipe in LOW for name in ("as it is", "accumulated")),
+                   for recipe in CAST for name in ("as it is", "accumulated")),
                  *((f"{recipe}, {name}", {"precision.recipe": recipe, **changes})
                    for recipe in ("bf16", "fp8-tensorwise") for name, changes in TECHNIQUES.items()),
                  *((f"{recipe}, recompute selective, sdpa", {"precision.recipe": recipe, "memory.recompute": "selective",
-                                                             "model.attention": "sdpa"}) for recipe in LOW)]
+                                                             "model.attention": "sdpa"}) for recipe in CAST)]
         for name, changes in cases:
             yield f"{style}, {name}", Config().replace({**shape, **(larger or {}), **changes})
 

@@ -24,8 +24,7 @@ from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.memory.rows import asked
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import Product, products
-from lpkit.predict.roofline import Floor, step_floor
-from lpkit.predict.time import step_time
+from lpkit.predict.time import StepTime, step_floor, step_time
 from lpkit.techniques.machines import Machine
 from lpkit.training.build import Decisions, decide
 from lpkit.training.training import RandomTokens, Training
@@ -225,7 +224,7 @@ class RooflineMeasurement:
 
     machine: Machine                    # best ceilings
     product_seconds: dict[Product, float]   # best time of one call, forward and backward, each alone
-    floors: tuple[Floor, ...]           # by round
+    floors: tuple[StepTime, ...]           # by round
     phases: tuple[tuple[float, float, float], ...]   # forward, backward, optimizer seconds by round
     disturbed: float                    # share of the CPUs' time that other processes took meanwhile
     precision: Choice
@@ -234,7 +233,8 @@ class RooflineMeasurement:
 
     @property
     def floor_seconds(self) -> dict[str, float]:
-        return self._medians([(f.forward_seconds, f.backward_seconds, f.optimizer_seconds) for f in self.floors])
+        phases = ("forward", "backward", "optimizer")
+        return self._medians(tuple(floor.phases[name] for name in phases) for floor in self.floors)
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ finds each config its layout.
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lpkit.config import Config
@@ -68,8 +68,8 @@ class Candidate:
     layout: Layout = field(default_factory=Layout)
     machine: str | Machine = "h200"
     tokens: float
-    precision: str = "bf16-master"
-    recompute: str = "none"
+    precision: str | None = None        # None: the config's
+    recompute: str | None = None
 
 
 def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int], tokens: Iterable[float],
@@ -79,10 +79,10 @@ def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devic
     made, devices, tokens = [], tuple(devices), tuple(tokens)
     for (name, config), machine, count in itertools.product(configs.items(), map(find, machines), devices):
         for best in plan(config, max(tokens), machine, devices=count).options[:1]:
-            cut = replace(config, accumulate=config.batch // best.step.sequences)
-            made += [Candidate(name=f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}", config=cut,
-                               layout=best.layout, machine=machine, tokens=many, precision=best.precision,
-                               recompute=best.recompute) for many in tokens]
+            for many in tokens:
+                words = f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}"
+                made.append(Candidate(name=words, config=best.config, layout=best.layout,
+                                      machine=machine, tokens=many))
     return tuple(made)
 
 

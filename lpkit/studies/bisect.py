@@ -7,6 +7,7 @@ A fresh model's loss hardly depends on its layers, so each seed is first trained
 continue from there, on the same batches, and differ in what is promoted to 16 bits alone. Deterministic.
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -35,14 +36,19 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
     config = config.replace({"precision.recipe": recipe, "precision.backend": "auto", "steps": warm_steps + steps,
                              "schedule": "constant", "system.compile": False,
                              # a copy of a training has no hooks, streams and files of its own
-                             "memory.activation_offload": "device", "memory.optimizer_state": "device", "memory.optimizer_step": "after"})
-    starts = [warmed(config.replace({"seed": config.seed + seed}), warm_steps) for seed in range(seeds)]
-    candidates = units(starts[0].model) if starts else []
-    if starts and not candidates:
+                             "memory.activation_offload": "device", "memory.optimizer_state": "device",
+                             "memory.optimizer_step": "after"})
+
+    @functools.cache
+    def start(seed: int) -> Training:
+        return warmed(config.replace({"seed": config.seed + seed}), warm_steps)
+
+    candidates = units(start(0).model) if seeds > 0 else []
+    if seeds > 0 and not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a recipe of 8 or 4 bits")
 
     def loss(promoted: Sequence[Unit], seed: int, nudge: int) -> float:
-        training = starts[seed].copy()
+        training = start(seed).copy()
         if nudge:
             for p in training.model.parameters():
                 p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)

@@ -5,10 +5,10 @@ Config, and the way out; empty: it can. Implementations are in `lpkit.memory`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lpkit.errors import ConfigError, positive, share
+from lpkit.errors import ConfigError, pick, positive, share
 from lpkit.techniques.recipes import Recipe
 from lpkit.techniques.row import Settings, Technique
 
@@ -40,8 +40,22 @@ class Recompute(Technique):
 
     repeats: frozenset[str] = frozenset()
     keeps_results: bool = False
-    every: Callable[[Settings], int] = lambda settings: 1
-    kept_share: Callable[[Settings], float] = lambda settings: 1.0     # of the activations; an upper bound of the compiler's
+    every: Callable[[Settings], int] = lambda settings: 1       # of the blocks that run again: each n-th
+    kept_share: Callable[[Settings], float] | None = None       # of what is saved; the compiler decides which. An estimate
+
+    def again_bytes(self, input_bytes: float, saved_bytes: float, result_bytes: float, settings: Settings) -> float:
+        """What a block keeps that runs again, of its input, of all that it saves and of its products' results."""
+        if self.kept_share is not None:
+            return max(input_bytes, self.kept_share(settings) * saved_bytes)
+        return input_bytes + (result_bytes if self.keeps_results else 0)
+
+    def again_share(self, layers: int, settings: Settings) -> float:
+        """Of the blocks' work, what is done once more."""
+        if not self.repeats:
+            return 0.0
+        if self.kept_share is not None:
+            return 1 - self.kept_share(settings)
+        return -(-layers // self.every(settings)) / layers
 
 
 RECOMPUTE = {
@@ -58,7 +72,7 @@ RECOMPUTE = {
     "budget": Recompute(
         why="torch.compile chooses what to compute again", source="https://pytorch.org/blog/activation-checkpointing-techniques/",
         implementation="lpkit.memory.recompute:within_budget", settings=Budget(), needs_compile="whose graph it divides",
-        repeats=frozenset({"pointwise", "unfused attention"}), kept_share=lambda settings: settings.budget),
+        repeats=frozenset({"products", "attention", "pointwise", "tensor"}), kept_share=lambda settings: settings.budget),
 }
 
 
@@ -195,6 +209,21 @@ def check(config: Any, recipe: Recipe) -> None:
     for field_name, row in rows_of(config).items():
         if problem := row.problem(config, recipe):
             raise ConfigError(f"memory.{field_name}={getattr(config.memory, field_name).name} {problem}")
+
+
+def recompute_of(config: Any, asked: Settings | str | None = None) -> tuple[Recompute, Settings]:
+    """The row and its settings; of a name, the config's settings where it has that row, else the row's own."""
+    settings = config.memory.recompute if asked is None else asked
+    if isinstance(settings, str):
+        row = pick(RECOMPUTE, settings, "memory.recompute")
+        same = config.memory.recompute.name == settings
+        settings = config.memory.recompute if same else replace(row.settings, name=settings)
+    return RECOMPUTE[settings.name], settings
+
+
+def by_cost() -> tuple[str, ...]:
+    """The rows of RECOMPUTE that anybody may try, the cheapest first: those that need no compiler."""
+    return tuple(name for name, row in RECOMPUTE.items() if not row.needs_compile)
 
 
 def rows_of(config: Any) -> dict[str, Technique]:

@@ -20,7 +20,6 @@ from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError, pick
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
-from lpkit.nn.init import INITS
 from lpkit.nn.transformer import Transformer
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import autocast
@@ -28,6 +27,7 @@ from lpkit.precision.transform import LowPrecision
 from lpkit.predict import parameter_count
 from lpkit.techniques import optimizers
 from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
@@ -117,7 +117,6 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
             forwards=forwards)
     chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
                                            recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
-    pick(attention.BACKENDS, chosen["attention"].used, "model.attention")
     chosen |= memory.choose(config, recipe, device)
     return Decisions(device=device, recipe=recipe, choices=chosen)
 
@@ -139,8 +138,8 @@ def build_model(config: Config, decisions: Decisions, more: tuple[Transform, ...
 def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
     """The model as its init leaves it, on `device`."""
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, attend=pick(attention.BACKENDS, attend, "model.attention"))
-    pick(INITS, config.model.init, "model.init")(model)
+    model = Transformer(config.model, attend=attention.backend(attend))
+    INITS[config.model.init.name].load()(model)
     if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
         model.to(device)
     return model
