@@ -234,7 +234,7 @@ class Trained:
 def trainer(seconds, rate):
     """A loss that falls by rate[recipe] a step."""
     def train(config, *, out):
-        name = config.precision.recipe
+        name = config.precision.recipe.name
         return Trained([{"loss": 5 - rate[name] * step - 0.001 * config.seed, "step_seconds": seconds[name]}
                         for step in range(config.steps)])
     return train

@@ -44,9 +44,9 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     
     (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set interleave=1, or pipeline"),
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces (zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
-    (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set batch "
+    (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set global_batch "
      "to 510 or 516, or data x shard may be 4 or 8"),
-    (LLAMA, Layout(shard=1024), None, "set batch to 1024, or data x shard may be 512"),
+    (LLAMA, Layout(shard=1024), None, "set global_batch to 1024, or data x shard may be 512"),
     (LLAMA, Layout(shard=8, tensor=8), 128, "data=1 x shard=8 x tensor=8 x pipeline=1 x context=1 is 64 devices, not 128; "
      "set data=2 or shard=16"),
     (LLAMA, Layout(shard=8, tensor=8), 100, "is 64 devices, not 100; use 64 devices"),
@@ -163,7 +163,7 @@ def test_the_commands_show_the_same_step(tmp_path, capsys):
 def test_the_default_precision_is_one_that_lpkit_trains():
     config = preset("gpt2-124m")
     found = plan(config, 1e9, "h200", devices=8).options[0]
-    assert found.precision == "bf16" and found.config.precision.recipe == "bf16"
+    assert found.precision == "bf16" and found.config.precision.recipe.name == "bf16"
     assert plan(config, 1e9, "t4", devices=8).options[0].precision == "fp32"
     paper = plan(config, 1e9, "h200", devices=8, precisions=["bf16-master"]).options[0]
     with pytest.raises(ConfigError, match="lpkit does not train bf16-master, the ZeRO paper's setting"):
@@ -266,15 +266,16 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
     (["--show", "999", "--devices", "64"], "--show 999: there are"),
     (["--factor", "0"], "--factor is measured over predicted seconds"),
     (["--set", "optimizer.lr=1"], "plan does not use optimizer.lr: it searches layouts and micro-batches"),
-    (["--set", "grad_accum_steps=4"], "plan does not use accumulate"),
+    (["--set", "grad_accum_steps=4"], "plan does not use grad_accum_steps"),
     (["--set", "parallel.tensor=8"], "plan does not use parallel.tensor"),
-    (["--set", "precision.recipe.high_precision_layers=head"], "plan does not use precision.recipe.high_precision_layers"),
+    (["--set", "precision.recipe=fp8-delayed", "--set", "precision.recipe.high_precision_layers=head"],
+     "plan does not use precision.recipe.high_precision_layers"),
     (["--set", "optimizer=adam"], "did you mean 'adamw'?"),
     (["--set", "precision.recipe=bf15"], "did you mean 'bf16'?"),
     (["--set", "memory.recompute=blocks"], "did you mean 'block'?"),
     (["--set", "memory.cross_entropy=chunkd"], "did you mean 'chunked'?"),
     (["--set", "memory.activation_offload=cpu"], "plan has no seconds for memory.activation_offload=cpu"),
-    (["--set", "model.attention=flsh"], "there is no model.attention='flsh'"),
+    (["--set", "model.attention=flsh"], "there is no model.attention 'flsh'"),
     (["--set", "memory.recomput=block"], "did you mean 'memory.recompute'?"),
     (["--machine", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16; it has fp32, fp16, int8"),
 ])

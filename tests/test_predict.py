@@ -40,6 +40,10 @@ ODD = {
     "mixed": replace(SMALL, kv_heads=2, position="rope", mlp="swiglu", mlp_width=36),
     "rmsnorm and learned": replace(SMALL, norm="rmsnorm", heads=3, kv_heads=3, context=150),
     "three blocks of queries": replace(SMALL, context=300, **LLAMA),
+    "gemma": replace(SMALL, head_dim=16, kv_heads=1, **LLAMA | {"tied": True}),
+    "qwen2": replace(SMALL, qkv_bias=True, kv_heads=2, **LLAMA),
+    "qwen3": replace(SMALL, head_dim=10, qk_norm=True, kv_heads=2, **LLAMA),
+    "norms of all heads": replace(SMALL, qk_norm=True, head_dim=5),
 }
 MODELS = {**{name: config.model for name, config in PRESETS.items()}, **ODD}
 CPU = replace(CATALOGUE["h200"], name="this", kind="cpu")
@@ -148,7 +152,8 @@ def test_recomputed_blocks_keep_their_inputs():
 
 @pytest.mark.parametrize("changes", [
     {}, {"grad_accum_steps": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"},
-], ids=["preset", "accumulation", "a large vocabulary", "llama style"])
+    {"model.head_dim": 48, "model.kv_heads": 1}, {"model.qk_norm": True, "model.head_dim": 20, "model.kv_heads": 2},
+], ids=["preset", "accumulation", "a large vocabulary", "llama style", "wide heads", "norms of q and k"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_real_step(recipe, changes):
     """Every row at the peak to the byte, but for single numbers: the optimizer's step counters, the loss."""
@@ -221,6 +226,50 @@ def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
     assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == chosen.used
 
 
+@pytest.mark.parametrize("used", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_memory_follows_the_configs_attention(kind, used):
+    config = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 4096})
+    asked, on = config.replace({"model.attention": used}), replace(CATALOGUE["h200"], kind=kind)
+    assert memory(asked, on) == memory(config, on, attention=used)
+    if used == "plain":
+        scores = config.model.L * config.model.H * config.model.T**2 * 2
+        assert memory(asked, on).peak_bytes > memory(config, on, attention="sdpa").peak_bytes + scores
+    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe="bf16", context=4096)
+    assert memory(config, on) == memory(config, on, attention=chosen.used)
+    assert f"attention={used}" in next(row.formula for row in memory(asked, on).rows if row.name == "activations")
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.attention='spda'; did you mean 'sdpa'\?"):
+        Config().replace({"model.attention": "spda"})
+    with pytest.raises(ConfigError, match=r"model\.attention 'blokced'; did you mean 'blocked'\?"):
+        memory(Config(), "h200", attention="blokced")
+
+
+def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
+    config = preset("gpt2-124m").replace({"memory.recompute": "budget"})
+    none, block = (memory(config, "h200", recompute=mode) for mode in ("none", "block"))
+    peaks = [memory(config.replace({"memory.recompute.budget": share}), "h200") for share in (0.0, 0.3, 0.5, 1.0)]
+    kept_bytes = [said.at(LOSS)["activations"] for said in peaks]
+    outside = none.at(LOSS)["activations"] - kept(config.model, batch=16, compute_bytes=2, kind="gpu").block_bytes * 12
+    assert kept_bytes == sorted(kept_bytes) and kept_bytes[0] == block.at(LOSS)["activations"]
+    assert kept_bytes[2] - outside == pytest.approx((none.at(LOSS)["activations"] - outside) / 2)
+    assert kept_bytes[3] == none.at(LOSS)["activations"]
+    assert "an estimate" in next(row.formula for row in peaks[0].rows if row.name == "activations")
+    said = predict(config, "h200")
+    assert said.assumptions["recompute"] == "budget" and said.memory.peak_bytes == peaks[2].peak_bytes
+
+
+def test_tensor_ranks_divide_every_activation_once():
+    """What backward holds returns to what it was: the last block and the first leave alike, and nothing is below zero."""
+    config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1})
+    one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
+    for moment in eight.rows[-1].at:
+        assert eight.at(moment)["temporaries"] == pytest.approx(one.at(moment)["temporaries"] / 8), moment
+    assert eight.at(LOSS)["logits' gradients"] == one.at(LOSS)["logits' gradients"] / 8
+
+
 def test_the_catalogue_is_dense_and_sourced():
     for name, row in CATALOGUE.items():
         assert row.name == name and "https://" in row.source and "assumed" in row.price_source
@@ -241,7 +290,7 @@ def test_micro_batches():
 @pytest.mark.parametrize("arguments, said", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
     (["llama-70b", "--machine", "h20"], "did you mean 'h200'?"),
-    (["llama-70b", "--devices", "7"], "global_batch=512 sequences do not split evenly over 7 devices; set batch to 518"),
+    (["llama-70b", "--devices", "7"], "global_batch=512 sequences do not split evenly over 7 devices; set global_batch to 518"),
     (["llama-70b", "--devices", "0"], "devices must be a whole number, 1 or more; got 0"),
     (["llama-70b", "--devices", "-8"], "got -8"),
     (["cpu-3m", "--mfu", "40"], "mfu is a fraction"),

@@ -173,10 +173,10 @@ def test_recomputation_costs_what_it_repeats():
 
 def test_mfu_energy_and_money_by_hand():
     step = step_time(LLAMA, H100, Layout(shard=8, tensor=8), precision="bf16-master")
-    flops = training_flops(LLAMA.model, batch=LLAMA.batch)
+    flops = training_flops(LLAMA.model, batch=LLAMA.global_batch)
     assert step.mfu == pytest.approx(flops / step.step_seconds / (64 * 989.4e12))
     paid = bill(step, H100, 1e9, price_per_hour=2.0)
-    hours = 64 * (1e9 / (LLAMA.batch * 8192)) * step.step_seconds / 3600
+    hours = 64 * (1e9 / (LLAMA.global_batch * 8192)) * step.step_seconds / 3600
     assert paid.device_hours == pytest.approx(hours) and paid.cost == pytest.approx(2 * hours)
     assert paid.energy_wh == pytest.approx(700 * hours)
     assert paid.per_million_tokens(paid.cost) == pytest.approx(2 * hours / 1000)
@@ -230,9 +230,9 @@ def test_attention_has_the_time_of_its_backend():
         return step_time(SMALL.replace({"model.attention": name}), on)["attention"].seconds
 
     m = SMALL.model
-    scores = SMALL.batch * m.H * m.T**2 * 2 * m.L
+    scores = SMALL.global_batch * m.H * m.T**2 * 2 * m.L
     assert seconds("auto") == seconds("sdpa") < seconds("blocked") < seconds("plain")
-    flops = sum(p.flops for p in products(m, batch=SMALL.batch) if p.pairs)
+    flops = sum(p.flops for p in products(m, batch=SMALL.global_batch) if p.pairs)
     plain = 3 * flops / (989.4e12 * 0.78) + 18 * scores / (3.35e12 * 0.92)
     assert seconds("plain") == pytest.approx(plain)
     blocks = (1 + 128 / m.T) / 2        # of the square, at blocks of 128 queries
@@ -282,7 +282,7 @@ def test_the_page_shows_these_rows():
 
 @pytest.mark.parametrize("how, said", [
     ({"precision": "bf15"}, "there is no precision 'bf15'; did you mean 'bf16'?"),
-    ({"recompute": "blocks"}, "there is no recompute mode 'blocks'; did you mean 'block'?"),
+    ({"recompute": "blocks"}, "there is no memory.recompute 'blocks'; did you mean 'block'?"),
     ({"layout": Layout(tensor=5)}, "model.heads=4 does not split over tensor=5 ranks; tensor may be 4"),
 ])
 def test_wrong_input(how, said):

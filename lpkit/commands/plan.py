@@ -15,8 +15,8 @@ COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
 # Settings that change a plan: these, and the model's but for three.
-USED = ("global_batch", "optimizer", "precision.recipe", "precision.cache_weight_casts", "memory.")
-USED_MODEL, UNUSED_MODEL = "model.", ("model.norm_eps", "model.rope_theta", "model.init")
+USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history", "precision.cache_weight_casts")
+USED_GROUPS, UNUSED_MODEL = ("memory.", "model."), ("model.norm_eps", "model.rope_theta", "model.init")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _refuse_unused(settings: dict[str, str]) -> None:
     """A setting that changes nothing is an error."""
     for key in settings:
-        if key.startswith((*USED, USED_MODEL)) and key not in UNUSED_MODEL:
+        if key in USED or (key.startswith(USED_GROUPS) and key not in UNUSED_MODEL):
             continue
         raise ConfigError(f"plan does not use {key}: it searches layouts and micro-batches, and --tokens "
                           f"says how long to train; leave it out. It uses model sizes, "
-                          f"{', '.join(USED).replace('memory.', 'memory')}")
+                          f"memory, {', '.join(USED)}")
 
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:

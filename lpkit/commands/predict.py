@@ -48,21 +48,25 @@ def _measured(config: Config) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
+    import itertools
+    from textwrap import wrap
+
     from lpkit.predict.units import duration, quantity
 
     a, machine = result["assumptions"], result["machine"]
     held = f"of {quantity(machine['memory_bytes'], 'bytes')}" + ("" if result["fits"] else ": does not fit")
     rows = [(row["name"], quantity(row["bytes"], "bytes"), row["formula"]) for row in result["rows"]]
     width = max(len(name) for name, *_ in rows) + 2
-    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in result["phases"].items() if seconds)
+    phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
+                       for name, seconds in result["phases"].items() if seconds)
     lines = [
         f"{result['target']} on {result['devices']} x {machine['title']}",
         "",
         f"  {'parameters':<{width}}{quantity(result['parameters']):>10}",
         f"  {'FLOPs per token':<{width}}{quantity(result['flops_per_token'], 'FLOPs'):>10}  forward and backward",
         "",
-        f"  per device: {a['layout']}, precision {a['precision']}, ZeRO stage {a['zero']}, recompute {a['recompute']} "
-        f"({a['layout_why']})",
+        f"  per device: {a['layout']}, precision {a['precision']}, ZeRO stage {a['zero']}, recompute "
+        f"{a['recompute']}", f"  ({a['layout_why']})",
         *(f"  {name:<{width}}{size:>10}  {formula}" for name, size, formula in rows),
         f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; {result['peak_moment']}",
         "",
@@ -80,7 +84,8 @@ def text(result: dict[str, Any]) -> str:
                      f"${result['cost_per_million_tokens']:.3g} per million tokens")
     if result["measured"]:
         lines += _beside(result["measured"])
-    return "\n".join([*lines, "", *(f"  {source}" for source in result["sources"])])
+    sources = [wrap(source, 150, initial_indent="  ", subsequent_indent="    ") for source in result["sources"]]
+    return "\n".join([*lines, "", *itertools.chain(*sources)])
 
 
 def _beside(measured: dict[str, Any]) -> list[str]:

@@ -48,9 +48,10 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
-        q, k, v = (t.reshape(B, T, -1, self.E).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.reshape(B, T, -1, self.E) for t in (q, k, v))
         if self.q_norm is not None:     # under autocast their results may be wider than v
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, rotation), rotate(k, rotation)
         attend = self.attend
         if cache is not None:

@@ -17,40 +17,42 @@ from lpkit.predict.roofline import ASSUMED, BF16, Efficiency, product_seconds
 from lpkit.techniques.blocks import FP32
 from lpkit.techniques.machines import Machine
 
-ON_CHIP = 2**16                     # elements that one kernel holds while it finds their largest: 128 KiB of bf16
-COALESCED = 32                      # columns that a kernel reads together when it walks down a column
-USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}     # first along the stored rows, then down the columns
-CONTRACTED = {"y": "K", "dx": "N", "dw": "M"}
+ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
+COALESCED = 32                      # columns that a kernel reads together as it walks down one
+# The products of each tensor: along the stored rows, then down the columns.
+USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}
+OPERANDS = {"y": "xw", "dx": "gw", "dw": "gx"}
 STORED = {"x": ("M", "K"), "w": ("N", "K"), "g": ("M", "N")}       # rows, columns
 READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes an element; weights are float32 masters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """How one operand (rows, contracted axis) is cast: `block` elements share a scale, 0 spans an axis."""
+    """How one operand (rows, contracted axis) is cast: a `block` shares a scale, 0 spans all."""
 
     bits: float
     block: tuple[int, int] = (0, 0)
     scale_bytes: float = 4
-    transposes: bool = False        # the cast of x.T is the cast of x, transposed: one cast, two layouts
+    transposes: bool = False        # one cast serves x and x.T, in two layouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the formulas need of a precision recipe. `casts` by product; a product that is absent stays in 16 bits."""
+    """What the formulas need of a precision recipe. `casts` are y: (x, w), dx: (g, w), dw: (g, x);
+    an absent product stays in 16 bits."""
 
     name: str
-    dtype: str                                          # of the products, in the catalogue of machines
-    casts: Mapping[str, tuple[Operand, Operand]] = field(default_factory=dict)   # y: (x, w), dx: (g, w), dw: (g, x)
-    history: int = 0                                    # amaxes remembered: a cast does not look at its tensor first
-    kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by product name
-    result_bytes: float = BF16                          # moved for each element of a product's result
-    product_share: float = 1.0                          # of the efficiency of its dtype: scales inside cost something
-    cast_factor: float = 1.0                            # traffic of its casts over that of fused ones
+    dtype: str                      # of the products, in the catalogue of machines
+    casts: Mapping[str, tuple[Operand, Operand]] = field(default_factory=dict)
+    history: int = 0                # amaxes remembered: a cast does not look at its tensor first
+    kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by name
+    result_bytes: float = BF16      # moved for each element of a product's result
+    product_share: float = 1.0      # of the efficiency of its dtype: scales inside cost something
+    cast_factor: float = 1.0        # traffic of its casts over that of fused ones
 
     def operand(self, tensor: str, product: str) -> Operand | None:
         pair = self.casts.get(product)
-        return None if pair is None else pair[{"y": "xw", "dx": "gw", "dw": "gx"}[product].index(tensor)]
+        return pair and pair[OPERANDS[product].index(tensor)]
 
 
 # Of the FP8 efficiency, with float32 scales finer than a tensor: tensor cores apply one-byte scales
@@ -100,7 +102,8 @@ def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
         first, second = recipe.operand(tensor, along), recipe.operand(tensor, down)
         both = first is not None and first == second and first.transposes
         if first is not None:
-            passes += _casts(tensor, first, read, rows, columns, 1, 2 if both else 1, recipe.history)
+            layouts = 2 if both else 1
+            passes += _casts(tensor, first, read, rows, columns, 1, layouts, recipe.history)
         if second is not None and not both:
             passes += _casts(tensor, second, read, columns, rows, COALESCED, 1, recipe.history)
     return tuple(passes)

@@ -175,8 +175,8 @@ def micro_batch(config: Config, devices: int) -> tuple[int, int]:
     `config.global_batch` is the whole update's; `config.grad_accum_steps` says how large a piece fits one device.
     """
     if config.global_batch % devices:
-        raise ConfigError(f"batch={config.global_batch} sequences do not split evenly over {devices} devices; "
-                          f"set batch to {-(-config.global_batch // devices) * devices}, or use fewer devices")
+        raise ConfigError(f"global_batch={config.global_batch} sequences do not split evenly over {devices} devices; "
+                          f"set global_batch to {-(-config.global_batch // devices) * devices}, or use fewer devices")
     share = config.global_batch // devices
     piece = min(config.global_batch // config.grad_accum_steps, share)
     while share % piece:

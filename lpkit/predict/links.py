@@ -1,4 +1,4 @@
-"""Seconds of messages: alpha-beta over rings. A hop costs a latency, a byte the inverse of a bandwidth.
+"""Seconds of messages: alpha-beta over rings. A hop costs a latency, a byte 1 / bandwidth.
 
 Sources: Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051521; the latencies
 are `machines.LATENCY_SOURCE`'s.

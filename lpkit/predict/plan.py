@@ -1,22 +1,22 @@
-"""Which layouts train a model on a machine, before a deadline and within a budget: the feasible ones
-ranked, and why the rest are not. With a budget, or a number of devices, the soonest comes first; with
-a deadline alone, the cheapest: otherwise every device there is would be best.
+"""Which layouts train a model on a machine, before a deadline and within a budget: the feasible
+ones ranked, and why the rest are not. With a budget, or a number of devices, the soonest comes
+first; with a deadline alone, the cheapest: otherwise every device there is would be best.
 
 Every layout of every number of devices is counted; few are evaluated, because
     what cannot exist is left out by the axis that forbids it (`layouts.check`);
     a number of devices whose products alone outlast the deadline is left out whole;
     more memory never helps time: the micro-batch grows, and recomputation begins, only as memory
     demands.
-Chosen once, and not searched: powers of two where the number of devices is; tensor ranks in one node;
-at least `LEAST_CONTEXT` tokens a context rank; ZeRO-1 with a pipeline (stage 3 would gather all
-weights for every micro-batch) and 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one chunk a
-stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are counted by
-their split into tensor, pipeline and context; of the rest, each split shows its best.
+Chosen once, and not searched: powers of two where the number of devices is; tensor ranks in one
+node; at least `LEAST_CONTEXT` tokens a context rank; ZeRO-1 with a pipeline (stage 3 would gather
+all weights for every micro-batch), 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one
+chunk a stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are counted
+by their split into tensor, pipeline and context; of the rest, each split shows its best.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
@@ -40,7 +40,7 @@ from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_tw
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
 
-USABLE = 0.92               # of the device's memory; assumed: the rest is the driver's, NCCL's and the allocator's
+USABLE = 0.92               # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
 MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
 MOST_CHUNKS = 8             # of a stage: as Llama 3
@@ -49,7 +49,7 @@ UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
 UNTRAINED = {       # precisions that no config names, and what to plan with instead
     "bf16-master": "the ZeRO paper's setting; lpkit trains float32 weights: bf16",
-    "bf16-pure": "weights that lose small updates; lpkit rounds them: bf16 with memory.param_dtype=bf16",
+    "bf16-pure": "whose weights lose updates; lpkit rounds them: bf16, memory.param_dtype=bf16",
 }
 
 
@@ -74,7 +74,7 @@ class Option:
 
     @property
     def config(self) -> Config:
-        """What `lpkit.train` takes. Raises ConfigError for a precision that lpkit does not train."""
+        """This layout and its settings. Raises ConfigError for a precision that none names."""
         if self.precision in UNTRAINED:
             raise ConfigError(f"lpkit does not train {self.precision}, {UNTRAINED[self.precision]}")
         return replace(self.base, parallel=self.layout).replace({
@@ -137,7 +137,8 @@ class Plan:
     @property
     def sentence(self) -> str:
         """Why nothing is feasible: the nearest miss of each constraint, and what would do."""
-        misses = [f"{name}: {one.layouts:,} layouts, {one.nearest}" for name, one in self.met.items()]
+        misses = [f"{name}: {one.layouts:,} layouts, {one.nearest}"
+                  for name, one in self.met.items()]
         out = ""
         if self.refusals["budget"].layouts:
             enough = self.budget + self.refusals["budget"].excess
@@ -173,12 +174,13 @@ ORDERS = {
 }
 
 
-def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, budget: float | None = None,
-         deadline_seconds: float | None = None, devices: int | None = None,
-         precisions: Sequence[str] | None = None, optimizer: str | None = None,
-         price_per_hour: float | None = None, efficiency: Efficiency | None = None,
+def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
+         budget: float | None = None, deadline_seconds: float | None = None,
+         devices: int | None = None, precisions: Sequence[str] | None = None,
+         optimizer: str | None = None, price_per_hour: float | None = None,
+         efficiency: Efficiency | None = None,
          calibration: Calibration | None = None) -> Plan:
-    """Search. `config.global_batch`, `config.model` and `config.memory` are kept; `config.grad_accum_steps` is not.
+    """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is not.
 
     budget      US dollars for the whole run; deadline_seconds: for the whole run; None: no limit
     devices     None: powers of two up to 65,536
@@ -190,8 +192,8 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, bu
     Raises ConfigError for figures that are not positive.
     """
     on = machines.find(machine)
-    for what, value in (("tokens", tokens), ("budget", budget), ("deadline_seconds", deadline_seconds),
-                        ("price_per_hour", price_per_hour)):
+    for what, value in (("tokens", tokens), ("budget", budget), ("price_per_hour", price_per_hour),
+                        ("deadline_seconds", deadline_seconds)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{what} must be positive, got {value}")
     if price_per_hour is not None:
@@ -202,19 +204,23 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, bu
         raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
     default = MemoryConfig()
     for name in UNPRICED:
-        if getattr(config.memory, name) != getattr(default, name):
-            raise ConfigError(f"plan has no seconds for memory.{name}={getattr(config.memory, name).name}, which "
-                              f"moves bytes beyond the device's memory or casts them; leave it out, or ask "
+        value = getattr(config.memory, name)
+        if value != getattr(default, name):
+            raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves bytes "
+                              f"beyond the device's memory or casts them; leave it out, or ask "
                               f"`lpkit predict` for its bytes")
-    memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses what has no formula, by name
+    memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
     counts = [devices] if devices else powers_of_two(1, MOST_DEVICES)
-    searches = [_Search(config, tokens, on, budget or math.inf, deadline_seconds or math.inf,
-                        precision_of(config, on, name), optimizer or config.optimizer.name,
-                        efficiency, calibration) for name in precisions or (None,)]
     refusals = {name: Refusal() for name in CONSTRAINTS}
+    searches = [_Search(
+        config=config, tokens=tokens, on=on, budget=budget or math.inf,
+        deadline=deadline_seconds or math.inf, precision=precision_of(config, on, name),
+        optimizer=optimizer or config.optimizer.name, refusals=refusals, calibration=calibration,
+        efficiency=efficiency or (REACHED if on.name == "this" else ASSUMED))
+        for name in precisions or (None,)]
     for search in searches:
         for count in counts:
-            search.devices(count, refusals)
+            search.devices(count)
     first = "soonest" if budget or devices else "cheapest"
     found = [option for search in searches for option in search.options]
     options = tuple(sorted(found, key=ORDERS[first]))
@@ -225,38 +231,44 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *, bu
                 optimal=_optimal(options[0], budget) if options and budget else ())
 
 
+@dataclass(kw_only=True)
 class _Search:
     """One precision's layouts."""
 
-    def __init__(self, config: Config, tokens: float, on: Machine, budget: float, deadline: float,
-                 precision: str, optimizer: str, efficiency: Efficiency | None,
-                 calibration: Calibration | None):
-        self.config, self.tokens, self.on = config, tokens, on
-        self.budget, self.deadline, self.calibration = budget, deadline, calibration
-        self.precision, self.optimizer = precision, optimizer
-        asked = config.memory.recompute
-        self.modes = by_cost() if asked == MemoryConfig().recompute else (asked.name,)
-        self.room = USABLE * on.memory_bytes
-        self.options: list[Option] = []
-        self.evaluations = 0
-        self.flops = training_flops(config.model, batch=1, attention="causal") / config.model.T * tokens
-        self.efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
+    config: Config
+    tokens: float
+    on: Machine
+    budget: float
+    deadline: float
+    precision: str
+    optimizer: str
+    efficiency: Efficiency
+    calibration: Calibration | None
+    refusals: dict[str, Refusal]
+    options: list[Option] = field(default_factory=list)
+    evaluations: int = 0
 
-    def devices(self, count: int, refusals: dict[str, Refusal]) -> None:
-        """All layouts of so many devices: one option, the best, for each split into tensor, pipeline
-        and context."""
+    @property
+    def modes(self) -> Sequence[str]:
+        asked = self.config.memory.recompute
+        return by_cost() if asked == MemoryConfig().recompute else (asked.name,)
+
+    def devices(self, count: int) -> None:
+        """One option, the best, for each split of the devices into tensor, pipeline and context."""
         p = PRECISIONS[self.precision]
         rate = self.on.peak_flops(p.dtype) * self.efficiency.products[p.dtype]
-        seconds = self.flops / (count * rate) * (self.calibration.factor if self.calibration else 1)
-        splits = list(self._splits(count, refusals))
+        m = self.config.model
+        flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
+        seconds = flops / (count * rate) * (self.calibration.factor if self.calibration else 1)
+        splits = list(self._splits(count))
         if seconds > self.deadline:
             words = f"{count:,} devices take {duration(seconds)} for the products alone"
-            refusals["deadline"].add(seconds - self.deadline, words, len(splits))
+            self.refusals["deadline"].add(seconds - self.deadline, words, len(splits))
             return
         for layout in splits:
-            self._split(layout, refusals)
+            self._split(layout)
 
-    def _splits(self, count: int, refusals: dict[str, Refusal]) -> Iterable[Layout]:
+    def _splits(self, count: int) -> Iterable[Layout]:
         m = self.config.model
         for tensor in divisors(count):
             if tensor > self.on.devices_per_node:
@@ -271,36 +283,38 @@ class _Search:
                     try:
                         check(self.config, layout)
                     except ConfigError as error:
-                        refusals["layout"].add(count, str(error))
+                        self.refusals["layout"].add(count, str(error))
                         continue
                     ranks = count // layout.devices
                     if self.config.global_batch % ranks:
-                        refusals["batch"].add(ranks, f"{self.config.global_batch} sequences do not split over "
-                                                     f"{ranks} ranks; set --batch-tokens")
+                        words = f"{self.config.global_batch} sequences do not split over {ranks} ranks"
+                        words += "; set --batch-tokens"
+                        self.refusals["batch"].add(ranks, words)
                         continue
                     yield replace(layout, shard=ranks)
 
-    def _split(self, layout: Layout, refusals: dict[str, Refusal]) -> None:
-        """The best of its micro-batches, recomputations, ZeRO stages and chunks; or why there is none."""
+    def _split(self, layout: Layout) -> None:
+        """The best of its micro-batches, recomputations, ZeRO stages and chunks, or the reason."""
         found, missed = self._variants(layout)
         if not found:
             excess, variant = missed
-            refusals["memory"].add(excess, f"{layout.devices:,} devices ({variant}) miss by "
-                                           f"{quantity(excess, 'bytes')} each")
+            self.refusals["memory"].add(excess, f"{layout.devices:,} devices ({variant}) miss by "
+                                                f"{quantity(excess, 'bytes')} each")
             return
         best = min(found, key=lambda option: option.order)
         words = f"{layout.devices:,} devices ({best.layout})"
         late, over = best.paid.seconds - self.deadline, (best.paid.cost or 0.0) - self.budget
         if late > 0:
-            refusals["deadline"].add(
+            self.refusals["deadline"].add(
                 late, f"{words} take {duration(best.paid.seconds)}, {duration(late)} too long")
         elif over > 0:
-            refusals["budget"].add(over, f"{words} cost ${best.paid.cost:,.0f}, ${over:,.0f} too much")
+            words += f" cost ${best.paid.cost:,.0f}, ${over:,.0f} too much"
+            self.refusals["budget"].add(over, words)
         else:
             self.options.append(best)
 
     def _variants(self, layout: Layout) -> tuple[list[Option], tuple[float, str]]:
-        """Those that fit; and of those that do not, the bytes missed by and the layout, at least."""
+        """Those that fit; and of those that do not, the least bytes missed by, and the layout."""
         share = self.config.global_batch // layout.batch_ranks
         stages = (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3)
         found: list[Option] = []
@@ -324,12 +338,12 @@ class _Search:
         and the bytes that the last one tried misses by."""
         for recompute in self.modes:
             held = self._held(config, layout, recompute)
-            if held.peak_bytes <= self.room:
+            if self._missed(held) <= 0:
                 options = [self._option(config, layout, recompute, held)]
                 if layout.zero == 3:
                     options += self._hybrid(config, layout, recompute)
                 return options, 0.0
-        return [], held.peak_bytes - self.room
+        return [], self._missed(held)
 
     def _hybrid(self, config: Config, layout: Layout, recompute: str) -> list[Option]:
         """The smallest shard group that fits, replicated: its gathers stay near."""
@@ -340,7 +354,7 @@ class _Search:
             middle = (low + high) // 2
             variant = replace(layout, shard=sizes[middle], data=layout.shard // sizes[middle])
             held = self._held(config, variant, recompute)
-            if held.peak_bytes <= self.room:
+            if self._missed(held) <= 0:
                 high, smallest = middle, (variant, recompute, held)
             else:
                 low = middle + 1
@@ -356,6 +370,9 @@ class _Search:
                 if stages_fit(self.config.model.L, layout.pipeline, v)]
         return (1, fits[-1]) if fits[-1] > 1 else (1,)
 
+    def _missed(self, held: Memory) -> float:
+        return held.peak_bytes - USABLE * self.on.memory_bytes
+
     def _held(self, config: Config, layout: Layout, recompute: str) -> Memory:
         self.evaluations += 1
         return memory(config, self.on, layout=layout, precision=self.precision,
@@ -363,23 +380,24 @@ class _Search:
 
     def _option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1
-        step = step_time(config, self.on, layout, precision=self.precision, optimizer=self.optimizer,
-                         recompute=recompute, efficiency=self.efficiency, calibration=self.calibration)
-        return Option(base=config, layout=layout, precision=self.precision, optimizer=self.optimizer,
-                      recompute=recompute, held=held, step=step, paid=bill(step, self.on, self.tokens))
+        how = {"precision": self.precision, "optimizer": self.optimizer, "recompute": recompute}
+        step = step_time(config, self.on, layout, efficiency=self.efficiency,
+                         calibration=self.calibration, **how)
+        return Option(base=config, layout=layout, held=held, step=step,
+                      paid=bill(step, self.on, self.tokens), **how)
 
 
 def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str = "bf16",
                   optimizer: str = "adamw") -> float:
-    """Parameters whose states fill the usable memory of `devices` when each holds its share: an upper
-    bound, since activations want room too."""
+    """Parameters whose states fill the usable memory of `devices` when each holds its share: an
+    upper bound, since activations want room too."""
     rows = model_states(1, precision=precision, optimizer=optimizer)
     per_parameter = sum(row.bytes for row in rows)
     return USABLE * machines.find(machine).memory_bytes * devices / per_parameter
 
 
 def _optimal(option: Option, budget: float) -> tuple[dict[str, Any], ...]:
-    """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each published law."""
+    """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
     flops_per_second = option.step.flops_per_device * option.layout.devices
     dollars_per_flop = option.paid.cost / (option.paid.seconds * flops_per_second)
     found = []

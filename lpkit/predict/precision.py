@@ -1,8 +1,8 @@
-"""What low precision buys in a training step: the same step priced twice, with casts and in 16 bits.
+"""What low precision buys in a training step: the step priced twice, with casts and in 16 bits.
 
 Everything that a recipe leaves alone costs the same in both, so the gain of the step is that of its
-Linears under Amdahl's law (1967, https://doi.org/10.1145/1465482.1465560). What a machine reaches of
-its datasheet is an `Efficiency`; a file in data/measured takes its place (`lpkit.studies.advice`).
+Linears under Amdahl's law (1967, https://doi.org/10.1145/1465482.1465560). What a machine reaches
+of its datasheet is an `Efficiency`; records in data/measured replace it (`lpkit.studies.advice`).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class StepCost:
     cast: StepTime
     linears: tuple[LinearCost, ...]         # those that the recipe casts
     touched_seconds: float                  # of the 16-bit step, what the recipe casts
-    bytes: Mapping[str, float]              # more than in 16 bits (below zero: fewer), after forward
+    bytes: Mapping[str, float]              # more than in 16 bits (or fewer), after forward
 
     @property
     def base_step_seconds(self) -> float:
@@ -73,7 +73,7 @@ def amdahl(share: float, speedup: float) -> float:
 
 def step_cost(config: Config, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
               base: str = "bf16") -> StepCost:
-    """One update of `config` on one `machine`. Raises ConfigError when it lacks the recipe's dtype."""
+    """One update on one `machine`. Raises ConfigError when it lacks the recipe's dtype."""
     how = {"precision": base, "efficiency": efficiency}
     plain = step_time(config, machine, Layout(), **how)
     cast = step_time(config, machine, Layout(), recipe=recipe, **how)
@@ -84,18 +84,16 @@ def step_cost(config: Config, recipe: Recipe, machine: Machine, efficiency: Effi
             continue
         touched[p] = calls
         seconds += plain[p.name].seconds * calls / p.calls
-        costs.append(linear_cost(p, recipe, machine, efficiency, base=base,
-                                 itemsize=PRECISIONS[base].compute, calls=calls * plain.micro_batches))
+        costs.append(linear_cost(
+            p, recipe, machine, efficiency, base=base, itemsize=PRECISIONS[base].compute,
+            calls=calls * plain.micro_batches))
     return StepCost(recipe=recipe.name, base=plain, cast=cast, linears=tuple(costs),
                     touched_seconds=seconds, bytes=memory_change(recipe, touched))
 
 
 def memory_change(recipe: Recipe, linears: Mapping[Product, int]) -> dict[str, float]:
-    """Bytes at the end of a micro-batch's forward, against 16 bits: what `ScaledLinear` saves for its
-    backward is cast.
-
-    Master weights, gradients and optimizer states stay as they were, which is why so little changes.
-    """
+    """Bytes at the end of a micro-batch's forward, against 16 bits: what `ScaledLinear` saves for
+    its backward is cast. Master weights, gradients and optimizer states stay as they were."""
     rows = {"activations kept": 0.0, "weight copies": 0.0, "scales": 0.0, "amax histories": 0.0}
     for p, calls in linears.items():
         x, w = recipe.operand("x", "dw"), recipe.operand("w", "dx")
@@ -111,8 +109,8 @@ def memory_change(recipe: Recipe, linears: Mapping[Product, int]) -> dict[str, f
 
 
 def emulated(recipe: Recipe, *, dtype: str, bits: float, folded: bool = False) -> Recipe:
-    """The same casts, kept as values of a wider dtype and multiplied in it. `folded`: the scales are
-    in the values."""
+    """The same casts, kept as values of a wider dtype and multiplied in it. `folded`: the scales
+    are in the values."""
     casts = {}
     for name, pair in recipe.casts.items():
         casts[name] = tuple(

@@ -1,9 +1,10 @@
-"""Seconds of one operation: arithmetic or memory, whichever is slower, at a share of the machine's ceilings.
+"""Seconds of one operation: arithmetic or memory, whichever is slower, at a share of the ceilings.
 
-An `Efficiency` says which share. FLOOR reaches every ceiling and moves every operand once: nothing runs faster unless its
-data stay in a cache. ASSUMED is what published kernels reach, REACHED is for ceilings that were measured on the spot, and
-`flat_mfu` replaces all of it by one share of the peak. A step is priced by one function, `lpkit.predict.time.step_time`;
-"floor", "estimate" and "assume 40% MFU" are its calls with these values. Bytes, FLOP/s, seconds.
+An `Efficiency` says which share. FLOOR reaches every ceiling and moves every operand once: nothing
+runs faster unless its data stay in a cache. ASSUMED is what published kernels reach, REACHED is for
+ceilings that were measured on the spot, and `flat_mfu` replaces all of it by one share of the peak.
+A step is priced by one function, `lpkit.predict.time.step_time`; "floor", "estimate" and "assume
+40% MFU" are its calls with these values. Bytes, FLOP/s, seconds.
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -23,13 +24,13 @@ class Efficiency:
     products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
     attention: float                    # of the 16-bit peak, by a flash kernel
     bandwidth: float
-    casts: float                        # of the bandwidth; on a CPU a cast calculates more than it moves
+    casts: float                        # of the bandwidth; a CPU's casts calculate more than move
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
     links: float = 0.8                  # of a link or a network, by a large collective
     overlapped: bool = False            # a result is written while its sums are made
-    flat: float | None = None           # model FLOPs over the peak, for all of a step: replaces the rest
+    flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
 
 ASSUMED = Efficiency(

@@ -91,7 +91,7 @@ def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeRow:
-    """Seconds of the slowest stage in one step, by phase. `hidden_seconds` pass behind other rows."""
+    """Seconds of the slowest stage, by phase. `hidden_seconds` pass behind other rows."""
 
     name: str
     phases: Mapping[str, float]
@@ -240,7 +240,8 @@ def _flat(config: Config, peak: float, efficiency: Efficiency, recompute: Recomp
     return [row for row in (
         TimeRow(name="model FLOPs", phases={"forward": once, "backward": 2 * once}, formula=formula,
                 source=efficiency.source),
-        TimeRow(name="recomputation", phases={"backward": again}, formula=formula, source=CHECKPOINTS),
+        TimeRow(name="recomputation", phases={"backward": again}, formula=formula,
+                source=CHECKPOINTS),
     ) if row.seconds]
 
 
@@ -296,7 +297,7 @@ class _Rank:
         self.backward = (self._linears(1) + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
         # context ranks: forward passes keys and values round; backward them and their gradients
-        keys = 2 * sequences * m.T * m.G * m.E * p.compute / layout.tensor if layout.context > 1 else 0.0
+        keys = 2 * sequences * m.T * m.G * m.E * p.compute / layout.tensor
         ring = all_gather_seconds(keys, link(on, layout, "context", efficiency))
         self.context_all = 3 * ring
         self.context_shown = (max(0.0, ring - self.attended[0])
@@ -328,7 +329,8 @@ class _Rank:
         rows: list[TimeRow] = []
 
         def row(name: str, formula: str, source: str, hidden: float = 0.0, **phases: float) -> None:
-            made = TimeRow(name=name, phases=phases, formula=formula, source=source, hidden_seconds=hidden)
+            made = TimeRow(name=name, phases=phases, formula=formula, source=source,
+                           hidden_seconds=hidden)
             if made.seconds or hidden:
                 rows.append(made)
 
@@ -346,8 +348,9 @@ class _Rank:
             f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
             "lpkit.predict.flops.moved_bytes",
             forward=moved, backward=BACKWARD_MOVES * moved)
-        row("weight copies", "each weight to the compute dtype, each gradient back, once a micro-batch",
-            AMP, forward=times * self.casts, backward=times * self.casts)
+        row("weight copies",
+            "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
+            forward=times * self.casts, backward=times * self.casts)
         row("recomputation",
             f"recompute={self.recompute}: {', '.join(sorted(self.again)) or 'nothing'} once more",
             CHECKPOINTS, backward=times * self.repeated)
@@ -358,15 +361,15 @@ class _Rank:
             communication=times * (8 * self.tensor_once + self.repeated_tensor)
             + 2 * heads * self.tensor_once)
         row("context: keys and values",
-            "round the ring once forward, with their gradients backward; what attention does not hide",
+            "round the ring once forward, with their gradients backward; attention hides the rest",
             f"{RING_ATTENTION}; {RINGS}", hidden=times * (self.context_all - self.context_shown),
             communication=times * self.context_shown)
         row("pipeline: send and receive",
             f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
             PIPELINE, communication=pieces * send)
         row("pipeline: bubble",
-            f"(stages - 1) / (micro-batches x chunks) of the rest: ({stages} - 1) / ({pieces} x {v}), "
-            f"each stage at its own pace",
+            f"(stages - 1) / (micro-batches x chunks) of the rest: ({stages} - 1) / ({pieces} x {v})"
+            f", each stage at its own pace",
             PIPELINE, communication=others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
         parts = parameters(self.m)
@@ -380,16 +383,18 @@ class _Rank:
             optimizer=optimizer_bytes * owned / self.bandwidth)
         return rows
 
-    def _state_rows(self, row: Callable[..., None], layers: int, states: float, block: float) -> None:
+    def _state_rows(self, row: Callable[..., None], layers: int, states: float,
+                    block: float) -> None:
         """ZeRO's messages and those of replicas."""
         layout, p, pieces = self.layout, self.p, self.pieces
         left = layers * self.backward       # what nothing hides behind yet
         ring = link(self.on, layout, "states", self.efficiency)
 
-        def behind(name: str, said: float, window: float, times: int, on: Link, source: str) -> None:
+        def behind(name: str, said: float, window: float, on: Link, source: str,
+                   times: int = 1) -> None:
             shown = max(0.0, said - window)
-            row(name, f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide behind a "
-                      f"pass", source, hidden=times * (said - shown), communication=times * shown)
+            row(name, f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide behind "
+                      f"a pass", source, hidden=times * (said - shown), communication=times * shown)
 
         if layout.state_ranks > 1 and layout.zero == 3:
             gather = all_gather_seconds(block * p.compute, ring)
@@ -399,23 +404,25 @@ class _Rank:
             shown = min(late * layers * pieces + pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
             row("shard: weights and gradients",
-                f"each micro-batch gathers {block * p.compute:,.0f} bytes a layer twice and scatters "
-                f"{block * p.gradients:,.0f}, over {ring.words}; shown is what a layer does not hide",
+                f"each micro-batch gathers {block * p.compute:,.0f} bytes a layer twice and "
+                f"scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides the rest",
                 f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
             behind("shard: gather weights", all_gather_seconds(states * p.compute, ring),
-                   layers * self.forward, 1, ring, ZERO)
+                   layers * self.forward, ring, ZERO)
             said = reduce_scatter_seconds(states * p.gradients, ring)
-            behind("shard: scatter gradients", said, left, pieces if layout.zero == 2 else 1, ring, ZERO)
+            behind("shard: scatter gradients", said, left, ring, ZERO,
+                   times=pieces if layout.zero == 2 else 1)
             left = max(0.0, left - said)
         elif layout.state_ranks > 1:
             said = all_reduce_seconds(states * p.gradients, ring)
-            behind("shard: all-reduce gradients", said, left, 1, ring, ZERO)
+            behind("shard: all-reduce gradients", said, left, ring, ZERO)
             left = max(0.0, left - said)
         if layout.data > 1:
             ring = link(self.on, layout, "data", self.efficiency)
             nbytes = states * p.gradients / (layout.state_ranks if layout.zero else 1)
-            behind("data: all-reduce gradients", all_reduce_seconds(nbytes, ring), left, 1, ring, RINGS)
+            said = all_reduce_seconds(nbytes, ring)
+            behind("data: all-reduce gradients", said, left, ring, RINGS)
 
 
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[Product, ...]:
@@ -470,8 +477,8 @@ def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
 
 def _attention_words(name: str, op: Op) -> str:
     forward, backward = op.score_passes
-    words = f"{name}: {len(op.pairs)} products forward, {len(op.pairs) * op.backward_pairs:g} backward, "
-    words += f"over {op.pairs_share:.2f} of the pairs"
+    words = (f"{name}: {len(op.pairs)} products forward, {len(op.pairs) * op.backward_pairs:g} "
+             f"backward, over {op.pairs_share:.2f} of the pairs")
     if forward:
         words += f"; {forward} passes over the scores forward, {backward} backward"
     return words

@@ -3,9 +3,10 @@
     advise(config, "h200")                          by formula, in a millisecond
     advise(config, machine, train=lpkit.train)      and by short real runs on this machine, several seeds each
 
-The formula is `lpkit.predict.precision`: products, casts, and everything that stays, shape by shape. What a machine
-reaches of its datasheet is, in this order: a recorded `fp8-linear` bench of that machine in data/measured; else an
-assumption with its source. A recorded `fp8-step` bench of the same model replaces the prediction altogether.
+The formula is `lpkit.predict.precision`: the step that `lpkit plan` prices, with the recipe's casts
+and without. What a machine reaches of its datasheet is, in this order: a recorded `fp8-linear` bench
+of that machine in data/measured; else an assumption with its source. A recorded `fp8-step` bench of
+the same model replaces the prediction altogether.
 
 A recipe with fewer bits is taken only when its step is WORTH times as fast: a step in 8 bits teaches a little less, and
 what counts is the time to an equal loss.
@@ -29,7 +30,8 @@ from lpkit.precision.backends import BACKENDS
 from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
-from lpkit.predict.flops import Product, products
+from lpkit.predict.flops import Product
+from lpkit.predict.params import of
 from lpkit.predict.precision import StepCost, emulated, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity
@@ -104,31 +106,31 @@ class Advice:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """For `html_table(*advice.table())`, and for the command."""
-        return (("recipe", "runs", "step", "speed", "Linears", "casts", "memory"),
-                [(p.recipe, p.status, duration(p.cost.step_seconds), f"{p.speedup:.2f}x", f"{p.cost.linear_speedup:.2f}x",
-                  f"{_cast_share(p.cost):.0%}", _signed(p.cost.more_bytes)) for p in self.plans])
-
-    def shapes(self, recipe: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Each Linear of the model under one recipe."""
-        return (("product", "M x N x K", "calls", "16 bits", "products", "casts", "speed"),
-                [(one.name, f"{one.M} x {one.N} x {one.K}", f"{one.calls}", duration(one.base_seconds),
-                  duration(one.product_seconds), duration(one.cast_seconds), f"{one.speedup:.2f}x")
-                 for one in self[recipe].cost.linears])
+        """For `html_table(*advice.table())`."""
+        rows = []
+        for p in self.plans:
+            cost = p.cost
+            casts = sum(one.calls * one.cast_seconds for one in cost.linears) / cost.step_seconds
+            rows.append((p.recipe, p.status, duration(cost.step_seconds), f"{p.speedup:.2f}x",
+                         f"{cost.linear_speedup:.2f}x", f"{casts:.0%}", _signed(cost.more_bytes)))
+        return ("recipe", "runs", "step", "speed", "Linears", "casts", "memory"), rows
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        plans = [{**{key: value for key, value in asdict(plan).items() if key != "cost"}, "speedup": plan.speedup,
-                  "step_seconds": plan.cost.step_seconds, "base_step_seconds": plan.cost.base_step_seconds,
-                  "share": plan.cost.share, "linear_speedup": plan.cost.linear_speedup,
-                  "bytes": dict(plan.cost.bytes), "more_bytes": plan.cost.more_bytes,
-                  "rest_seconds": dict(plan.cost.rest_seconds),
-                  "linears": [{**asdict(one), "speedup": one.speedup} for one in plan.cost.linears]}
-                 for plan in self.plans]
-        return {"sentence": self.sentence, "choice": self.choice, "base": self.base, "machine": self.machine,
-                "plans": plans, "measured": [{**asdict(one), "speedup": one.speedup} for one in self.measured],
-                "efficiency": {**asdict(self.efficiency), "products": dict(self.efficiency.products)},
-                "sources": list(self.sources)}
+        plans = []
+        for plan in self.plans:
+            cost, facts = plan.cost, asdict(replace(plan, cost=None))
+            facts.pop("cost")
+            linears = [{**asdict(one), "speedup": one.speedup} for one in cost.linears]
+            plans.append({
+                **facts, "speedup": plan.speedup, "step_seconds": cost.step_seconds,
+                "base_step_seconds": cost.base_step_seconds, "share": cost.share,
+                "linear_speedup": cost.linear_speedup, "bytes": dict(cost.bytes),
+                "more_bytes": cost.more_bytes, "rest_seconds": cost.rest_seconds, "linears": linears})
+        measured = [{**asdict(one), "speedup": one.speedup} for one in self.measured]
+        return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
+                "machine": self.machine, "plans": plans, "measured": measured,
+                "efficiency": asdict(self.efficiency), "sources": list(self.sources)}
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -139,10 +141,6 @@ class Advice:
                 f"</table><p>{escape(self.efficiency.source)}</p>")
 
 
-def _cast_share(cost: StepCost) -> float:
-    return sum(one.calls * one.cast_seconds for one in cost.linears) / cost.step_seconds
-
-
 def _signed(nbytes: float) -> str:
     return f"{'-' if nbytes < 0 else '+'}{quantity(abs(nbytes), 'bytes')}" if nbytes else "0"
 
@@ -150,11 +148,10 @@ def _signed(nbytes: float) -> str:
 def describe(name: str, row: Row, config: Config) -> Recipe:
     """A row of `recipes` in the words of the formulas, as hardware runs it. Raises ConfigError for a
     `keep` that matches no Linear."""
-    names = {"head": "head"}
-    for p in _linears(config):
-        if p.name != "head":
-            names |= {f"blocks.{i}.{p.name}": p.name for i in range(config.model.L)}
-    stay = [names[full] for full in kept(names, row.keep)] if row.products else []
+    linears = [op.name for op in of(config.model).linears]
+    names = {f"blocks.{i}.{linear}": linear for i in range(config.model.L) for linear in linears}
+    names["head"] = "head"
+    stay = [names[full] for full in kept(names, row.high_precision_layers)] if row.products else []
     casts = {product: tuple(map(_operand, pair)) for product, pair in row.products.items()}
     return on_hardware(name, CATALOGUED.get(row.dtype, row.dtype), casts,
                        history=row.delayed.history if row.delayed else 0,
@@ -175,10 +172,6 @@ def _operand(cast: Cast) -> Operand:
     wide = cast.block[1] == 0 or cast.block[1] > 32     # a scale of its own; those of MX and NVFP4 are one byte
     return Operand(bits=format_of(cast.format).bits, block=cast.block, transposes=cast.transposes,
                    scale_bytes=4 if wide else SCALE_BYTES[cast.scale])
-
-
-def _linears(config: Config) -> list[Product]:
-    return [p for p in products(config.model, batch=config.global_batch // config.grad_accum_steps) if not p.pairs]
 
 
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None, base: str | None = None,

@@ -101,6 +101,13 @@ class MicroBatch:
         return self.batch == 1 or self.model.H == 1
 
     @property
+    def norms_save_qkv(self) -> bool:
+        """Whether norms of q and k keep the product of q, k and v alive, a view of which is their input; else they have
+        cast it to float32."""
+        wide = self.compute_bytes == FP32 or (self.kind == "gpu" and not self.mixed)
+        return self.model.qk_norm and wide
+
+    @property
     def turns(self) -> bool:
         """Whether q and k are made anew between their product and attention."""
         return POSITIONS[self.model.position].turns or self.model.qk_norm
@@ -209,7 +216,7 @@ def _attention(s: MicroBatch, *, numbers: int, saved: float = 0, work: float, ou
 def sdpa(s: MicroBatch) -> Op:
     """A flash kernel: q, k, v, the output, and one float32 log-sum per query instead of T scores."""
     m = s.model
-    numbers = _qkv(m) + m.H * m.E
+    numbers = _kept_qkv(s) + m.H * m.E
     if s.turns or 1 < m.G < m.H:
         numbers += m.H * m.E
     if s.turns:
@@ -240,7 +247,7 @@ def blocked(s: MicroBatch) -> Op:
     m, heads, T = s.model, s.model.H * s.model.E, s.model.T
     numbers = 3 * heads
     if s.heads_are_views and m.G == m.H:                    # v is a view; q and k too, unless turned
-        numbers = _qkv(m) + (2 * heads if s.turns else 0)
+        numbers = _kept_qkv(s) + (2 * heads if s.turns else 0)
     elif s.heads_are_views and m.G == 1 and not s.turns:    # q is a view, k and v are repeated
         numbers = _qkv(m) + 2 * heads
     starts = range(0, T, QUERY_BLOCK)
@@ -254,6 +261,28 @@ def blocked(s: MicroBatch) -> Op:
 
 def _qkv(m: Any) -> int:
     return (m.H + 2 * m.G) * m.E
+
+
+def _kept_qkv(s: MicroBatch) -> int:
+    """Numbers of a token that attention saves of the product of q, k and v, as the first that does."""
+    return 0 if s.norms_save_qkv else _qkv(s.model)
+
+
+def head_norms(s: MicroBatch) -> Iterator[Op]:
+    """An RMSNorm of each head's q, and one of its k (Qwen3, https://arxiv.org/abs/2505.09388). Saves its input, a number
+    of each head, and, on a CPU, what it makes of its input."""
+    m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
+    product = tokens * _qkv(m) * s.compute_bytes
+    for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
+        numbers = tokens * heads * m.E
+        wide = given = numbers * FP32
+        if s.norms_save_qkv and name.endswith("q_norm"):
+            given = numbers * s.compute_bytes if grouped else product
+        elif s.norms_save_qkv:
+            given = product if grouped else 0
+        saved = given + tokens * heads * FP32 + (wide if s.kind == "cpu" else 0)
+        yield Op(name=name, part="attention", params=m.E, saved_bytes=saved, saved_itemsize=s.compute_bytes,
+                 moved_bytes=2 * numbers * s.compute_bytes, backward=(Hold(nbytes=4 * wide, frees=1.0), Hold()))
 
 
 # Positions: operations outside the blocks.
@@ -275,6 +304,8 @@ def pre_norm(s: MicroBatch) -> Iterator[Op]:
     yield norm("norm1", s, residual=True)
     yield linear("attention.qkv", s, m.D, _qkv(m), cut="column", bias=m.biased_qkv)
     yield Op(name="attention.split", part="", backward=(Hold(nbytes=s.tokens * _qkv(m) * s.compute_bytes),))
+    if m.qk_norm:
+        yield from head_norms(s)
     yield attend
     yield linear("attention.out", s, m.H * m.E, m.D, cut="row", bias=m.bias, input_is_saved=attend.saves_result)
     yield residual_add("add1", s)

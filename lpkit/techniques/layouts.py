@@ -105,8 +105,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     if config.global_batch % layout.batch_ranks:
         below = config.global_batch // layout.batch_ranks * layout.batch_ranks
         fits = lambda n: config.global_batch % n == 0
-        raise ConfigError(f"batch={config.global_batch} sequences does not split over data={layout.data} x shard={layout.shard} "
-                          f"= {layout.batch_ranks} ranks; set batch to {f'{below} or ' if below else ''}"
+        raise ConfigError(f"global_batch={config.global_batch} sequences does not split over data={layout.data} x shard={layout.shard} "
+                          f"= {layout.batch_ranks} ranks; set global_batch to {f'{below} or ' if below else ''}"
                           f"{below + layout.batch_ranks}, or "
                           f"{_nearest(layout.batch_ranks, config.global_batch, fits, 'data x shard')}")
 
