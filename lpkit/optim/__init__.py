@@ -1,1 +1,1 @@
-"""Optimizers and schedules. An optimizer is a frozen dataclass of hyper-parameters that builds a torch optimizer."""
+"""Update rules, and the stepper that applies any of them: where state is, its format, rounding."""

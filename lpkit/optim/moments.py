@@ -1,8 +1,8 @@
 """How moments are stored between updates: in float32, or in 8 bits with a scale for each block.
 
-8 bits: each block of 256 is divided by its largest magnitude, and each number becomes the nearest of 256
-values whose spacing grows with their size, so that seven decades are there with two digits at the top.
-The second moment is never negative and needs no sign (Dettmers et al. 2022,
+8 bits: each block of 256 is divided by its largest magnitude, each number becomes the nearest of
+256 values whose spacing grows with their size, so that seven decades are there with two digits at
+the top. The second moment is never negative and needs no sign (Dettmers et al. 2022,
 https://arxiv.org/abs/2110.02861, section 2).
 """
 
@@ -48,7 +48,7 @@ class Float32(MomentCodec):
         return tensors[0]
 
     def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
-        pass    # it is the tensor
+        pass  # it is the tensor
 
 
 class BlockwiseInt8(MomentCodec):
@@ -68,29 +68,35 @@ class BlockwiseInt8(MomentCodec):
 
 
 def to_blocks(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """float32 of any shape -> codes (uint8, like x) and the largest magnitude of each block of 256, the last one short."""
+    """float32 of any shape -> codes (uint8, like x), the largest magnitude of each block of 256."""
     flat = x.flatten()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(1)
     ratio = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     codes = torch.bucketize(ratio, midpoints(signed).to(x.device), out_int32=True).to(torch.uint8)
-    return codes.flatten()[:len(flat)].view(x.shape), scale
+    return codes.flatten()[: len(flat)].view(x.shape), scale
 
 
 def from_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     values = levels(signed).to(codes.device)[codes.flatten().int()]
     short = -len(values) % BLOCK
-    return F.pad(values, (0, short)).view(-1, BLOCK).mul_(scale[:, None]).flatten()[:codes.numel()].view(codes.shape)
+    return (
+        F.pad(values, (0, short))
+        .view(-1, BLOCK)
+        .mul_(scale[:, None])
+        .flatten()[: codes.numel()]
+        .view(codes.shape)
+    )
 
 
 @cache
 def levels(signed: bool) -> Tensor:
-    """The 256 values, ascending, float32: for each decade the middles of evenly spaced pieces of (0.1, 1), twice as many
-    as for the decade below; and 0 and 1."""
+    """The 256 values, ascending, float32: for each decade the middles of evenly spaced pieces of
+    (0.1, 1), twice as many as for the decade below; and 0 and 1."""
     found = [0.0, 1.0]
     for i in range(DECADES):
-        edges = torch.linspace(0.1, 1, 2**(i + (not signed)) + 1, dtype=torch.float32)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0**(i - DECADES + 1)).tolist()
+        edges = torch.linspace(0.1, 1, 2 ** (i + (not signed)) + 1, dtype=torch.float32)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - DECADES + 1)).tolist()
         found += middles + ([-x for x in middles] if signed else [])
     return torch.tensor(sorted(found))
 

@@ -23,7 +23,7 @@ class ScheduleSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecaySettings(ScheduleSettings):
-    final_lr_ratio: float = 0.1     # the last step's learning rate over the peak's
+    final_lr_ratio: float = 0.1  # the last step's learning rate over the peak's
 
     def __post_init__(self):
         super().__post_init__()
@@ -32,7 +32,7 @@ class DecaySettings(ScheduleSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WsdSettings(DecaySettings):
-    decay_fraction: float = 0.2     # of the steps after the warm-up
+    decay_fraction: float = 0.2  # of the steps after the warm-up
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,7 +48,9 @@ def wsd(progress: float, settings: WsdSettings) -> float:
     if not settings.decay_fraction:
         return 1.0
     begin = 1 - settings.decay_fraction
-    return 1 - (1 - settings.final_lr_ratio) * max(0.0, (progress - begin) / settings.decay_fraction)
+    return 1 - (1 - settings.final_lr_ratio) * max(
+        0.0, (progress - begin) / settings.decay_fraction
+    )
 
 
 def linear(progress: float, settings: DecaySettings) -> float:
@@ -68,12 +70,24 @@ class LearningRateSchedule(Row):
 
 
 SCHEDULES = {
-    "cosine": LearningRateSchedule(settings=DecaySettings(), shape=cosine, why="half a cosine",
-                                   source="SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983"),
-    "wsd": LearningRateSchedule(settings=WsdSettings(), shape=wsd, why="stable, then linear at the end",
-                                source="MiniCPM, Hu et al. 2024, arXiv:2404.06395"),
-    "linear": LearningRateSchedule(settings=DecaySettings(), shape=linear, why="a straight line",
-                                   source="Devlin et al. 2019, arXiv:1810.04805"),
+    "cosine": LearningRateSchedule(
+        settings=DecaySettings(),
+        shape=cosine,
+        why="half a cosine",
+        source="SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983",
+    ),
+    "wsd": LearningRateSchedule(
+        settings=WsdSettings(),
+        shape=wsd,
+        why="stable, then linear at the end",
+        source="MiniCPM, Hu et al. 2024, arXiv:2404.06395",
+    ),
+    "linear": LearningRateSchedule(
+        settings=DecaySettings(),
+        shape=linear,
+        why="a straight line",
+        source="Devlin et al. 2019, arXiv:1810.04805",
+    ),
     "constant": LearningRateSchedule(settings=ScheduleSettings(), shape=constant, why="flat"),
 }
 
@@ -85,10 +99,14 @@ def find(name: str) -> LearningRateSchedule:
 def schedule(settings: ScheduleSettings, steps: int) -> Callable[[int], float]:
     """The multiplier of every step of a run of `steps`."""
     shape = partial(find(settings.name).shape, settings=settings)
-    return partial(_multiplier, shape=shape, steps=steps, warmup_steps=min(settings.warmup_steps, steps))
+    return partial(
+        _multiplier, shape=shape, steps=steps, warmup_steps=min(settings.warmup_steps, steps)
+    )
 
 
-def _multiplier(step: int, *, shape: Callable[[float], float], steps: int, warmup_steps: int) -> float:
+def _multiplier(
+    step: int, *, shape: Callable[[float], float], steps: int, warmup_steps: int
+) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return shape(min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps)))

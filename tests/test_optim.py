@@ -1,0 +1,354 @@
+"""Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lpkit.config import Config
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError
+from lpkit.measure.tracking import Tracker
+from lpkit.nn.transformer import Transformer
+from lpkit.optim import rules
+from lpkit.optim.stepper import Stepper, build, recorded
+from lpkit.predict import memory, parameter_count
+from lpkit.predict.ledger import UPDATE
+from lpkit.presets import preset
+from lpkit.techniques.memory import OPTIMIZER_STATE
+from lpkit.techniques.optimizers import (
+    MOMENT_FORMATS,
+    OPTIMIZERS,
+    AdamWSettings,
+    LionSettings,
+    MomentumSettings,
+    OptimizerSettings,
+    parameter_groups,
+)
+from lpkit.training import checkpoint
+from lpkit.training.background import start, train
+
+CPU = torch.device("cpu")
+WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
+SETTINGS = {"adamw": AdamWSettings, "lion": LionSettings, "momentum": MomentumSettings, "sgd": OptimizerSettings}
+
+
+def gradients(count: int, shape=(40, 50)) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=draw) for _ in range(count)]
+
+
+def by_rule(rule, settings, slots: int, grads: list[torch.Tensor]) -> torch.Tensor:
+    w, state = torch.ones_like(grads[0]), [torch.zeros_like(grads[0]) for _ in range(slots)]
+    for update, g in enumerate(grads, 1):
+        before = g.clone()
+        rule(w, g, state, settings, update)
+        assert torch.equal(g, before)
+    return w
+
+
+def by_torch(make, grads: list[torch.Tensor], decay: float = 1.0, dtype=torch.float32) -> torch.Tensor:
+    """`decay`: what each weight is multiplied by before torch's own update."""
+    w = torch.nn.Parameter(torch.ones_like(grads[0], dtype=dtype))
+    optimizer = make([w])
+    for g in grads:
+        w.grad = g.to(dtype)
+        w.data.mul_(decay)
+        optimizer.step()
+    return w.detach()
+
+
+# ---- rules
+
+@pytest.mark.parametrize("rule", [rules.adamw, rules.adamw_kernel])
+def test_adamw_is_pytorchs_and_float64s(rule):
+    settings, grads = AdamWSettings(name="adamw", lr=1e-2), gradients(20)
+    ours = by_rule(rule, settings, 2, grads)
+    for dtype in (torch.float32, torch.float64):
+        theirs = by_torch(lambda params: torch.optim.AdamW(
+            params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False), grads, dtype=dtype)
+        assert torch.allclose(ours.double(), theirs.double(), rtol=0, atol=1e-6)
+
+
+def test_lion_is_algorithm_2_of_the_paper():
+    """Chen et al. 2023: c = b1 m + (1 - b1) g; theta -= lr (sign(c) + lambda theta); m = b2 m + (1 - b2) g."""
+    settings, grads = LionSettings(name="lion", lr=1e-2, weight_decay=0.3), gradients(20)
+    theta = torch.ones(40, 50, dtype=torch.float64)
+    m = torch.zeros_like(theta)
+    for g in grads:
+        g = g.double()
+        c = 0.9 * m + (1 - 0.9) * g
+        theta = theta - 1e-2 * (torch.sign(c) + 0.3 * theta)
+        m = 0.99 * m + (1 - 0.99) * g
+    assert torch.allclose(by_rule(rules.lion, settings, 1, grads).double(), theta, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_pytorchs_sgd_with_decoupled_decay(nesterov):
+    """torch.optim.SGD adds its decay to the gradient; here the weight is scaled, as AdamW does it."""
+    settings, grads = MomentumSettings(name="momentum", lr=1e-2, momentum=0.8, nesterov=nesterov), gradients(20)
+    theirs = by_torch(lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.8, nesterov=nesterov, foreach=False),
+                      grads, decay=1 - 1e-2 * 0.1)
+    assert torch.allclose(by_rule(rules.momentum, settings, 1, grads), theirs, rtol=0, atol=1e-6)
+
+
+def test_sgd_is_pytorchs():
+    settings, grads = OptimizerSettings(name="sgd", lr=1e-2), gradients(20)
+    theirs = by_torch(lambda params: torch.optim.SGD(params, lr=1e-2, foreach=False), grads, decay=1 - 1e-2 * 0.1)
+    assert torch.equal(by_rule(rules.sgd, settings, 0, grads), theirs)
+
+
+# ---- the stepper
+
+def model_in(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)).to(dtype)
+
+
+def trained(name: str, *, dtype=torch.float32, updates: int = 4, optimizer=None, model=None, **settings):
+    """The model and its optimizer after some updates on the same gradients."""
+    model = model or model_in(dtype)
+    optimizer = optimizer or build(model, SETTINGS[name](name=name), **settings)
+    for update in range(updates):
+        draw = torch.Generator().manual_seed(update)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+        optimizer.step()
+    return model, optimizer
+
+
+def stored(optimizer) -> list[torch.Tensor]:
+    return [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("place", OPTIMIZER_STATE)
+@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_what_is_recorded_is_what_happens(name, moment_format, place, dtype):
+    """Bytes of state, use of the file and rounding, for every optimizer, format, place and dtype."""
+    placement = OPTIMIZER_STATE[place].load()(CPU)
+    model, optimizer = trained(name, dtype=dtype, moment_format=moment_format, placement=placement)
+    asked = {"optimizer_state": Choice(asked=place, used=place, why="decided"),
+             "moment_format": Choice(asked=moment_format, used=moment_format, why="decided")}
+    found = recorded(optimizer, asked)
+    count = sum(p.numel() for p in model.parameters())
+    slots = [t for state in optimizer.state.values() for key, t in state.items()
+             if torch.is_tensor(t) and key != "step"]
+    codes = [t for t in slots if t.dtype == torch.uint8]
+    assert found["moment_format"].used == ("int8" if codes else "float32")
+    short = 4 * len(optimizer.state) * len(OPTIMIZERS[name].slots)      # scales of last blocks that are not full
+    assert 0 <= sum(t.nbytes for t in slots) - count * OPTIMIZERS[name].state_bytes(found["moment_format"].used) < short
+    in_file = isinstance(optimizer, Stepper) and hasattr(optimizer.placement, "scratch") and \
+        all(t.data_ptr() in optimizer.placement.scratch.where_is for t in slots)
+    assert found["optimizer_state"].used == ("disk" if in_file else "device") == {"cpu": "device"}.get(place, place)
+    assert ("rounding" in found) == (dtype == torch.bfloat16)
+
+    # where nothing but the format counts, the place changes no bit
+    same, _ = trained(name, dtype=dtype, moment_format=moment_format)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bf16_weights_are_rounded_as_recorded(name):
+    """An update of 2^-12 of each weight: nearest rounding loses it, stochastic rounding has it in the mean."""
+    model = torch.nn.Linear(256, 256, bias=False).bfloat16()
+    torch.nn.init.ones_(model.weight)
+    optimizer = build(model, SETTINGS[name](name=name, lr=2**-12, weight_decay=0.0))
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert recorded(optimizer, {})["rounding"].used == "stochastic"
+    spread = (2**-12 * 2**-8 / 256**2)**0.5     # of the mean: each draw's variance is at most step * update
+    assert model.weight.double().mean().item() == pytest.approx(1 - 2**-12, abs=5 * spread)
+
+
+def test_an_optimizer_that_does_otherwise_is_recorded_as_it_does():
+    model = model_in(torch.bfloat16)
+    asked = {"optimizer_state": Choice(asked="disk", used="disk", why="a file"),
+             "moment_format": Choice(asked="int8", used="int8", why="small")}
+    found = recorded(torch.optim.AdamW(model.parameters()), asked)
+    assert [found[key].used for key in ("optimizer_state", "moment_format", "rounding")] == ["device", "float32", "nearest"]
+    assert found["optimizer_state"].asked == "disk" and "AdamW" in found["optimizer_state"].why
+
+
+@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_needs_the_temporary_bytes_that_its_row_says(name, moment_format):
+    """The largest parameter alone counts. Single numbers, as the kernel's count, are on top."""
+    if not OPTIMIZERS[name].slots and moment_format != "float32":
+        return
+    for dtype, weight_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
+        model = torch.nn.Linear(512, 512, bias=False).to(dtype)
+        optimizer = build(model, SETTINGS[name](name=name), moment_format=moment_format)
+        trained(name, model=model, optimizer=optimizer, updates=1)
+        model.weight.grad = torch.randn(512, 512).to(dtype)
+        with Tracker(model, optimizer) as tracker, tracker.optimizing():
+            optimizer.step()
+        found = tracker.footprint()
+        before = sum(found.most.get(row, 0) for row in ("weights", "gradients", "optimizer state"))
+        needed = OPTIMIZERS[name].update_bytes(moment_format, weight_bytes)
+        assert (found.peak_bytes - before) / 512**2 == pytest.approx(needed, rel=0.06, abs=0.01)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_restored_stepper_goes_on_bit_for_bit(name):
+    """Weights in bf16, so that rounding's noise goes on too; and the names of state are those of a checkpoint."""
+    whole, _ = trained(name, dtype=torch.bfloat16, updates=4)
+    model, half = trained(name, dtype=torch.bfloat16, updates=2)
+    again = build(model, SETTINGS[name](name=name))
+    for p, state in half.state.items():
+        again.state[p].update(state)
+    for update in (2, 3):
+        draw = torch.Generator().manual_seed(update)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+        again.step()
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters()))
+    names = [slot.name for slot in OPTIMIZERS[name].slots]
+    assert all(list(state) == ["update", *names] for state in again.state.values())
+
+
+def test_names_of_adamws_state_are_those_of_older_checkpoints():
+    _, whole = trained("adamw")
+    assert {key for state in whole.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+    _, lean = trained("adamw", moment_format="int8")
+    assert next(list(state) for state in lean.state.values()) == \
+        ["update", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"]
+
+
+def test_an_optimizer_without_state_refuses_a_format_and_a_place_for_it():
+    for settings in ({"moment_format": "int8"}, {"placement": OPTIMIZER_STATE["disk"].load()(CPU)}):
+        with pytest.raises(ConfigError, match="sgd keeps no state"):
+            build(model_in(torch.float32), OptimizerSettings(name="sgd"), **settings)
+
+
+def test_bytes_of_state_and_traffic_follow_from_the_slots():
+    state = {(name, f): OPTIMIZERS[name].state_bytes(f) for name in OPTIMIZERS for f in MOMENT_FORMATS}
+    assert state["adamw", "float32"] == 8 and state["adamw", "int8"] == 2 * (1 + 4 / 256)
+    assert state["lion", "float32"] == state["momentum", "float32"] == 4 and state["sgd", "float32"] == 0
+    assert OPTIMIZERS["adamw"].moved_bytes() == 7 * 4       # w, g, m and v are read; w, m and v are written
+    assert OPTIMIZERS["adamw"].update_bytes("int8") == 22 and OPTIMIZERS["adamw"].update_bytes() == 0
+
+
+# ---- groups of parameters
+
+@pytest.mark.parametrize("name", ["cpu-3m", "gpt2-124m", "llama-8b"])
+def test_groups_by_name_are_those_by_axes_for_todays_models(name):
+    config = preset(name).replace({"model.layers": 2})
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    decayed, rest = build(model, AdamWSettings(name="adamw")).param_groups
+    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    for group, wanted in ((decayed, [p for p in model.parameters() if p.ndim >= 2]),
+                          (rest, [p for p in model.parameters() if p.ndim < 2])):
+        assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
+
+
+def test_a_vector_that_is_no_gain_and_no_bias_is_decayed():
+    decayed, rest = parameter_groups(["mixer.decay", "norm.weight", "q_norm.weight", "up.bias"], AdamWSettings(name="adamw"))
+    assert decayed.names == ("mixer.decay",) and rest.names == ("norm.weight", "q_norm.weight", "up.bias")
+
+
+def test_patterns_change_learning_rate_and_decay():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "norm": torch.nn.LayerNorm(4), "up": torch.nn.Linear(4, 4)})
+    settings = LionSettings(name="lion", lr=1e-2, weight_decay=0.5,
+                            groups=("*.weight:weight_decay=0.2", "embed.*:lr_scale=0.1:weight_decay=0"))
+    groups = build(model, settings).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert found == {"embed.weight": (pytest.approx(1e-3), 0.0), "norm.weight": (1e-2, 0.2), "norm.bias": (1e-2, 0.0),
+                     "up.weight": (1e-2, 0.2), "up.bias": (1e-2, 0.0)}
+    assert groups[0]["lr"] == 1e-2      # the run's own, whatever the groups are
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build(model, settings)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        lr, decay = found[name]
+        assert torch.allclose(p, before[name] * (1 - lr * decay) - lr, atol=1e-7)
+
+
+@pytest.mark.parametrize("group, said", {
+    "hed.weight:lr_scale=0.1": "no parameter is called 'hed.weight'; did you mean 'head.weight'",
+    "head.weight:lr=0.1": "a group has no 'lr'; set lr_scale or weight_decay",
+    "head.weight:lr_scale=small": "lr_scale must be a number, got 'small'",
+    "head.weight:lr_scale=-1": "lr_scale must be 0 or more, got -1",
+    "head.weight": "write it as pattern:lr_scale=0.1",
+}.items())
+def test_a_group_that_is_wrong_says_the_way_out(group, said):
+    with pytest.raises(ConfigError, match=said):
+        parameter_groups(["head.weight", "embed.weight"], AdamWSettings(name="adamw", groups=(group,)))
+
+
+@pytest.mark.parametrize("kind, values, said", [
+    (AdamWSettings, {"beta1": 1.0}, "optimizer.beta1 must be 0 or more and below 1, got 1.0"),
+    (LionSettings, {"beta2": 1.0}, "optimizer.beta2 must be 0 or more and below 1"),
+    (MomentumSettings, {"momentum": -0.1}, "optimizer.momentum must be 0 or more and below 1"),
+    (AdamWSettings, {"eps": 0.0}, "optimizer.eps must be positive"),
+    (OptimizerSettings, {"lr": 0.0}, "optimizer.lr must be positive"),
+    (OptimizerSettings, {"clip": -1.0}, "optimizer.clip must be 0 or more"),
+])
+def test_settings_check_themselves(kind, values, said):
+    with pytest.raises(ConfigError, match=said):
+        kind(name="x", **values)
+
+
+def test_a_toy_optimizer_from_outside_is_one_row_and_one_function(monkeypatch):
+    """8-bit state in a file and bf16 weights come with it."""
+    toy = replace(OPTIMIZERS["lion"], implementation=f"{__name__}:toy_rule", slots=OPTIMIZERS["lion"].slots * 1)
+    monkeypatch.setitem(OPTIMIZERS, "toy", toy)
+    monkeypatch.setitem(SETTINGS, "toy", OptimizerSettings)
+    placement = OPTIMIZER_STATE["disk"].load()(CPU)
+    before = [p.detach().clone() for p in model_in(torch.bfloat16).parameters()]
+    model, optimizer = trained("toy", dtype=torch.bfloat16, moment_format="int8", placement=placement)
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert recorded(optimizer, {})["rounding"].used == "stochastic"
+    assert all(t.data_ptr() in placement.scratch.where_is for t in stored(optimizer))
+
+
+def toy_rule(w, g, slots, settings, update):
+    slots[0].add_(g)
+    w.add_(slots[0], alpha=-settings.lr)
+
+
+# ---- a run
+
+@pytest.mark.parametrize("changes, state_names", [
+    ({"optimizer": "lion", "optimizer.groups": "embed.*:lr_scale=0.5"}, {"exp_avg"}),
+    ({"optimizer": "lion", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
+      "memory.param_dtype": "bf16", "precision.recipe": "bf16"}, {"exp_avg", "exp_avg_scale"}),
+    ({"optimizer": "momentum", "optimizer.nesterov": True, "optimizer.lr": 0.1, "memory.optimizer_state": "disk"},
+     {"momentum_buffer"}),
+    ({"optimizer": "sgd", "optimizer.lr": 0.5, "optimizer.clip": 0, "memory.optimizer_step": "in-backward"}, set()),
+], ids=["lion", "lion-8bit-disk-bf16", "momentum-disk", "sgd-in-backward"])
+def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_path, monkeypatch, changes, state_names):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    config = Config().replace({
+        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
+        "steps": 24, "global_batch": 8, "eval_batches": 1, "checkpoint_every": 4, "schedule.warmup_steps": 2,
+        "optimizer.lr": 3e-3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
+    whole = train(config, out=tmp_path / "whole")
+    handle = start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 10 else None)
+    handle.result()
+    parts = train(config, out=tmp_path / "parts", resume=True)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, parts)]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
+    one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    slots = {name.rpartition("/")[2] for name in one if name.startswith("optimizer/")}
+    assert slots - {"update"} == state_names
+    used = {key: choice["used"] for key, choice in whole.summary["chosen"].items()}
+    assert used.get("optimizer_state") == changes.get("memory.optimizer_state")
+    assert used.get("rounding") == ("stochastic" if "memory.param_dtype" in changes else None)
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_is_predicted(name, moment_format, place):
+    config = preset("cpu-3m").replace(
+        {"optimizer": name, "memory.moment_format": moment_format, "memory.optimizer_state": place})
+    here = OPTIMIZERS[name].state_bytes(moment_format) * (place == "device")
+    assert memory(config, "h200").at(UPDATE).get("optimizer state", 0) == here * parameter_count(config.model)
