@@ -14,6 +14,11 @@ def of(model: ModelConfig) -> Operations:
 
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Numbers by part; their sum is the model's size. A tied head adds none."""
+    return dict(_parts(model))
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(model: ModelConfig) -> dict[str, int]:
     ops = of(model)
     counts = dict.fromkeys(("embedding", "positions", "attention", "mlp", "norms", "head"), 0)
     for times, group in ((1, (ops.embed, ops.positions)), (model.L, ops.block), (1, (ops.norm, ops.head))):

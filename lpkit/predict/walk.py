@@ -9,6 +9,7 @@ walk against a measured step. Bytes; the order is that of PyTorch's autograd eng
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
@@ -61,11 +62,11 @@ class Share:
     packed: float = 0.0     # at work while forward puts a tensor into few bits
     fetched: float = 0.0    # what comes back for backward from elsewhere, or from few bits, at a time
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         return self.micro_batch.tokens / self.cut
 
-    @property
+    @cached_property
     def stream(self) -> float:
         """Bytes of the residual stream, and of its gradient."""
         return self.tokens * self.micro_batch.model.D * self.micro_batch.residual_bytes

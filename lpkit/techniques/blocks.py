@@ -60,7 +60,7 @@ class Op:
     moved_bytes: int = 0                    # in forward, each operation on its own; a product's are counted by its rate
     backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
 
-    @property
+    @functools.cached_property
     def weights(self) -> int:
         """Parameters in a matrix product."""
         return self.matmul[0] * self.matmul[1] if self.matmul else 0
@@ -83,11 +83,11 @@ class MicroBatch:
     attention: str = "sdpa"
     operand_bytes: float | None = None      # of a number that Linears keep of inputs they cast; None: as they are given
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         return self.batch * self.model.T
 
-    @property
+    @functools.cached_property
     def mixed(self) -> bool:
         return self.compute_bytes < self.residual_bytes
 
