@@ -2,7 +2,10 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -16,6 +19,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"choose one of {', '.join(known)}"
+
+
+def pick(table: Mapping[str, T], name: str, what: str = "entry") -> T:
+    """Look `name` up. Raises ConfigError for an unknown name, with the nearest."""
+    if name not in table:
+        raise ConfigError(f"there is no {what} {name!r}; {nearest(name, table)}")
+    return table[name]
 
 
 def positive(where: str, **values: float) -> None:

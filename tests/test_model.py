@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lpkit.config import ConfigError, ModelConfig
+from lpkit.config import ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.nn.attention import backend, plain
-from lpkit.nn.init import INITS
 from lpkit.nn.transformer import KVCache, Transformer
 from lpkit.techniques.blocks import ATTENTION
+from lpkit.techniques.inits import INITS
 
 GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)
 LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40, norm="rmsnorm",
@@ -150,7 +151,7 @@ def test_initialisation_is_the_reference_distribution(name):
     config, build, weights = PAIRS[name]
     torch.manual_seed(0)
     want, ours = weights(build(config), config), Transformer(config)
-    INITS[config.init](ours)
+    INITS[config.init.name].load()(ours)
     for key, p in ours.named_parameters():
         std, n = want[key].std().item(), p.numel()
         assert p.mean().item() == pytest.approx(want[key].mean().item(), abs=6 * 0.02 / n**0.5), key
@@ -174,7 +175,7 @@ def test_backend_against_plain(name, kv_heads):
 def test_a_cache_changes_no_logit(config):
     torch.manual_seed(0)
     model = Transformer(config).eval()
-    INITS[config.init](model)
+    INITS[config.init.name].load()(model)
     tokens = torch.randint(0, 100, (2, 30))
     with torch.no_grad():
         whole = model(tokens)

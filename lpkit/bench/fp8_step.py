@@ -22,11 +22,11 @@ from lpkit.config import Config
 from lpkit.nn.transformer import cross_entropy
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import advance
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.transform import LowPrecision
 from lpkit.studies.advice import MEASURED, Advice, advise, case_name, catalogued
 from lpkit.techniques.machines import Machine
-from lpkit.training.assembly import build_model
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.build import initialised, transformed
 
 SIZES = ((12, 768, 12, 16), (24, 1536, 16, 8), (26, 1664, 13, 8))   # layers, width, heads, sequences of 1024 tokens
 BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")
@@ -38,7 +38,7 @@ WARM_UP = 3             # steps
 def run(rounds: int = ROUNDS) -> list[Result]:
     device = fp8_gpu()
     configs = [Config().replace({"model.layers": layers, "model.width": width, "model.heads": heads, "model.vocab": 50_304,
-                                 "model.context": 1024, "batch": batch}) for layers, width, heads, batch in SIZES]
+                                 "model.context": 1024, "global_batch": batch}) for layers, width, heads, batch in SIZES]
     name = torch.cuda.get_device_name(device)
     return compare(configs, device, catalogued(name) or hardware.machine(str(device)), rounds, transform=_compile,
                    facts=provenance(["torch", "triton"], name))
@@ -77,7 +77,7 @@ def _race(config: Config, device: torch.device, on: Machine, rounds: int, transf
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     for step in range(-WARM_UP, rounds):
-        tokens = torch.randint(m.vocab, (config.batch, m.context + 1), device=device, generator=rng)
+        tokens = torch.randint(m.vocab, (config.global_batch, m.context + 1), device=device, generator=rng)
         for name in names if step % 2 else reversed(names):
             sync()
             start = time.perf_counter()
@@ -99,7 +99,7 @@ def _update(config: Config, name: str, device: torch.device,
             transform: Callable[[torch.nn.Module], None]) -> Callable[[torch.Tensor], float]:
     recipe = RECIPES[name]
     low = (LowPrecision(recipe=recipe, backend=BACKENDS["scaled_mm"]),) if recipe.products else ()
-    model = build_model(config, device, transforms=low)
+    model = transformed(initialised(config, device), low)
     transform(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 

@@ -12,9 +12,8 @@ import statistics
 import time
 
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
-from lpkit.bench.train_cpu import _update
 from lpkit.config import Config
-from lpkit.training.assembly import assemble
+from lpkit.training.training import Training
 
 RECIPES = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
 LEAST_STEPS = 20
@@ -26,17 +25,16 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     steps = max(rounds, LEAST_STEPS)
     base = Config().replace({"system.device": "cpu", "steps": steps})
     names = ["bf16", *RECIPES]
-    jobs = {name: assemble(base.replace({"precision.recipe": name})) for name in names}
-    updates = {name: _update(job) for name, job in jobs.items()}
+    runs = {name: Training.build(base.replace({"precision.recipe": name})) for name in names}
     seconds, losses = {name: [] for name in names}, {name: [] for name in names}
     for step in range(steps + 1):       # the first one compiles the casts and touches the memory: it is not counted
         for name in names[step % len(names):] + names[:step % len(names)]:
             start = time.perf_counter()
-            losses[name].append(updates[name](step))
+            losses[name].append(runs[name].update(step).loss.item())
             seconds[name].append(time.perf_counter() - start)
     last = {name: statistics.fmean(values[-5:]) for name, values in losses.items()}
     results, facts = [], provenance(["torch"]) | {
-        "losses": last, "steps": steps, "backends": {name: jobs[name].chosen["backend"].used for name in names}}
+        "losses": last, "steps": steps, "backends": {name: runs[name].decisions.choices["backend"].used for name in names}}
     for name, target in RECIPES.items():
         if abs(last[name] / last["bf16"] - 1) > LOSS_TOLERANCE:
             raise AssertionError(f"after {steps} steps {name} is at {last[name]:.4f}, bf16 at {last['bf16']:.4f}: "
@@ -48,15 +46,15 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def cached(steps: int) -> Result:
-    """`precision.weights=cached` beside `cast`."""
-    base = Config().replace({"system.device": "cpu", "steps": steps, "precision.recipe": CACHED, "accumulate": MICRO_BATCHES})
-    updates = {weights: _update(assemble(base.replace({"precision.weights": weights}))) for weights in ("cast", "cached")}
-    seconds: dict[str, list[float]] = {weights: [] for weights in updates}
+    """`precision.cache_weight_casts=true` beside `cast`."""
+    base = Config().replace({"system.device": "cpu", "steps": steps, "precision.recipe": CACHED, "grad_accum_steps": MICRO_BATCHES})
+    runs = {name: Training.build(base.replace({"precision.cache_weight_casts": name == "cached"})) for name in ("cast", "cached")}
+    seconds: dict[str, list[float]] = {weights: [] for weights in runs}
     for step in range(steps + 1):
         losses = {}
-        for weights in sorted(updates, reverse=step % 2 == 0):
+        for weights in sorted(runs, reverse=step % 2 == 0):
             start = time.perf_counter()
-            losses[weights] = updates[weights](step)
+            losses[weights] = runs[weights].update(step).loss.item()
             seconds[weights].append(time.perf_counter() - start)
         if losses["cast"] != losses["cached"]:
             raise AssertionError(f"step {step}: {losses['cached']} with cached weights, {losses['cast']} without")

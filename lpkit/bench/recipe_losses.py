@@ -13,8 +13,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from lpkit.bench.harness import Result, paired, provenance
-from lpkit.precision.recipes import RECIPES
 from lpkit.presets import preset
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import train
 
 STEPS, SEEDS = 300, 3

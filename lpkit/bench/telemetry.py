@@ -9,10 +9,9 @@ import random
 import time
 
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
-from lpkit.bench.train_cpu import _update
 from lpkit.config import Config
 from lpkit.measure import telemetry
-from lpkit.training.assembly import assemble
+from lpkit.training.training import Training
 
 EVERY = 20
 TARGETS = {"every 20 steps": 1.05, "attached, off": 1.01}      # times the seconds of the steps without
@@ -27,22 +26,21 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 def _race(recipe: str, rounds: int) -> list[Result]:
     config = CONFIG.replace({"precision.recipe": recipe, "steps": rounds * EVERY + 2})
-    jobs = [assemble(config) for _ in range(3)]
-    jobs[1:] = [telemetry.attach(job, None, every=every) for job, every in zip(jobs[1:], (FAR, EVERY))]
-    updates = [_update(job) for job in jobs]
-    for update in updates:          # the first sample warms up with the rest
-        update(0)
-    seconds, order = [[0.0] * rounds for _ in jobs], [0, 1, 2]
+    runs = [Training.build(config) for _ in range(3)]
+    _, sampling = (telemetry.attach(run, None, every=every) for run, every in zip(runs[1:], (FAR, EVERY)))
+    for run in runs:          # the first sample warms up with the rest
+        run.update(0)
+    seconds, order = [[0.0] * rounds for _ in runs], [0, 1, 2]
     for step in range(1, rounds * EVERY + 1):
         random.Random(step).shuffle(order)
         losses = {}
         for i in order:
             start = time.perf_counter()
-            losses[i] = updates[i](step)
+            losses[i] = runs[i].update(step).loss.item()
             seconds[i][(step - 1) // EVERY] += time.perf_counter() - start
         if len(set(losses.values())) > 1:
             raise AssertionError(f"telemetry changed the loss of step {step + 1}: {losses}")
-    facts = provenance(["torch"]) | {"rows": telemetry.ROWS, "recipes_compared": len(jobs[2].data.telemetry.samples[0].others)}
+    facts = provenance(["torch"]) | {"rows": telemetry.ROWS, "recipes_compared": len(sampling.samples[0].others)}
     return [paired("telemetry", ours=[s / EVERY for s in seconds[i]], peer=[s / EVERY for s in seconds[0]], better="lower",
                    peer_name="never attached", target=TARGETS[name], case=f"{name}, cpu-3m, {recipe}", facts=facts)
             for i, name in ((2, "every 20 steps"), (1, "attached, off"))]

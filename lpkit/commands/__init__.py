@@ -12,7 +12,7 @@ def machine(target: str):
     """What `--machine` means: a row of the catalogue, `this` (measured now), or a YAML file. Raises ConfigError."""
     from pathlib import Path
 
-    from lpkit.config import ConfigError
+    from lpkit.errors import ConfigError
     from lpkit.techniques import machines
 
     if target == "this":

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 FIRST = "notebooks/00_start_here.ipynb"
 LOCAL = "127.0.0.1"

@@ -32,7 +32,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
-from lpkit.config import ConfigError, convert, nearest
+from lpkit.config import convert
+from lpkit.errors import ConfigError, nearest
 from lpkit.files import write_atomically
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lpkit.contracts import Attend, Choice, pick
+from lpkit.contracts import Attend, Choice
+from lpkit.errors import pick
 from lpkit.kernels.blocked_attention import BlockedAttention
 from lpkit.techniques.blocks import ATTENTION, choose_attention
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError, ModelConfig
+from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
+from lpkit.errors import ConfigError
 from lpkit.nn.attention import last_token, sdpa
 from lpkit.nn.layers import rotate
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS

@@ -8,16 +8,10 @@ same ones, and tests/test_predict.py holds the two equal, to the byte, on the CP
 from dataclasses import dataclass, replace
 
 from lpkit.config import ModelConfig
-from lpkit.errors import ConfigError, nearest
 from lpkit.techniques.blocks import MicroBatch, Operations, operations
+from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.row import Settings, chosen
 
-RECOMPUTE = {     # by what it costs
-    "none": "keep everything",
-    "selective": "keep results of products and of fused attention too (Korthikanti et al. 2022, arXiv:2205.05198)",
-    "block": "keep each block's input, run the block again in backward (Chen et al. 2016, arXiv:1604.06174)",
-    "budget": "keep a share of everything, as torch.compile chooses; an estimate",
-}
-TRIED = ("none", "selective", "block")          # where somebody looks for the first that fits
 AGAIN = "again"                                 # what is kept of blocks that run again
 OUTSIDE = ("embed", "norm", "head", "loss")     # operations that are not a block's
 
@@ -69,26 +63,27 @@ class Kept:
         return sum(self.operations.values())
 
 
-def kept(model: ModelConfig, *, batch: int, recompute: str = "none", every: int = 1, budget: float = 1.0,
+def kept(model: ModelConfig, *, batch: int, recompute: Settings | str = "none",
          last_operand_bytes: float | None = None, **sizes: object) -> Kept:
     """For `batch` sequences of model.context tokens; `sizes` are the other fields of a MicroBatch.
 
-    Of every `every`-th block, `recompute` decides what is kept; under "budget" it is that share of what "none" keeps.
-    `last_operand_bytes` is `operand_bytes` of the last block.
+    `recompute` decides what blocks keep: settings, or the name of a row with its own. `last_operand_bytes` is
+    `operand_bytes` of the last block.
     """
     s = MicroBatch(model=model, batch=batch, **sizes)
-    return saved(s, recompute=recompute, every=every, budget=budget, last=replace(s, operand_bytes=last_operand_bytes))
+    if isinstance(recompute, str):
+        recompute = chosen(RECOMPUTE, recompute, "memory.recompute")
+    return saved(s, recompute, last=replace(s, operand_bytes=last_operand_bytes))
 
 
-def saved(s: MicroBatch, *, recompute: str, every: int, budget: float, last: MicroBatch) -> Kept:
+def saved(s: MicroBatch, recompute: Settings, *, last: MicroBatch) -> Kept:
     """As `kept`; `last` is the micro-batch as the last block takes it."""
-    if recompute not in RECOMPUTE:
-        raise ConfigError(f"there is no recompute mode {recompute!r}; {nearest(recompute, RECOMPUTE)}")
-    m, ops = s.model, operations(s)
-    block, last_block = ops.saved, operations(last).saved
-    again = len(range(0, m.L, every)) if recompute != "none" else 0        # blocks that run again
-    again_bytes = _again_bytes(s, ops, recompute, budget)
-    whole = 0 if recompute != "none" and (m.L - 1) % every == 0 else 1     # whether the last one is kept
+    m, ops, row = s.model, operations(s), RECOMPUTE[recompute.name]
+    block, last_block, every = ops.saved, operations(last).saved, row.every(recompute)
+    again = len(range(0, m.L, every)) if row.repeats else 0        # blocks that run again
+    stream = s.tokens * m.D * s.residual_bytes
+    again_bytes = row.again_bytes(stream, sum(block.values()), sum(op.result_bytes for op in ops.block), recompute)
+    whole = 0 if row.repeats and (m.L - 1) % every == 0 else 1     # whether the last one is kept
     blocks: dict[str, float] = {}
     if again < m.L:
         for name in {**block, **last_block}:
@@ -103,13 +98,3 @@ def saved(s: MicroBatch, *, recompute: str, every: int, budget: float, last: Mic
                     "head": ops.head.saved_bytes, "loss": ops.loss.saved_bytes},
         block=dict(block), last=dict(last_block), weight_copy_bytes=copied * s.compute_bytes if s.mixed else 0,
         again_bytes=again_bytes)
-
-
-def _again_bytes(s: MicroBatch, ops: Operations, recompute: str, budget: float) -> float:
-    """What a block keeps that runs again: its input, with what its mode keeps besides."""
-    stream = s.tokens * s.model.D * s.residual_bytes
-    keeps = {
-        "selective": stream + sum(op.result_bytes for op in ops.block),
-        "budget": max(stream, budget * sum(op.saved_bytes for op in ops.block)),
-    }
-    return keeps.get(recompute, stream)

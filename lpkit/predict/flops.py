@@ -104,12 +104,12 @@ def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full
     return training_flops(model, attention=attention) / model.T
 
 
-def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False, recompute: str = "none") -> int:
+def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False, blocks: bool = False) -> int:
     """What the hardware does a second time, which MFU does not count and the clock does.
 
     A flash kernel computes the scores anew in its backward pass (Dao et al. 2022, https://arxiv.org/abs/2205.14135);
-    recomputing blocks repeats their whole forward pass.
+    recomputing `blocks` repeats their whole forward pass.
     """
-    *blocks, _head = products(model, batch=batch)
-    again = sum(p.flops for p in blocks) if recompute == "block" else 0
-    return again + sum(p.flops for p in blocks if flash and p.name == "scores")
+    *inside, _head = products(model, batch=batch)
+    again = sum(p.flops for p in inside) if blocks else 0
+    return again + sum(p.flops for p in inside if flash and p.name == "scores")

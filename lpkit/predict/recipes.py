@@ -1,12 +1,14 @@
 """What the low-precision recipes hold: bytes of the operands that a Linear keeps for its backward pass.
 
 `lpkit.precision.ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of their format; the
-emulation in bf16, with power-of-two and E4M3 scales folded in. tests/test_predict.py holds the rows equal to those of
-`lpkit.precision.recipes`.
+emulation in bf16, with power-of-two and E4M3 scales folded in.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+
+from lpkit.techniques.recipes import SCALES, Recipe, scale_bytes
 
 FP32, BF16 = 4, 2
 
@@ -64,17 +66,12 @@ class Low:
         return BF16 * (2 * x + y + w) + turned * x + (FP32 + BF16) * y
 
 
-LOW = {
-    "fp8-tensorwise": Low(bits=8),
-    "fp8-delayed": Low(bits=8, history=1024),
-    "fp8-rowwise": Low(bits=8, x=(1, 0), w=(1, 0), folds=True),
-    "fp8-blockwise": Low(bits=8, x=(1, 128), w=(128, 128)),
-    "mxfp8": Low(bits=8, x=(1, 32), w=(1, 32), scale_bytes=1, folds=True),
-    "nvfp4": Low(bits=4, x=(1, 16), w=(16, 16), scale_bytes=1, folds=True, keep=("head", "last")),
-    "int8": Low(bits=8, x=(1, 0), w=(1, 0)),
-}
-
-
-def low_of(recipe: str) -> Low | None:
+@functools.cache
+def low_of(recipe: Recipe) -> Low | None:
     """None for a recipe that casts no Linear's operands."""
-    return LOW.get(recipe)
+    if recipe.y is None:
+        return None
+    x = recipe.dw[1] if recipe.dw else recipe.y[0]
+    w = recipe.dx[1] if recipe.dx else recipe.y[1]
+    return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x), folds=SCALES[x.scale].folds,
+               history=recipe.history, keep=recipe.high_precision_layers)

@@ -10,10 +10,11 @@ PyTorch's kernels for `lpkit.nn`, and tests/test_predict.py holds them equal to 
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from lpkit.techniques.row import Row
 
 FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
 BLOCKED_CONTEXT = 1024      # tokens; beyond, the kept probabilities cost more memory than the speed is worth
@@ -58,6 +59,9 @@ class Op:
     saves_result: bool = False              # so that the Linear after it need not save its input
     result_bytes: int = 0                   # of products and fused attention: selective recomputation keeps these
     moved_bytes: int = 0                    # in forward, each operation on its own; a product's are counted by its rate
+    pairs_share: float = 1.0                # of `pairs`, what is computed: a mask may leave less
+    backward_pairs: float = 2.0             # products over pairs in backward, over those of forward
+    score_passes: tuple[int, int] = (0, 0)  # scores written to memory or read again, forward and backward
     backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
 
     @functools.cached_property
@@ -110,17 +114,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A row: its operations, and the "module:name" of what computes them, which is imported when a model is built."""
+class Kind(Row):
+    """A row with its operations."""
 
     operations: Callable[..., Any]
-    implementation: str
     turns: bool = False     # of positions: q and k are turned in each block
-    source: str = ""
-
-    def load(self) -> Any:
-        module, _, name = self.implementation.partition(":")
-        return getattr(importlib.import_module(module), name)
 
 
 # Linears, norms and additions.
@@ -225,6 +223,7 @@ def sdpa(s: MicroBatch) -> Op:
         numbers += m.G * m.E
     sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
     return _attention(s, numbers=numbers, saved=sums, work=grads, out=grads, saves_result=True,
+                      pairs_share=(m.T + 1) / (2 * m.T), backward_pairs=2.5,    # makes the scores once more
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
@@ -239,7 +238,7 @@ def plain(s: MicroBatch) -> Op:
         probability += FP32
     pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
     return _attention(s, numbers=q + 2 * heads, saved=m.T * m.T + pairs * probability,
-                      work=given + 2 * pairs * s.compute_bytes, out=3 * given)
+                      work=given + 2 * pairs * s.compute_bytes, out=3 * given, score_passes=(6, 12))
 
 
 def blocked(s: MicroBatch) -> Op:
@@ -256,7 +255,8 @@ def blocked(s: MicroBatch) -> Op:
     queries, given = min(QUERY_BLOCK, T), s.tokens * heads * s.compute_bytes
     scores = s.batch * m.H * queries * T * s.compute_bytes
     return _attention(s, numbers=numbers, saved=s.batch * m.H * pairs * s.compute_bytes,
-                      work=3 * given + 2 * scores + given * queries / T, out=3 * given)
+                      work=3 * given + 2 * scores + given * queries / T, out=3 * given,
+                      pairs_share=pairs / T**2, score_passes=(4, 9))
 
 
 def _qkv(m: Any) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
-from lpkit.config import ConfigError
 from lpkit.contracts import StepRecord
+from lpkit.errors import ConfigError
 from lpkit.ui.live import LiveRun, RunHandle
 from lpkit.ui.style import COLOURS, FAINT, INK
 

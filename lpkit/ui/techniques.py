@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
 from lpkit.ui.style import COLOURS, FAINT, INK
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
-from lpkit.config import ConfigError
-from lpkit.contracts import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.ui.explorer import Explorer
 from lpkit.ui.style import COLOURS, FAINT, INK, WARNING, html_table
 from lpkit.ui.throttle import Throttle
