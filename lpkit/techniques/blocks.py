@@ -59,7 +59,7 @@ class Op:
     reads_residual: bool = False            # a Linear's input has the residual stream's dtype
     writes_residual: bool = False           # a Linear's result is added to the residual stream
     pairs: tuple[Pairs, ...] = ()
-    saved_bytes: float = 0                  # each storage once, by the operation that saves it first
+    saved_bytes: float = 0                  # each storage once, under what saves it first
     saved_itemsize: int = FP32              # of a number of these
     saves_result: bool = False              # so that the Linear after it need not save its input
     result_bytes: int = 0                   # selective recomputation keeps these
