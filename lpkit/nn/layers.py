@@ -28,7 +28,8 @@ class GeluMLP(nn.Module):
 
 
 class SwigluMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202), gate and up in one product."""
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202), gate and up in
+    one product."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -55,7 +56,8 @@ class LearnedPositions(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Turns pairs of q and k by an angle that grows with the position (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+    """Turns pairs of q and k by an angle that grows with the position (Su et al. 2021,
+    https://arxiv.org/abs/2104.09864).
 
     Pairs are (i, i + E/2), as in the published Llama checkpoints for transformers.
     """
@@ -68,16 +70,19 @@ class RotaryPositions(nn.Module):
         return x
 
     def rotation(self, T: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (T, E), in the dtype of `like`. Made anew: T*E numbers are cheaper to make than to keep."""
+        """cos and sin, each (T, E), in the dtype of `like`. Made anew: T*E numbers are cheaper to
+        make than to keep."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
-        angles = torch.outer(torch.arange(start, start + T, device=like.device).float(), self.theta ** (-i / self.E))
+        places = torch.arange(start, start + T, device=like.device).float()
+        angles = torch.outer(places, self.theta ** (-i / self.E))
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:   # (B, H, T, E) -> the same
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:   # (B, H, T, E)
     if rotation is None:
         return x
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)   # under autocast, x may be narrower
+    # under autocast, x may be narrower
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

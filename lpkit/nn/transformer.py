@@ -1,6 +1,8 @@
-"""One decoder-only transformer, configured and not forked: GPT-2 style and Llama style are rows of settings.
+"""One decoder-only transformer, configured and not forked: GPT-2 style and Llama style are rows of
+settings.
 
-Which technique sits where is decided by what the model is given; it does not know that it is quantised or sharded.
+Which technique sits where is decided by what the model is given; it does not know that it is
+quantised or sharded.
 """
 
 import torch
@@ -16,9 +18,11 @@ from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
 class KVCache:
-    """Keys and values of the tokens so far, (L, B, G, T, E) each, so that a new token costs one position."""
+    """Keys and values of the tokens so far, (L, B, G, T, E) each, so that a new token costs one
+    position."""
 
-    def __init__(self, config: ModelConfig, batch: int, *, dtype: torch.dtype, device: torch.device | str):
+    def __init__(self, config: ModelConfig, batch: int, *, dtype: torch.dtype,
+                 device: torch.device | str):
         shape = (config.L, batch, config.G, config.T, config.E)
         self.k, self.v = torch.empty(2, *shape, dtype=dtype, device=device)
         self.length = 0
@@ -31,9 +35,10 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its value), so that
-    an even split of the rows over devices is an even split of the heads. With `qk_norm`, each head's q and k have an
-    RMSNorm of their own before rotation (Qwen3, https://arxiv.org/abs/2505.09388)."""
+    """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its
+    value), so that an even split of the rows over devices is an even split of the heads. With
+    `qk_norm`, each head's q and k have an RMSNorm of their own before rotation (Qwen3,
+    https://arxiv.org/abs/2505.09388)."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -44,7 +49,8 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int) -> Tensor:   # (B, T, D) -> (B, T, D)
+    # (B, T, D) -> (B, T, D)
+    def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int) -> Tensor:
         B, T, _ = x.shape
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
@@ -69,13 +75,15 @@ class Block(nn.Module):
         self.norm1, self.attention = norm(config), Attention(config, attend)
         self.norm2, self.mlp = norm(config), mlp(config)
 
-    def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+    def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None,
+                layer: int = 0) -> Tensor:
         x = x + self.attention(self.norm1(x), rotation, cache, layer)
         return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype. Raises ConfigError when T exceeds the context."""
+    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype. Raises ConfigError when T
+    exceeds the context."""
 
     def __init__(self, config: ModelConfig, attend: Attend = sdpa):
         super().__init__()
@@ -89,7 +97,8 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:   # (B, T) -> (B, T, D), normalised
+    # (B, T) -> (B, T, D), normalised
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         start, T = (0 if cache is None else cache.length), tokens.shape[1]
         if start + T > self.config.T:
             raise ConfigError(f"{start + T} tokens do not fit model.context={self.config.T}")

@@ -1,8 +1,9 @@
 """Floating-point operations of a step: matrix products only, a multiply and an add are 2.
 
-Everything else (norms, softmax, activations, the optimizer) is under 1% of the operations of any model worth training
-and is bound by memory, not by arithmetic. Equal to `torch.utils.flop_counter.FlopCounterMode` on the model itself.
-Source: PaLM, appendix B (https://arxiv.org/abs/2204.02311), which also defines MFU.
+Everything else (norms, softmax, activations, the optimizer) is under 1% of the operations of any
+model worth training and is bound by memory, not by arithmetic. Equal to
+`torch.utils.flop_counter.FlopCounterMode` on the model itself. Source: PaLM, appendix B
+(https://arxiv.org/abs/2204.02311), which also defines MFU.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from lpkit.techniques.blocks import MicroBatch, operations
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """Products of (M, K) with (K, N): `calls` in one pass over the model, each of them `group` at once."""
+    """Products of (M, K) with (K, N): `calls` in one pass over the model, each of them `group` at
+    once."""
 
     name: str
     M: int
@@ -30,16 +32,18 @@ class Product:
         return 2 * self.M * self.N * self.K * self.group * self.calls
 
     def traffic_bytes(self, itemsize: int) -> int:
-        """Each operand read once and the result written once: the least that any kernel can move."""
-        return (self.M * self.K + self.K * self.N + self.M * self.N) * itemsize * self.group * self.calls
+        """Each operand read once and the result written once: the least that any kernel can
+        move."""
+        numbers = self.M * self.K + self.K * self.N + self.M * self.N
+        return numbers * itemsize * self.group * self.calls
 
     def intensity(self, itemsize: int) -> float:
         """FLOPs per byte."""
         return self.flops / self.traffic_bytes(itemsize)
 
     def on_rank(self, tensor: int, context: int) -> "Product":
-        """Of one of `tensor` ranks, each with a part of the weights and heads, and of `context` ranks, each with a part of
-        the tokens; the keys of all tokens meet the queries of some."""
+        """Of one of `tensor` ranks, each with a part of the weights and heads, and of `context`
+        ranks, each with a part of the tokens; the keys of all tokens meet the queries of some."""
         M = self.M // context
         if self.pairs:
             return replace(self, M=M, group=self.group // tensor)
@@ -48,7 +52,8 @@ class Product:
         return replace(self, M=M, K=self.K // tensor)
 
     def backward(self) -> tuple["Product", "Product"]:
-        """The gradients of the left and of the right operand: the same three sizes, another one summed over."""
+        """The gradients of the left and of the right operand: the same three sizes, another one
+        summed over."""
         M, N, K = self.M, self.N, self.K
         of_left, of_right = ("left", "right") if self.pairs else ("input", "weight")
         return (replace(self, name=f"{self.name}: {of_left} gradient", M=M, N=K, K=N),
@@ -62,16 +67,21 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     for op, calls in (*((op, model.L) for op in ops.block), (ops.head, 1)):
         if op.matmul:
             K, N = op.matmul
-            found.append(Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls, cut=op.cut))
-        found += [Product(name=one.name, M=one.M, N=one.N, K=one.K, calls=calls, group=one.group, pairs=True)
-                  for one in op.pairs]
+            found.append(
+                Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls, cut=op.cut))
+        for one in op.pairs:
+            found.append(Product(name=one.name, M=one.M, N=one.N, K=one.K, calls=calls,
+                                 group=one.group, pairs=True))
     return tuple(found)
 
 
-def moved_bytes(model: ModelConfig, *, batch: int, compute_bytes: int, residual_bytes: int) -> tuple[int, int]:
-    """What everything but the products moves in one forward pass, each operation on its own, as PyTorch runs it without
-    compiling (norms, residual additions, activations, rotations, casts, the loss): of one block, and outside the blocks."""
-    ops = operations(MicroBatch(model=model, batch=batch, compute_bytes=compute_bytes, residual_bytes=residual_bytes))
+def moved_bytes(model: ModelConfig, *, batch: int, compute_bytes: int,
+                residual_bytes: int) -> tuple[int, int]:
+    """What everything but the products moves in one forward pass, each operation on its own, as
+    PyTorch runs it without compiling (norms, residual additions, activations, rotations, casts, the
+    loss): of one block, and outside the blocks."""
+    ops = operations(MicroBatch(model=model, batch=batch, compute_bytes=compute_bytes,
+                                residual_bytes=residual_bytes))
     outside = sum(op.moved_bytes for op in (ops.embed, ops.positions, ops.norm, ops.head, ops.loss))
     return sum(op.moved_bytes for op in ops.block), outside
 
@@ -80,8 +90,8 @@ Attention = Literal["full", "causal"]
 
 
 def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
-    """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the T(T+1)/2 pairs that
-    a mask leaves, which is what a flash kernel has to do."""
+    """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the
+    T(T+1)/2 pairs that a mask leaves, which is what a flash kernel has to do."""
     T = model.T
     total = 0
     for p in products(model, batch=batch):
@@ -93,22 +103,24 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
 def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
     """Forward and backward: each product has two gradients of its own size, so 3 times the forward.
 
-    These are the model's FLOPs, by which MFU is defined: what recomputation does again is not counted.
-    The first product has an input gradient too, because the embedding below it is learned.
+    These are the model's FLOPs, by which MFU is defined: what recomputation does again is not
+    counted. The first product has an input gradient too, because the embedding below it is learned.
     """
     return 3 * forward_flops(model, batch=batch, attention=attention)
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:
-    """6 per weight in a product, plus 12 L D T for attention in full. An average: causal tokens differ."""
+    """6 per weight in a product, plus 12 L D T for attention in full. An average: causal tokens
+    differ."""
     return training_flops(model, attention=attention) / model.T
 
 
-def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False, blocks: bool = False) -> int:
+def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False,
+                     blocks: bool = False) -> int:
     """What the hardware does a second time, which MFU does not count and the clock does.
 
-    A flash kernel computes the scores anew in its backward pass (Dao et al. 2022, https://arxiv.org/abs/2205.14135);
-    recomputing `blocks` repeats their whole forward pass.
+    A flash kernel computes the scores anew in its backward pass (Dao et al. 2022,
+    https://arxiv.org/abs/2205.14135); recomputing `blocks` repeats their whole forward pass.
     """
     *inside, _head = products(model, batch=batch)
     again = sum(p.flops for p in inside) if blocks else 0

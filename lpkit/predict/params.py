@@ -1,4 +1,5 @@
-"""Parameters of a model, by part. Counts, not bytes. tests/test_predict.py holds them equal to PyTorch's."""
+"""Parameters of a model, by part. Counts, not bytes. tests/test_predict.py holds them equal to
+PyTorch's."""
 
 import functools
 
@@ -14,9 +15,15 @@ def of(model: ModelConfig) -> Operations:
 
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Numbers by part; their sum is the model's size. A tied head adds none."""
+    return dict(_parts(model))
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(model: ModelConfig) -> dict[str, int]:
     ops = of(model)
     counts = dict.fromkeys(("embedding", "positions", "attention", "mlp", "norms", "head"), 0)
-    for times, group in ((1, (ops.embed, ops.positions)), (model.L, ops.block), (1, (ops.norm, ops.head))):
+    outside = (ops.embed, ops.positions, ops.norm, ops.head)
+    for times, group in ((1, outside), (model.L, ops.block)):
         for op in group:
             if op.params:
                 counts[op.part] = counts.get(op.part, 0) + times * op.params
@@ -33,7 +40,7 @@ def block_parameters(model: ModelConfig) -> int:
 
 
 def product_weights(model: ModelConfig) -> int:
-    """Parameters that sit in a matrix product (the Linear weights, a tied head included): what 2 FLOPs a token
-    pay for, and what autocast copies to 16 bits."""
+    """Parameters that sit in a matrix product (the Linear weights, a tied head included): what 2
+    FLOPs a token pay for, and what autocast copies to 16 bits."""
     ops = of(model)
     return model.L * sum(op.weights for op in ops.linears) + ops.head.weights

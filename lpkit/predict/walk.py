@@ -1,22 +1,27 @@
-"""The bytes of one micro-batch, operation after operation, from the end of its forward pass to the last gradient.
+"""The bytes of one micro-batch, operation after operation, from the end of its forward pass to the
+last gradient.
 
-Autograd frees what an operation kept as soon as its backward is done, while gradients appear: what is live rises and falls
-with every operation. Each operation of `techniques.blocks` says what its backward holds; here they are folded in reverse. Blocks are
-alike, so what is live is a straight line from one to the next, and its peak lies in the last block or in the first: these
-two are walked, those between are added at once. tests/test_predict.py holds the
-walk against a measured step. Bytes; the order is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
+Autograd frees what an operation kept as soon as its backward is done, while gradients appear: what
+is live rises and falls with every operation. Each operation of `techniques.blocks` says what its
+backward holds; here they are folded in reverse. Blocks are alike, so what is live is a straight
+line from one to the next, and its peak lies in the last block or in the first: these two are
+walked, those between are added at once. tests/test_predict.py holds the walk against a measured
+step. Bytes; the order is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
 from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Op, Operations
 
-LOSS, HEAD, LAST, FIRST = "backward begins", "head and last norm", "the last block", "the first block"
+LOSS, HEAD = "backward begins", "head and last norm"
+LAST, FIRST = "the last block", "the first block"
 EMBED, UPDATE = "embeddings", "optimizer works"
-ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES = "activations", "weight copies", "gradients", "temporaries"
+ACTIVATIONS, COPIES = "activations", "weight copies"
+GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
 
 
@@ -24,7 +29,8 @@ class Account:
     """What is live, by row; and for each moment the most that was."""
 
     def __init__(self):
-        self.now = dict.fromkeys((ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW), 0.0)
+        rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW)
+        self.now = dict.fromkeys(rows, 0.0)
         self.most: dict[str, tuple[float, dict[str, float]]] = {}
         self.total = 0.0
 
@@ -51,7 +57,7 @@ class Share:
     tensor: int             # and each weight
     layers: int
     gradient_bytes: float   # of a number of a weight's gradient
-    gathers: bool           # gradients add to nothing here: they were there before, or leave at once
+    gathers: bool           # gradients add to nothing here: they were there, or leave at once
     sharded: bool           # gradients leave to their shards, those outside the blocks at the end
     embeds: bool            # the device has the embeddings,
     heads: bool             # the head and the loss
@@ -59,13 +65,13 @@ class Share:
     last_is_kept: bool      # but for those of the last
     native: bool            # by hardware: in as many bits as the format has
     packed: float = 0.0     # at work while forward puts a tensor into few bits
-    fetched: float = 0.0    # what comes back for backward from elsewhere, or from few bits, at a time
+    fetched: float = 0.0    # what comes back from elsewhere, or from few bits, at a time
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         return self.micro_batch.tokens / self.cut
 
-    @property
+    @cached_property
     def stream(self) -> float:
         """Bytes of the residual stream, and of its gradient."""
         return self.tokens * self.micro_batch.model.D * self.micro_batch.residual_bytes
@@ -77,7 +83,8 @@ class Share:
 
     @property
     def waiting_table(self) -> float:
-        """Bytes of the head's gradient where it waits for that of the same table in the embedding."""
+        """Bytes of the head's gradient where it waits for that of the same table in the
+        embedding."""
         tied = self.micro_batch.model.tied and self.embeds
         return self.gradient_bytes * self.table if tied else 0.0
 
@@ -88,8 +95,8 @@ class Share:
 
 
 def walk(z: Share, kept: Kept, *, again: range, chunk: int = 0) -> Account:
-    """The account of a micro-batch. Blocks with a number in `again` run once more before their backward; the loss is
-    computed from `chunk` tokens at a time, 0: all."""
+    """The account of a micro-batch. Blocks with a number in `again` run once more before their
+    backward; the loss is computed from `chunk` tokens at a time, 0: all."""
     live = Account()
     plain = _Backward(live, z, None, kept.last)
     inner = _Backward(live, z, z.low, kept.block) if z.low else plain
@@ -97,11 +104,12 @@ def walk(z: Share, kept: Kept, *, again: range, chunk: int = 0) -> Account:
     last_again = z.layers - 1 in again
     # token ids and targets have a row of their own
     live.add(ACTIVATIONS, kept.total_bytes - kept.loss_bytes - kept.operations["embed"])
-    for block, number in ((last, 0 if last_again else 1), (inner, z.layers - 1 - len(again) + last_again)):
+    others = z.layers - 1 - len(again) + last_again
+    for block, number in ((last, 0 if last_again else 1), (inner, others)):
         live.add(COPIES, number * block.copied_bytes)
         live.add(LOW, number * block.low_bytes)
     live.mark(LOSS, z.packed)
-    cached = len(again) * inner.copied_bytes        # autocast keeps them to the end of the forward pass
+    cached = len(again) * inner.copied_bytes    # autocast keeps them to the end of forward
     if not z.heads:
         live.add(TEMPORARIES, z.stream)             # from the next stage
         live.mark(LOSS)
@@ -149,8 +157,8 @@ def _loss(live: Account, z: Share, cached: float, loss_bytes: float) -> None:
 
 
 def _chunked_loss(live: Account, z: Share, chunk: int, cached: float, head_bytes: float) -> None:
-    """Gradients of the hidden states and of the head are made in the forward pass, while a chunk's logits are there.
-    Leaves with the first."""
+    """Gradients of the hidden states and of the head are made in the forward pass, while a chunk's
+    logits are there. Leaves with the first."""
     s, table = z.micro_batch, z.table
     chunks = -(-z.tokens // chunk)
     logits = min(chunk, z.tokens) * s.model.V
@@ -160,7 +168,8 @@ def _chunked_loss(live: Account, z: Share, chunk: int, cached: float, head_bytes
     live.add(GRADIENTS, FP32 * table)
     live.mark(LOSS, z.stream + cached + z.copies(table) + max(
         logits * (2 * FP32 + narrow) - (FP32 * table if chunks == 1 else 0),
-        logits * (FP32 + s.compute_bytes + narrow) + table * (narrow + (FP32 if chunks > 1 else 0))))
+        logits * (FP32 + s.compute_bytes + narrow)
+        + table * (narrow + (FP32 if chunks > 1 else 0))))
     live.add(LOGITS, -z.stream)
     live.add(GRADIENTS, -FP32 * table)
     live.add(TEMPORARIES, z.stream)
@@ -193,7 +202,9 @@ class _Backward:
         weights = sum(op.weights for op in linears) / z.tensor
         self.copied_bytes = 0.0 if low else z.copies(weights)
         self.low_bytes = weights * low.held_bytes(z.native) if low else 0.0
-        small = sum((op.params - op.weights) / (z.tensor if op.cut == "column" else 1) for op in z.ops.block)
+        small = 0.0
+        for op in z.ops.block:
+            small += (op.params - op.weights) / (z.tensor if op.cut == "column" else 1)
         self.small_gradient_bytes = small * z.gradient_bytes        # of gains and biases
         self.gradient_bytes = weights * z.gradient_bytes + self.small_gradient_bytes
 
@@ -201,7 +212,9 @@ class _Backward:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
         z, live, unused = self.z, self.live, 0.0
         self.row = AGAIN if recompute else ACTIVATIONS
-        if recompute:       # its input is there already, and so is what it kept: of that, the last result is never fetched
+        if recompute:
+            # Its input is there already, and so is what it kept: of that, the last result is never
+            # fetched.
             final = z.ops.linears[-1]
             if kept.again_bytes > z.stream and not self.low:
                 unused = final.result_bytes / z.cut
@@ -237,18 +250,21 @@ class _Backward:
         return self.z.tokens * K, self.z.tokens * N, op.weights / self.z.tensor
 
     def linear(self, moment: str, op: Op, saved_bytes: float) -> None:
-        """A product's two gradients. That of its output is freed after it, with the saved input and the weight's copy, unless
-        the residual stream needs it still; the input's gradient stays in TEMPORARIES."""
+        """A product's two gradients. That of its output is freed after it, with the saved input and
+        the weight's copy, unless the residual stream needs it still; the input's gradient stays in
+        TEMPORARIES."""
         z, live, low, s = self.z, self.live, self.low, self.z.micro_batch
         x, y, weight = self.numbers(op)
-        dx, dw, dy, final = x * s.compute_bytes, weight * s.compute_bytes, y * s.compute_bytes, weight * z.gradient_bytes
+        dx, dw, dy = x * s.compute_bytes, weight * s.compute_bytes, y * s.compute_bytes
+        final = weight * z.gradient_bytes
         wide = x * s.residual_bytes if op.reads_residual and s.mixed else dx
         if op.writes_residual and not s.mixed:
             dy = 0.0
         if low is None:
             live.mark(moment, dx + dw)
         else:       # one autograd.Function: nothing is freed before its end
-            live.mark(moment, low.work_bytes(x, y, weight, z.native, dx=wide, dw=dw, final=final if s.mixed else 0))
+            live.mark(moment, low.work_bytes(x, y, weight, z.native, dx=wide, dw=dw,
+                                             final=final if s.mixed else 0))
         live.add(TEMPORARIES, dx - dy)
         live.add(self.row, -saved_bytes)
         if low is None:
