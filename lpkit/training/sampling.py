@@ -49,7 +49,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
     config = run.config.replace(PLAIN | {"system.device": device})
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
     training.load_model(found.tensors, source=found.path)
-    training.model.eval()
+    training.model.eval().requires_grad_(False)     # else a layer casts for a backward pass, and wants whole blocks of tokens
     return training
 
 

@@ -74,8 +74,7 @@ class Training:
     scaler: LossScaler | None = None
     cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext   # around the micro-batches of an update
     governors: dict[str, Governor] = field(default_factory=dict)
-    watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
-    """Contexts around forward and backward of a step. They look and change nothing."""
+    watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)   # see `update`
     step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)     # for StepRecord.extra
 
     @classmethod
@@ -122,7 +121,11 @@ class Training:
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
-        """The update after `step` others. `phases(name)` is a context around each forward, backward and optimizer step."""
+        """The update after `step` others. The GPU is not waited for.
+
+        A governor may change the model before it. A watcher is a context around all forwards and backwards, and changes
+        nothing. `phases(name)` is a context around each "forward", each "backward" and the "optimizer" step, for a clock.
+        """
         for governor in self.governors.values():
             governor.begin(self, step)
         for group in self.optimizer.param_groups:
