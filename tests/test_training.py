@@ -85,7 +85,7 @@ def test_state_goes_into_another_training_bit_for_bit(tiny):
                                         for name in a)
     batch = first.batch(3)
     assert torch.equal(first.forward_backward(batch), second.forward_backward(batch))
-    with pytest.raises(RunFailedError, match="lacks 1 of the run's tensors, model/embed.weight first"):
+    with pytest.raises(RunFailedError, match=r"lacks 1 of the run.s tensors, model/embed\.weight first"):
         second.load_state_dict({name: t for name, t in a.items() if name != "model/embed.weight"})
 
 
@@ -205,7 +205,7 @@ def test_an_observer_that_fails_is_named_and_the_run_goes_on(tiny, tmp_path):
 
 def test_what_techniques_report_is_in_the_metrics(tiny, tmp_path):
     built = Training.build(tiny)
-    built.step_metrics |= {"sparsity": lambda: torch.tensor(0.25), "broken": lambda: math.nan}
+    built.step_metrics.update({"sparsity": lambda: torch.tensor(0.25), "broken": lambda: math.nan})
     lines = fit(built, tmp_path / "run").metrics
     assert all(line["extra"] == {"sparsity": 0.25, "broken": None} for line in lines)
     plain = StepRecord(step=1, loss=1.0, grad_norm=0.0, lr=0.0, tokens=1, step_seconds=1.0, peak_bytes=1)
