@@ -5,7 +5,8 @@
     training.evaluate()                             # mean nats per token of the validation data
     training.load_state_dict(training.state_dict())
 
-The loop, bisection, telemetry, measurements and benchmarks all call `update`, so what they see is what a run does.
+The loop, bisection, telemetry, measurements and benchmarks all call `update`, so what they see is
+what a run does.
 """
 
 from __future__ import annotations
@@ -32,25 +33,28 @@ from lpkit.training.build import Decisions
 from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import LossScaler, Phases, accumulate
 
-GOVERNORS: dict[str, Callable[[Config], Governor | None]] = {}     # None: this run has none
+# A row makes the governor of a config, or None where the config asks for none.
+GOVERNORS: dict[str, Callable[[Config], Governor | None]] = {}
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements. They are drawn on `device` when first asked for."""
+    """The same random tokens at every step, for measurements. Drawn on `device` when first needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        self.vocab, self.shape, self.device = config.model.vocab, (config.batch, config.model.context), device
+        self.vocab, self.device = config.model.vocab, device
+        self.shape = config.batch, config.model.context
         self.drawn: Batch | None = None
 
     def batch(self, step: int) -> Batch:
         if self.drawn is None:
-            self.drawn = Batch(*(torch.randint(self.vocab, self.shape, device=self.device) for _ in range(2)))
+            tokens = torch.randint(self.vocab, self.shape, device=self.device)
+            self.drawn = Batch(tokens, torch.randint(self.vocab, self.shape, device=self.device))
         return self.drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update says about itself. Tensors, so that a GPU need not wait for whoever reads them."""
+    """What an update says about itself. The losses are tensors: nobody waits for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
     grad_norm: Tensor       # before clipping
@@ -64,7 +68,7 @@ class Training:
     decisions: Decisions
     model: nn.Module
     optimizer: Optimizer
-    optimizer_step: Callable[[], Tensor]    # clips, steps and frees the gradients; returns their norm
+    optimizer_step: Callable[[], Tensor]    # clips, steps, frees the gradients; returns their norm
     schedule: Schedule
     loss: Loss
     data: DataPolicy
@@ -72,43 +76,56 @@ class Training:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     state_placement: Place = field(default_factory=Place)
     scaler: LossScaler | None = None
-    cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext   # around the micro-batches of an update
+    # around the micro-batches of an update: casts of weights are kept meanwhile
+    cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
     governors: dict[str, Governor] = field(default_factory=dict)
-    watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)   # see `update`
-    step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)     # for StepRecord.extra
+    watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
+    # for StepRecord.extra
+    step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, config: Config, *, before: Mapping[str, Any] | None = None, more: tuple[Transform, ...] = (),
-              data: DataPolicy | None = None, decisions: Decisions | None = None, cache_dir: Path | None = None) -> Training:
-        """`before`: the environment of a run that goes on. `data`: instead of the config's corpus. `more`: transforms.
+    def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
+              more: tuple[Transform, ...] = (), data: DataPolicy | None = None,
+              decisions: Decisions | None = None, cache_dir: Path | None = None) -> Training:
+        """`before`: the environment of a run that goes on. `more`: transforms beside the config's.
+        `data`: read instead of the config's corpus, also in evaluation.
 
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
-        spec, schedule = build.optimizer_spec(config), build.schedule_of(config)    # names first: a corpus takes longer
+        # names first: a misspelt one should not wait for a corpus
+        spec, schedule = build.optimizer_spec(config), build.schedule_of(config)
         policy = pick(POLICIES, config.data.policy, "data.policy")
         decisions = decisions or build.decide(config, before=before)
         sources: dict[str, Any] = {"data": data, "val": data}
         if data is None:
             build.refuse_what_cannot_fit(config, decisions)
-            files, context = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir), config.model.context
+            files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
+            context, spread = config.model.context, POLICIES["spread-windows"]
             sources = {
-                "data": policy(tokens=files.train, batch=config.batch, context=context, seed=config.seed),
-                # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-                "val": POLICIES["spread-windows"](tokens=files.val, batch=config.batch // config.accumulate, context=context),
+                "data": policy(tokens=files.train, batch=config.batch, context=context,
+                               seed=config.seed),
+                # evaluation needs no gradients, but the logits of a whole batch may not fit where
+                # those of a micro-batch do
+                "val": spread(tokens=files.val, batch=config.batch // config.accumulate,
+                              context=context),
                 "tokenizer": files.tokenizer.to_dict()}
-        rows, device, scaling = memory.rows_of(config), decisions.device, decisions.recipe.loss_scaling
+        rows, scaling, scaler = memory.rows_of(config), decisions.recipe.loss_scaling, None
         model = build.build_model(config, decisions, more)
-        scaler = scaling and LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps).to(device)
-        place = rows["optimizer_state"].place(device)
+        if scaling:
+            scaler = LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps)
+            scaler.to(decisions.device)
+        place = rows["optimizer_state"].place(decisions.device)
         optimizer = spec.build(model, place)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         weights = decisions.choices.get("weights")
         governors = {name: make(config) for name, make in GOVERNORS.items()}
         return cls(
-            config=config, decisions=decisions, model=model, optimizer=optimizer, schedule=schedule, **sources,
-            optimizer_step=rows["update"].make(optimizer, list(model.parameters()), config.optimizer.clip),
-            loss=rows["loss"].make(config.memory, decisions.autocast), state_placement=place or Place(), scaler=scaler,
+            config=config, decisions=decisions, model=model, optimizer=optimizer, schedule=schedule,
+            optimizer_step=rows["update"].make(optimizer, list(model.parameters()),
+                                               config.optimizer.clip),
+            loss=rows["loss"].make(config.memory, decisions.autocast), **sources,
+            state_placement=place or Place(), scaler=scaler,
             cached_casts=weight_cache.WEIGHTS[weights.used if weights else weight_cache.PLAIN],
             governors={name: governor for name, governor in governors.items() if governor},
             step_metrics={"loss_scale": partial(_item, scaler.scale)} if scaler else {})
@@ -123,8 +140,9 @@ class Training:
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
         """The update after `step` others. The GPU is not waited for.
 
-        A governor may change the model before it. A watcher is a context around all forwards and backwards, and changes
-        nothing. `phases(name)` is a context around each "forward", each "backward" and the "optimizer" step, for a clock.
+        A governor may change the model before it. A watcher is a context around all forwards and
+        backwards, and changes nothing. `phases(name)` is a context around each "forward", each
+        "backward" and the "optimizer" step, for a clock.
         """
         for governor in self.governors.values():
             governor.begin(self, step)
@@ -142,13 +160,15 @@ class Training:
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
         with self.cached_casts(self.model):
-            return accumulate(self.model, self.loss, batch, self.config.accumulate, scaler=self.scaler, phases=phases)
+            return accumulate(self.model, self.loss, batch, self.config.accumulate,
+                              scaler=self.scaler, phases=phases)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean nats per token over the first `eval_batches` batches of the validation data."""
         self.model.eval()
-        losses = [self.loss(self.model, self.val.batch(i).to(self.device)) for i in range(self.config.eval_batches)]
+        losses = [self.loss(self.model, self.val.batch(i).to(self.device))
+                  for i in range(self.config.eval_batches)]
         self.model.train()
         return torch.stack(losses).mean().item()
 
@@ -162,14 +182,15 @@ class Training:
         """Another training that starts from the same weights and state; both read the same data."""
         parts = {name: getattr(self, name) for name in
                  ("model", "optimizer", "optimizer_step", "scaler", "governors", "step_metrics")}
-        return replace(self, **copy.deepcopy(parts), watchers=[])   # at once, because they share parameters
+        # at once, because they share parameters
+        return replace(self, **copy.deepcopy(parts), watchers=[])
 
     # ---- what a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers by the names that they have in a checkpoint."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)      # state may still be on its way to where it rests
+            torch.cuda.synchronize(self.device)      # state may still be on its way to the host
         names = {p: name for name, p in self.model.named_parameters()}
         state: dict[str, Any] = self._tensors()
         for p, slots in self.optimizer.state.items():
@@ -180,16 +201,18 @@ class Training:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """Raises RunFailedError where `state` lacks a tensor of this training, or has it in another shape."""
+        """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
         self._load(self._tensors(), state, source)
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
-            governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
+            governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
+                                      if key.startswith(prefix)})
         parameters = dict(self.model.named_parameters())
         for name, value in state.items():
             if name.startswith("optimizer/"):
                 _, parameter, slot = name.split("/")
-                value = self.state_placement.rest(value.to(self.device)) if torch.is_tensor(value) else value
+                if torch.is_tensor(value):
+                    value = self.state_placement.rest(value.to(self.device))
                 self.optimizer.state[parameters[parameter]][slot] = value
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
@@ -211,10 +234,12 @@ class Training:
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object) -> None:
         missing = [name for name in ours if name not in state]
         if missing:
-            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, {missing[0]} first")
+            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, {missing[0]} "
+                                 f"first; resume with the settings that it was saved with")
         for name, t in ours.items():
-            if t.shape != state[name].shape:    # copy_ would broadcast a shorter history into a longer one
-                raise RunFailedError(f"{source} holds {name} as {tuple(state[name].shape)}, and this run has it as "
+            theirs = state[name].shape
+            if t.shape != theirs:   # copy_ would broadcast a short history into a longer one
+                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has it as "
                                      f"{tuple(t.shape)}; resume with the settings that it was saved with")
         for name, t in ours.items():
             if not name.startswith("governor/"):
