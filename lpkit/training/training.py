@@ -239,8 +239,9 @@ class Training:
         for name, t in ours.items():
             theirs = state[name].shape
             if t.shape != theirs:   # copy_ would broadcast a short history into a longer one
-                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has it as "
-                                     f"{tuple(t.shape)}; resume with the settings that it was saved with")
+                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has it "
+                                     f"as {tuple(t.shape)}; resume with the settings that it was "
+                                     f"saved with")
         for name, t in ours.items():
             if not name.startswith("governor/"):
                 t.copy_(state[name])
