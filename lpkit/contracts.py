@@ -126,7 +126,7 @@ class StepRecord:
     lr: float
     tokens: int
     step_seconds: float
-    peak_bytes: int
+    peak_bytes: int         # the most held since the run began: of `hardware.peak_bytes`
     val_loss: float | None = None   # only after an evaluation
     extra: dict[str, float] = field(default_factory=dict)   # what techniques report: the name is theirs
 

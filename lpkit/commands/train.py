@@ -3,8 +3,10 @@
   lpkit train cpu-3m
   lpkit train cpu-3m --set steps=600 --set model.layers=6 --out runs/six
   lpkit train --out runs/six --resume
+  lpkit train --out runs/six --resume --set steps=900
 
 Ctrl-C and SIGTERM stop after the step at hand and keep a checkpoint; --resume goes on from the newest good one.
+Of a run that goes on, steps may be raised; the learning rate then follows the longer schedule.
 """
 
 import sys

@@ -40,7 +40,7 @@ PLAIN = {"system.compile": False, "memory.recompute": "none", "memory.activation
 
 
 def trained(run: Run, device: str = "cpu") -> Training:
-    """The model of `run` as it was trained: cast, stored and computed alike, with its newest good weights, in evaluation.
+    """The model of `run` as it was trained, with its newest good weights, in evaluation.
 
     Raises ConfigError for a run without a checkpoint.
     """
@@ -48,9 +48,12 @@ def trained(run: Run, device: str = "cpu") -> Training:
     if found is None:
         raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from" + "".join(f"; {p}" for p in problems))
     config = run.config.replace(PLAIN | {"system.device": device})
+    if run.environment.get("chosen", {}).get("device", {}).get("used") != device:
+        config = config.replace({"precision.backend": "auto"})      # the one asked for may not run here
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
     training.load_model(found.tensors, source=found.path)
-    training.model.eval()
+    # else a layer casts for a backward pass too, which wants whole blocks of tokens
+    training.model.eval().requires_grad_(False)
     return training
 
 

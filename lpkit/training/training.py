@@ -5,7 +5,8 @@
     training.evaluate()                             # mean nats per token of the validation data
     training.load_state_dict(training.state_dict())
 
-The loop, bisection, telemetry, measurements and benchmarks all call `update`, so what they see is what a run does.
+The loop, bisection, telemetry, measurements and benchmarks all call `update`, so what they see is
+what a run does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from lpkit.training.steps import LossScaler, Phases, accumulate
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements. They are drawn on `device` when first asked for."""
+    """The same random tokens at every step, for measurements. Drawn on `device` when first needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
         self.vocab, self.shape, self.device = config.model.vocab, (config.global_batch, config.model.context), device
@@ -48,13 +49,14 @@ class RandomTokens(DataPolicy):
 
     def batch(self, step: int) -> Batch:
         if self.drawn is None:
-            self.drawn = Batch(*(torch.randint(self.vocab, self.shape, device=self.device) for _ in range(2)))
+            tokens = torch.randint(self.vocab, self.shape, device=self.device)
+            self.drawn = Batch(tokens, torch.randint(self.vocab, self.shape, device=self.device))
         return self.drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update says about itself. Tensors, so that a GPU need not wait for whoever reads them."""
+    """What an update says about itself. The losses are tensors: nobody waits for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
     grad_norm: Tensor       # before clipping
@@ -68,7 +70,7 @@ class Training:
     decisions: Decisions
     model: nn.Module
     optimizer: Optimizer
-    optimizer_step: Callable[[], Tensor]    # clips, steps and frees the gradients; returns their norm
+    optimizer_step: Callable[[], Tensor]    # clips, steps, frees the gradients; returns their norm
     schedule: Schedule
     loss: Loss
     data: DataPolicy
@@ -76,16 +78,19 @@ class Training:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     state_placement: StatePlacement = field(default_factory=StatePlacement)
     scaler: LossScaler | None = None
-    cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext   # around the micro-batches of an update
+    # around the micro-batches of an update: casts of weights are kept meanwhile
+    cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
     governors: dict[str, Governor] = field(default_factory=dict)
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
-    """Contexts around forward and backward of a step. They look and change nothing."""
-    step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)     # for StepRecord.extra
+    # for StepRecord.extra
+    step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, config: Config, *, before: Mapping[str, Any] | None = None, more: tuple[Transform, ...] = (),
-              data: DataPolicy | None = None, decisions: Decisions | None = None, cache_dir: Path | None = None) -> Training:
-        """`before`: the environment of a run that goes on. `data`: instead of the config's corpus. `more`: transforms.
+    def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
+              more: tuple[Transform, ...] = (), data: DataPolicy | None = None,
+              decisions: Decisions | None = None, cache_dir: Path | None = None) -> Training:
+        """`before`: the environment of a run that goes on. `more`: transforms beside the config's.
+        `data`: read instead of the config's corpus, also in evaluation.
 
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
@@ -125,7 +130,12 @@ class Training:
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
-        """The update after `step` others. `phases(name)` is a context around each forward, backward and optimizer step."""
+        """The update after `step` others. The GPU is not waited for.
+
+        A governor may change the model before it. A watcher is a context around all forwards and
+        backwards, and changes nothing. `phases(name)` is a context around each "forward", each
+        "backward" and the "optimizer" step, for a clock.
+        """
         for governor in self.governors.values():
             governor.begin(self, step)
         for group in self.optimizer.param_groups:
@@ -148,7 +158,8 @@ class Training:
     def evaluate(self) -> float:
         """Mean nats per token over the first `eval_batches` batches of the validation data."""
         self.model.eval()
-        losses = [self.loss(self.model, self.val.batch(i).to(self.device)) for i in range(self.config.eval_batches)]
+        losses = [self.loss(self.model, self.val.batch(i).to(self.device))
+                  for i in range(self.config.eval_batches)]
         self.model.train()
         return torch.stack(losses).mean().item()
 
@@ -162,14 +173,15 @@ class Training:
         """Another training that starts from the same weights and state; both read the same data."""
         parts = {name: getattr(self, name) for name in
                  ("model", "optimizer", "optimizer_step", "scaler", "governors", "step_metrics")}
-        return replace(self, **copy.deepcopy(parts), watchers=[])   # at once, because they share parameters
+        # at once, because they share parameters
+        return replace(self, **copy.deepcopy(parts), watchers=[])
 
     # ---- what a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers by the names that they have in a checkpoint."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)      # state may still be on its way to where it rests
+            torch.cuda.synchronize(self.device)      # state may still be on its way to the host
         names = {p: name for name, p in self.model.named_parameters()}
         state: dict[str, Any] = self._tensors()
         for p, slots in self.optimizer.state.items():
@@ -180,11 +192,12 @@ class Training:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """Raises RunFailedError where `state` lacks a tensor of this training, or has it in another shape."""
+        """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
         self._load(self._tensors(), state, source)
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
-            governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
+            governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
+                                      if key.startswith(prefix)})
         parameters = dict(self.model.named_parameters())
         for name, value in state.items():
             if name.startswith("optimizer/"):
@@ -211,11 +224,14 @@ class Training:
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object) -> None:
         missing = [name for name in ours if name not in state]
         if missing:
-            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, {missing[0]} first")
+            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, {missing[0]} "
+                                 f"first; resume with the settings that it was saved with")
         for name, t in ours.items():
-            if t.shape != state[name].shape:    # copy_ would broadcast a shorter history into a longer one
-                raise RunFailedError(f"{source} holds {name} as {tuple(state[name].shape)}, and this run has it as "
-                                     f"{tuple(t.shape)}; resume with the settings that it was saved with")
+            theirs = state[name].shape
+            if t.shape != theirs:   # copy_ would broadcast a short history into a longer one
+                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has it "
+                                     f"as {tuple(t.shape)}; resume with the settings that it was "
+                                     f"saved with")
         for name, t in ours.items():
             if not name.startswith("governor/"):
                 t.copy_(state[name])
