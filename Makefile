@@ -32,7 +32,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder \
 	    --nbval-lax --nbval-current-env --nbval-cell-timeout=120 build/smoke tests
 
-# Whether an answer hangs on one processor's rounding: hours; `$(PY) -m tests.isa --only TEXT` for less.
+# Whether an answer hangs on one processor's rounding: hours. Less: $(PY) -m tests.isa --only TEXT
 isa: setup
 	$(PY) -m tests.isa
 

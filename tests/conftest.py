@@ -1,5 +1,4 @@
-"""What several test files share: a small corpus, what this machine can do, and one served JupyterLab
-and one Chromium for every browser test.
+"""What test files share: a small corpus, what this machine can do, one served JupyterLab, one Chromium.
 
 `make test` divides the files between two processes (pytest-xdist); each computes with one thread.
 """

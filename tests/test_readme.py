@@ -44,8 +44,8 @@ def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_repo
 
 def test_the_readmes_program_is_this_package():
     """`lpkit` in a process of its own, as a shell starts it."""
-    done = subprocess.run([sys.executable, "-m", *shlex.split(COMMANDS[1])], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)
+    words = [sys.executable, "-m", *shlex.split(COMMANDS[1])]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["lpkit"] == f"{cli.__name__}:{cli.main.__name__}"
