@@ -1,5 +1,6 @@
 # make lab     set up once, then open JupyterLab on the course
 # make test    set up once, then everything that proves the project
+# make isa     the numeric tests and the notebooks' claims as other processors round: hours
 # make docs    build the site into docs/_build/html
 # make ledger  measure how far off the memory ledger is, into data/measured and docs/ledger.md
 # make upgrade renew constraints.txt
@@ -16,7 +17,7 @@ READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CU
 SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
 
-.PHONY: help lab test docs ledger upgrade clean setup install
+.PHONY: help lab test isa docs ledger upgrade clean setup install
 .NOTPARALLEL:
 
 help:
@@ -28,7 +29,12 @@ lab: setup
 test: setup
 	$(PY) -m ruff check .
 	$(PY) tests/smoke_copies.py
-	$(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=120 tests build/smoke
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder \
+	    --nbval-lax --nbval-current-env --nbval-cell-timeout=120 build/smoke tests
+
+# Whether an answer hangs on one processor's rounding: hours. Less: $(PY) -m tests.isa --only TEXT
+isa: setup
+	$(PY) -m tests.isa
 
 docs: setup
 	$(PY) docs/build.py

@@ -1,8 +1,28 @@
-"""What several test files share: a small corpus, and one served JupyterLab and one Chromium for every browser test."""
+"""What test files share: a small corpus, what this machine can do, one served JupyterLab, one Chromium.
+
+`make test` divides the files between two processes (pytest-xdist); each computes with one thread.
+"""
+
+from pathlib import Path
 
 import pytest
 
+# Files that share what is slow to make: one process has them all.
+TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A process takes whole files, and all the files of a group."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.split("::")[0]
+            return TOGETHER.get(Path(path).stem, path)
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -11,6 +31,27 @@ def corpus(tmp_path_factory):
     for i in range(20):
         (folder / f"{i}.py").write_text(TEXT[i * 1000:(i + 30) * 1000])
     return folder
+
+
+@pytest.fixture(scope="session")
+def cells():
+    """Every recipe with every backend, tried on this CPU: a process of its own and some seconds."""
+    import torch
+
+    from lpkit.measure import matrix
+
+    return matrix.probe(torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def doctors_report(cells):
+    """What `lpkit doctor` finds here. On a machine without a GPU its matrix is `cells`."""
+    from lpkit.measure import doctor, matrix
+
+    with pytest.MonkeyPatch.context() as patch:
+        if doctor.device_here().type == "cpu":
+            patch.setattr(matrix, "probe", lambda device: cells)
+        return doctor.examine()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+import time
 
 import pytest
 
@@ -121,6 +122,11 @@ def test_command(tmp_path, capsys, monkeypatch):
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text()) == printed and kept.name.startswith("import-") and kept.suffix == ".json"
     assert printed["name"] == "import" and len(printed["cases"]) == 1
+
+    def slower_for_torch(code):
+        time.sleep(0.01 if "torch" in code else 0.001)
+
+    monkeypatch.setattr(imports, "_python", slower_for_torch)
     assert main(["bench", "import", "import", "--rounds", "1"]) == 0
     assert capsys.readouterr().out.count("at most 0.15") == 2
 

@@ -16,9 +16,9 @@ def row(name):
     return next(check for check in doctor.CHECKS if check.name == name)
 
 
-@pytest.fixture(scope="module")
-def report():
-    return doctor.examine()
+@pytest.fixture
+def report(doctors_report):
+    return doctors_report
 
 
 def test_the_report_is_json_and_each_row_has_its_reason(report):

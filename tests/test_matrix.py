@@ -16,9 +16,9 @@ from lpkit.techniques.recipes import RECIPES
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def here():
-    return matrix.probe(CPU)
+@pytest.fixture
+def here(cells):
+    return cells
 
 
 def status(cells, recipe, backend, feature="forward"):
