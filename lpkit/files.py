@@ -1,8 +1,17 @@
-"""Files that are whole or absent, whatever happens while they are written."""
+"""Files that are whole or absent, and where the project's own files lie."""
 
 import os
 import tempfile
 from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def resource(name: str) -> Path:
+    """The folder `notebooks` or `data/measured`. An installed wheel has it inside the package, where setup.py
+    puts it; a checkout has it beside the package."""
+    packed = PACKAGE / name
+    return packed if packed.is_dir() else PACKAGE.parent / name
 
 
 def write_atomically(path: Path, text: str) -> None:

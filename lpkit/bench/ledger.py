@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lpkit import hardware, measure, predict_trace
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance, race
 from lpkit.config import Config
+from lpkit.files import resource
 from lpkit.measure.tracking import ROWS
 from lpkit.predict import memory, parameter_count
 from lpkit.predict.recipes import LOW
@@ -198,8 +198,8 @@ Activations away (`memory.saved`) are within 10%. This page is made by `make led
 
 
 def measured_files() -> list[dict[str, Any]]:
-    root = Path(__file__).parents[2] / "data" / "measured"
-    return [json.loads(path.read_text()) for path in sorted(root.glob(f"{NAME}-*.json"))]
+    paths = sorted(resource("data/measured").glob(f"{NAME}-*.json"))
+    return [json.loads(path.read_text()) for path in paths]
 
 
 if __name__ == "__main__":

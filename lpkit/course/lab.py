@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.config import ConfigError
+from lpkit.files import resource
 
 FIRST = "notebooks/00_start_here.ipynb"
 LOCAL = "127.0.0.1"
@@ -81,9 +82,9 @@ class Server:
 
 
 def find_root(start: Path | None = None) -> Path:
-    """The checkout: the current folder if it holds the course, else the one that the package lies in."""
-    here = Path.cwd() if start is None else start
-    beside = Path(__file__).resolve().parents[2]
+    """The folder that holds notebooks/: the current one, else the checkout's or the installed package's."""
+    here = start or Path.cwd()
+    beside = resource("notebooks").parent
     for root in (here, beside):
         if (root / FIRST).is_file():
             return root.resolve()

@@ -11,6 +11,7 @@ holds it.
 
 import ast
 import dataclasses
+import importlib
 import io
 import itertools
 import json
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from lpkit.config import ConfigError, convert, nearest
-from lpkit.files import write_atomically
+from lpkit.files import resource, write_atomically
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -69,8 +70,8 @@ class Job:
 # --- what a notebook declares
 
 def folder() -> Path:
-    """The course: `notebooks/` here, or beside the package."""
-    for place in (Path.cwd() / "notebooks", Path(__file__).resolve().parents[2] / "notebooks"):
+    """The course: `notebooks/` here, or the project's own."""
+    for place in (Path.cwd() / "notebooks", resource("notebooks")):
         if place.is_dir():
             return place
     raise ConfigError("there is no notebooks/ folder here; run this in the repository, or give the path of a notebook")
@@ -101,9 +102,17 @@ def find(name: str) -> Path:
     return known[name]
 
 
-def read(path: Path) -> "NotebookNode":
-    import nbformat
+def needed(package: str) -> Any:
+    """The imported package. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(f"notebooks need the package {package}, which is not installed; "
+                          f"pip install {package}") from None
 
+
+def read(path: Path) -> "NotebookNode":
+    nbformat = needed("nbformat")
     try:
         book = nbformat.read(path, as_version=4)
     except (OSError, ValueError, nbformat.ValidationError) as error:
@@ -311,7 +320,7 @@ def run(job: Job, *, threads: int | None = None, say: Callable[[str], None] = la
     """
     import logging
 
-    import papermill
+    papermill = needed("papermill")
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
@@ -367,6 +376,7 @@ def run_all(jobs: list[Job], *, processes: int = 1, say: Callable[[str], None] =
     """
     if processes < 1:
         raise ConfigError(f"processes must be 1 or more, got {processes}")
+    needed("papermill")     # before a process is started for each job
     try:
         if processes == 1:
             return [run(job, say=say) for job in jobs]
