@@ -4,10 +4,7 @@ Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: 
 """
 
 import functools
-import math
-import platform
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +12,12 @@ import psutil
 import torch
 
 from lpkit.contracts import Choice
+from lpkit.machine_facts import cpu_name, memory_limit_bytes, status_bytes
 from lpkit.techniques.machines import Machine
+from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
 
 
@@ -36,29 +35,12 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
                      else ("fp32", "has no bf16 tensor cores, they came with 8.0"))
         return Choice(asked="auto", used=used, why=f"compute capability {major}.{minor} {why}")
     operands = [torch.ones(size, size, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16)]
-    fp32, bf16 = race([lambda x=x: x @ x for x in operands], rounds=rounds, within_seconds=0.25)
+    products = [lambda x=x: x @ x for x in operands]
+    fp32, bf16 = interleaved_seconds(products, rounds=rounds, within_seconds=0.25)
     ratio = min(fp32) / min(bf16)
     return Choice(asked="auto", used="bf16" if ratio > 1.1 else "fp32",
                   why=f"a {size} x {size} matrix product in bf16 ran at {ratio:.2f}x the speed of fp32 on this "
                       f"{device.type}, best of {len(fp32)} rounds; bf16 is taken above 1.1x")
-
-
-def race(runners: list[Callable[[], object]], *, rounds: int, within_seconds: float = math.inf) -> list[list[float]]:
-    """Seconds of each runner in each round, after one round that is thrown away.
-
-    Rounds alternate between the runners, so that a slow moment of the machine meets all of them. No new round begins
-    after `within_seconds`, but one is always measured.
-    """
-    seconds: list[list[float]] = [[] for _ in runners]
-    begun = time.perf_counter()
-    for i in range(rounds + 1):
-        for runner, times in zip(runners, seconds):
-            start = time.perf_counter()
-            runner()
-            times.append(time.perf_counter() - start)
-        if i and time.perf_counter() - begun > within_seconds:
-            break
-    return [times[1:] for times in seconds]
 
 
 def peak_bytes(device: torch.device | str) -> int:
@@ -71,9 +53,9 @@ def peak_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if STATUS.exists():   # getrusage's maximum would include the process that started this one
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+    peak = status_bytes("VmHWM")    # getrusage's maximum would include the process that started this one
+    if peak is not None:
+        return peak
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -124,14 +106,6 @@ def _rapl(device: torch.device) -> tuple[float, str] | None:
 ENERGY = {"cuda": _nvml, "cpu": _rapl}
 
 
-def cpu_name() -> str:
-    """As the system calls it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines()
-             if line.startswith("model name")] if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 @functools.cache
 def machine(device: str | None = None) -> Machine:
     """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix product in each
@@ -142,7 +116,7 @@ def machine(device: str | None = None) -> Machine:
     for name in DTYPES:
         flops[name], shapes[name] = peak_flops(name, str(on))
     sweep, swept = triad(on)
-    (seconds,) = race([sweep], rounds=9, within_seconds=0.35)
+    (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
     if gpu:
         title, extra = torch.cuda.get_device_name(on), {}
     else:
@@ -159,7 +133,7 @@ def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
     """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once per process."""
     best, on = (0.0, (0, 0, 0)), torch.device(device)
     for n, square in squares(dtype, on).items():
-        (seconds,) = race([square], rounds=9, within_seconds=0.35)
+        (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
         best = max(best, (2 * n**3 / min(seconds), (n, n, n)))
     return best
 
@@ -186,11 +160,7 @@ def memory_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(path).read_text().strip() if Path(path).exists() else ""
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
+    return memory_limit_bytes() or psutil.virtual_memory().total
 
 
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:

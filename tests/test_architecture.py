@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "lpkit"
-BASE = {"config", "contracts", "files"}     # settings, seams, whole files: anybody
+BASE = {"config", "contracts", "files", "machine_facts", "tables", "timing"}     # settings, seams, tools: anybody
 MAY_IMPORT = {
-    "config": {"techniques"}, "contracts": {"config"}, "files": set(),
+    "config": {"techniques"}, "contracts": {"config"}, "files": set(), "tables": set(), "timing": set(), "machine_facts": set(),
     "techniques": {"config"},               # rows: settings and facts, no implementation
-    "predict": {"config", "techniques"},
+    "predict": {"config", "tables", "techniques"},
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
-WITHOUT_TORCH = ["config", "contracts", "files", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "cli",
+WITHOUT_TORCH = ["config", "contracts", "files", "machine_facts", "tables", "timing", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "cli",
                  "course.lab", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 

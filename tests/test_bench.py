@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from lpkit import timing
 from lpkit.bench import BENCHES, harness, imports, loader
 from lpkit.bench.harness import paired, race, rotating, summary
 from lpkit.cli import main
@@ -32,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(harness.time, "perf_counter", clock)
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
     return clock
 
 

@@ -8,19 +8,20 @@ their quartiles, never a ratio of two medians. Times are seconds. A ratio above 
 import gc
 import importlib.metadata
 import itertools
-import os
 import platform
-import random
 import shlex
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from lpkit.machine_facts import cores, cpu_name
+from lpkit.timing import interleaved_seconds
 
 ROUNDS = 9                  # fewer say little about quartiles
 SAMPLE_SECONDS = 0.005      # at least, so that a clock's grain and one interrupt do not count
@@ -83,14 +84,11 @@ def race(name: str, *, ours: Callable[[], Any], peers: dict[str, Callable[[], An
     `sample_seconds`.
     """
     check()
-    contenders = [ours, *peers.values()]
-    loops = [_calibrate(call, sync, sample_seconds) for call in contenders]
-    order, shuffle = list(range(len(contenders))), random.Random(0).shuffle
-    samples: list[list[float]] = [[] for _ in contenders]
-    for _ in range(rounds):
-        shuffle(order)
-        for i in order:
-            samples[i].append(_seconds(contenders[i], loops[i], sync) / loops[i])
+    with _no_garbage_collection():
+        loops = [_calibrate(call, sync, sample_seconds) for call in (ours, *peers.values())]
+        runners = [_repeated(call, n, sync) for call, n in zip((ours, *peers.values()), loops)]
+        totals = interleaved_seconds(runners, rounds=rounds, warm_up=0, shuffle=True)
+    samples = [[seconds / n for seconds in total] for total, n in zip(totals, loops)]
     targets = target if isinstance(target, dict) else dict.fromkeys(peers, target)
     facts = provenance(packages, device)
     return [paired(name, ours=samples[0], peer=theirs, peer_name=peer, case=case, target=targets.get(peer), facts=facts)
@@ -125,9 +123,8 @@ def rotating(items: Sequence[Item]) -> Callable[[], Item]:
 
 def provenance(packages: Iterable[str] = (), device: str | None = None) -> dict[str, Any]:
     """Where and with what a figure was measured. `device`: None for the CPU, or an accelerator's name."""
-    cpu = _cpu_model()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts = {"device": device or cpu, "cpu": cpu, "cores": cores, "platform": f"{platform.system()} {platform.machine()}"}
+    cpu = cpu_name()
+    facts = {"device": device or cpu, "cpu": cpu, "cores": cores(), "platform": f"{platform.system()} {platform.machine()}"}
     if "torch" in sys.modules:
         facts["threads"] = sys.modules["torch"].get_num_threads()
     versions = {"python": platform.python_version()}
@@ -149,37 +146,49 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     return {**cases[worst], "met": all(result.met is not False for result in results), **shared, "cases": cases}
 
 
-def _seconds(call: Callable[[], Any], loops: int, sync: Callable[[], None]) -> float:
+def steps_in_turns(updates: Mapping[str, Callable[[int], Item]], steps: int, *, warm_up: int = 0,
+                   sync: Callable[[], None] = lambda: None) -> tuple[dict[str, list[float]], dict[str, list[Item]]]:
+    """Seconds and results of `update(step)` by name, when all of them take each step before any takes the next.
+
+    Steps count from 0. The first `warm_up` are not timed, but their results are kept.
+    """
+    results: dict[str, list[Item]] = {name: [] for name in updates}
+
+    def runner(name: str) -> Callable[[], None]:
+        def one() -> None:
+            results[name].append(updates[name](len(results[name])))
+            sync()
+        return one
+
+    seconds = interleaved_seconds([runner(name) for name in updates], rounds=steps - warm_up, warm_up=warm_up, shuffle=True)
+    return dict(zip(updates, seconds)), results
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        sync()
-        start = time.perf_counter()
-        for _ in range(loops):
-            call()
-        sync()
-        return time.perf_counter() - start
+        yield
     finally:
         if collecting:
             gc.enable()
 
 
+def _repeated(call: Callable[[], Any], loops: int, sync: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(loops):
+            call()
+        sync()
+    return run
+
+
 def _calibrate(call: Callable[[], Any], sync: Callable[[], None], sample_seconds: float) -> int:
     """How many calls last `sample_seconds`; warms up on the way."""
     loops = 1
-    while (took := _seconds(call, loops, sync)) < sample_seconds:
+    while (took := interleaved_seconds([_repeated(call, loops, sync)], rounds=1, warm_up=0)[0][0]) < sample_seconds:
         loops = max(2 * loops, min(10 * loops, round(1.1 * loops * sample_seconds / max(took, 1e-9))))
     return loops
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -7,12 +7,12 @@ instructions computes it so slowly that the rest would wait for it.
 """
 
 import multiprocessing
-import os
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from lpkit.bench.harness import Result, paired, provenance
+from lpkit.machine_facts import cores
 from lpkit.precision.recipes import RECIPES
 from lpkit.presets import preset
 from lpkit.training.background import train
@@ -27,7 +27,7 @@ TARGET = 1.01
 def run(rounds: int = SEEDS, steps: int = STEPS) -> list[Result]:
     names = [PEER, *(name for name, recipe in RECIPES.items() if recipe.products)]
     seeds = range(min(rounds, SEEDS))
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _one_thread) as pool:
         futures = {(name, seed): pool.submit(_loss, name, seed, steps) for seed in seeds for name in names}
         losses = {name: [futures[name, seed].result() for seed in seeds] for name in names}
     shutil.rmtree(FOLDER)

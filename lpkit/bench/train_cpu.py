@@ -6,10 +6,9 @@ at the end of both is the check: a step that is fast and wrong does not count.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance, steps_in_turns
 from lpkit.config import Config, ConfigError
 from lpkit.training.assembly import assemble
 from lpkit.training.loop import Job, update
@@ -26,18 +25,13 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     chosen = jobs[0].chosen
     if chosen["precision"].used == "fp32":
         raise ConfigError(f"there is nothing to compare: {chosen['precision'].why}")
-    updates = [_update(job) for job in jobs]
-    seconds, losses = ([], []), ([], [])
-    for step in range(steps):
-        for side in (0, 1) if step % 2 else (1, 0):
-            start = time.perf_counter()
-            losses[side].append(updates[side](step))
-            seconds[side].append(time.perf_counter() - start)
-    ours, fp32 = (statistics.fmean(values[-20:]) for values in losses)
+    updates = dict(zip(("ours", "fp32"), map(_update, jobs)))
+    seconds, losses = steps_in_turns(updates, steps)
+    ours, fp32 = (statistics.fmean(values[-20:]) for values in losses.values())
     if abs(ours / fp32 - 1) > LOSS_TOLERANCE:
         raise AssertionError(f"after {steps} steps the loss is {ours:.4f}, in float32 {fp32:.4f}: over {LOSS_TOLERANCE:.0%}")
     used = ", ".join(f"{name} {choice.used}" for name, choice in chosen.items())
-    return [paired("train-cpu", ours=seconds[0], peer=seconds[1], peer_name="the same steps in float32", target=TARGET,
+    return [paired("train-cpu", ours=seconds["ours"], peer=seconds["fp32"], peer_name="the same steps in float32", target=TARGET,
                    facts=provenance(["torch"]) | {"chosen": used, "loss": ours, "loss_float32": fp32, "steps": steps},
                    case="6 layers x 384, 256-byte vocabulary, batch 16 x 256 tokens")]
 

@@ -7,6 +7,8 @@
 import argparse
 from typing import Any
 
+from lpkit.tables import text_table
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
@@ -62,12 +64,11 @@ def text(result: dict[str, Any]) -> str:
                 f"{', '.join(f'{loss:.3f}' for loss in one['losses'])}; at equal loss "
                 f"{', '.join('not reached' if s is None else f'{s:.2f}x' for s in one['speedups'])}"
                 for one in result["measured"]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
     first = result["plans"][0]
     return "\n".join([
         result["sentence"], "",
         f"{result['target']} on {result['machine']}; a step in {result['base']} takes "
         f"{duration(first['base_step_seconds'])}, by formula",
-        *("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows),
+        text_table(rows, indent="  "),
         *(["", "measured, seed by seed:", *measured] if measured else []),
         "", f"  efficiency: {result['efficiency']['source']}", *(f"  {source}" for source in result["sources"])])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.config import ConfigError
+from lpkit.tables import text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +70,7 @@ def _table(bench: dict[str, Any]) -> str:
              f"[{case['quartiles'][0]:.3g}, {case['quartiles'][1]:.3g}]",
              f"{_amount(case['ours_median'], case['unit'])} against {_amount(case['peer_median'], case['unit'])}",
              case["verdict"]) for case in bench["cases"]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-              for row in rows]
-    return "\n".join(lines)
+    return "\n".join([*lines, text_table(rows, indent="  ")])
 
 
 def _amount(value: float, unit: str) -> str:

@@ -5,6 +5,8 @@ from itertools import groupby
 from textwrap import fill
 from typing import Any
 
+from lpkit.tables import text_table
+
 GIB = 2**30
 
 
@@ -39,17 +41,16 @@ def text(result: dict[str, Any]) -> str:
             nearest = f" -> {row['nearest']}" if row["nearest"] else ""
             lines.append(_row(("+ " if row["works"] else "- ") + row["name"], row["detail"] or row["why"] + nearest, 16))
     if result["recipes"]:
-        lines += ["", "Recipes, forward and backward; the reasons are in --json", *_recipes(result["recipes"])]
+        lines += ["", "Recipes, forward and backward; the reasons are in --json", _recipes(result["recipes"])]
     choice = result["chosen"]["precision"]
     return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
 
 
-def _recipes(cells: list[dict[str, Any]]) -> list[str]:
+def _recipes(cells: list[dict[str, Any]]) -> str:
     from lpkit.measure import matrix
 
     heads, rows = matrix.grid([matrix.Cell(**cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return ["  " + "  ".join(f"{word:<{width}}" for word, width in zip(row, widths)).rstrip() for row in (heads, *rows)]
+    return text_table([heads, *rows], indent="  ")
 
 
 def _row(name: str, value: str, width: int = 10) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.config import ConfigError, convert, parse_settings
+from lpkit.tables import text_table
 
 OUT = Path("runs") / "notebooks"
 
@@ -71,8 +72,7 @@ def text(result: dict[str, Any]) -> str:
     rows = [("notebook", "seconds", "peak MB", "claim", "result"),
             *((run["label"], f"{run['seconds']:.1f}", f"{run['peak_rss_bytes'] / 1e6:,.0f}", run["claim"] or "-",
                _outcome(run)) for run in runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows)
+    return text_table(rows)
 
 
 def _outcome(run: dict[str, Any]) -> str:
@@ -86,5 +86,5 @@ def _outcome(run: dict[str, Any]) -> str:
 def _described(book: dict[str, Any]) -> str:
     lines = [f"{book['name']}  {book['title']}"] + ([f"  claims: {book['claim']}"] if book["claim"] else [])
     left = [f"  {p['name']}: {p['annotation']} = {p['default']!r}" for p in book["parameters"]]
-    width = max(map(len, left), default=0)
-    return "\n".join([*lines, *(f"{line:<{width}}  {p['comment']}" for line, p in zip(left, book["parameters"]))])
+    right = [p["comment"] for p in book["parameters"]]
+    return "\n".join([*lines, text_table(zip(left, right))]).rstrip()

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lpkit.config import ConfigError, parse_settings
+from lpkit.tables import text_table
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -64,5 +65,4 @@ def text(summary: dict) -> str:
 
     rows = [*described(summary), *((key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
                                    for key, choice in summary["chosen"].items())]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return text_table(rows)

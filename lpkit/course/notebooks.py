@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from lpkit.config import ConfigError, convert, nearest
 from lpkit.files import resource, write_atomically
+from lpkit.machine_facts import cores, status_bytes
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -388,7 +389,7 @@ def run_all(jobs: list[Job], *, processes: int = 1, say: Callable[[str], None] =
 
 def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -> list[dict]:
     """The record on disk is the only channel, so a worker that is killed costs its own job and no other."""
-    threads = max(1, _cores() // processes)
+    threads = max(1, cores() // processes)
     spawn = multiprocessing.get_context("spawn")
     workers, over = [], threading.Event()
 
@@ -434,10 +435,6 @@ def unwinding() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _now() -> str:
@@ -526,7 +523,9 @@ class _Kernel:
                 total += process.memory_info().rss
             except psutil.Error:        # gone since it was listed
                 continue
-        self.peak_rss_bytes = max(self.peak_rss_bytes, total, _high_water_bytes(self.process.pid))
+        # the kernel's own high-water mark is what sampling misses between two looks
+        own = status_bytes("VmHWM", self.process.pid) or 0
+        self.peak_rss_bytes = max(self.peak_rss_bytes, total, own)
 
     def cause_of_death(self) -> str:
         code = self.process.poll() if self.process else None
@@ -536,16 +535,6 @@ class _Kernel:
         if code is not None and code < 0:
             return f" (killed by {signal.Signals(-code).name})"
         return "" if code is None else f" (it left with exit code {code})"
-
-
-def _high_water_bytes(pid: int) -> int:
-    """The kernel's own high-water mark: what sampling misses between two looks. Linux only, else 0."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            line = next((line for line in file if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-    except OSError:
-        return 0
-    return int(line.split()[1]) * 1024
 
 
 class _Sampler:

@@ -27,6 +27,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes
+
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel", "accelerate",
              "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab", "ipywidgets", "plotly", "papermill",
              "nvidia-ml-py", "numpy")
@@ -336,19 +338,13 @@ def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
     import psutil
 
-    from lpkit.hardware import cpu_name
-
+    flags = cpu_flags()
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
-            "cpu_features": [name for name in CPU_FEATURES if name in _cpu_flags()],
+            "cpu_features": [name for name in CPU_FEATURES if name in flags],
             "cores": cores(), "memory_bytes": psutil.virtual_memory().total,
-            "memory_available_bytes": psutil.virtual_memory().available, "memory_limit_bytes": _memory_limit(),
+            "memory_available_bytes": psutil.virtual_memory().available, "memory_limit_bytes": memory_limit_bytes(),
             "gpus": _gpus(), "driver": _driver(), "cuda": torch.version.cuda, "hip": torch.version.hip,
             "libraries": {name: _version(name) for name in LIBRARIES}}
-
-
-def cores() -> int:
-    """The cores that this process may use, which a container makes fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:
@@ -356,23 +352,6 @@ def _version(package: str) -> str | None:
         return _installed(package)
     except UnavailableError:
         return None
-
-
-def _cpuinfo() -> list[tuple[str, str]]:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
-
-
-def _cpu_flags() -> set[str]:
-    return set(next((value for key, value in _cpuinfo() if key in ("flags", "Features")), "").split())
-
-
-def _memory_limit() -> int | None:
-    """What the container allows (cgroup 2), or None."""
-    path = Path("/sys/fs/cgroup/memory.max")
-    said = path.read_text().strip() if path.exists() else "max"
-    return int(said) if said.isdigit() else None
 
 
 def _gpus() -> list[dict[str, Any]]:

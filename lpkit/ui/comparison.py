@@ -6,7 +6,8 @@ from html import escape
 from lpkit.config import ConfigError
 from lpkit.predict.compare import Row
 from lpkit.predict.units import quantity
-from lpkit.ui.style import COLOURS, FAINT
+from lpkit.tables import FAINT
+from lpkit.ui.style import COLOURS
 
 KINDS = (("your guess", "guess", COLOURS[1]), ("formula", "formula", COLOURS[0]), ("measured", "measured", COLOURS[4]))
 

@@ -8,8 +8,9 @@ import ipywidgets as widgets
 
 from lpkit.config import ConfigError
 from lpkit.contracts import pick
+from lpkit.tables import FONT
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import FONT, WARNING
+from lpkit.ui.style import WARNING
 
 Control = Sequence | range | Mapping | bool | widgets.Widget
 

@@ -13,7 +13,8 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
-from lpkit.ui.style import COLOURS, FAINT, INK
+from lpkit.tables import FAINT, INK
+from lpkit.ui.style import COLOURS
 
 SIGN, EXPONENT, MANTISSA = "#6b7280", "#004488", "#ddaa33"
 ROLE_COLOURS = {"weights": COLOURS[0], "activations": COLOURS[1], "gradients": COLOURS[2]}

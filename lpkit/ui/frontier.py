@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from lpkit.predict.frontier import Point, frontier
 from lpkit.predict.units import quantity
-from lpkit.ui.style import COLOURS, FAINT, GRID, INK, html_table
+from lpkit.tables import FAINT, GRID, INK, html_table
+from lpkit.ui.style import COLOURS
 
 TITLES = {"days": "days", "dollars": "US dollars", "loss": "loss (nats a token)", "tokens_per_second": "tokens a second"}
 SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}

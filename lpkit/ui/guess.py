@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import traitlets
 
 from lpkit.config import ConfigError
-from lpkit.ui.style import FONT, INK
+from lpkit.tables import FONT, INK
 
 
 class Guess(widgets.VBox):

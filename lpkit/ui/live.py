@@ -11,8 +11,9 @@ import ipywidgets as widgets
 
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
+from lpkit.tables import FAINT, FONT, INK
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS, FAINT, FONT, INK
+from lpkit.ui.style import COLOURS
 from lpkit.ui.throttle import Throttle
 
 

@@ -6,8 +6,9 @@ import math
 from lpkit.config import Config
 from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.units import quantity
+from lpkit.tables import INK, html_table
 from lpkit.techniques.machines import Machine
-from lpkit.ui.style import INK, WARNING, html_table
+from lpkit.ui.style import WARNING
 
 COLOURS = {   # one family of rows, one hue
     "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0", "gradients": "#6b7280",

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from lpkit.config import ConfigError
 from lpkit.contracts import StepRecord
+from lpkit.tables import FAINT, INK
 from lpkit.ui.live import LiveRun, RunHandle
-from lpkit.ui.style import COLOURS, FAINT, INK
+from lpkit.ui.style import COLOURS
 
 DECIBELS = (15.0, 45.0)     # of the live map's colours: from 4-bit floats to INT8 at its best
 NOISE = ("x", "w", "dy")

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lpkit.ui.style import COLOURS, FAINT, INK
+from lpkit.tables import FAINT, INK
+from lpkit.ui.style import COLOURS
 
 KIND_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from lpkit.predict.flops import Product
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
+from lpkit.tables import FAINT
 from lpkit.techniques.machines import Machine
-from lpkit.ui.style import COLOURS, FAINT
+from lpkit.ui.style import COLOURS
 
 STYLES = {"forward": (COLOURS[0], "circle"), "input gradient": (COLOURS[1], "square"),
           "weight gradient": (COLOURS[2], "diamond")}

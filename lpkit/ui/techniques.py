@@ -6,7 +6,8 @@ from html import escape
 
 from lpkit.config import ConfigError
 from lpkit.predict.units import quantity
-from lpkit.ui.style import COLOURS, FAINT, INK
+from lpkit.tables import FAINT, INK
+from lpkit.ui.style import COLOURS
 
 INSIDE = (820, 420)     # pixels of the axes, about: where names go is decided here, and the browser draws them
 HIGH, WIDE = 16, 6.6    # pixels of a name, and of a letter

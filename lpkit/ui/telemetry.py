@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from lpkit.config import ConfigError
 from lpkit.contracts import pick
+from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.explorer import Explorer
-from lpkit.ui.style import COLOURS, FAINT, INK, WARNING, html_table
+from lpkit.ui.style import COLOURS, WARNING
 from lpkit.ui.throttle import Throttle
 
 AS_RUN = "as it ran"

@@ -12,8 +12,8 @@ from lpkit.config import ConfigError
 from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.units import quantity
+from lpkit.tables import FAINT, INK
 from lpkit.ui.memory import COLOURS
-from lpkit.ui.style import FAINT, INK
 
 MAX_POINTS = 400
 PHASES = {"forward": "#ffffff", "backward": "#f3f4f6", "optimizer": "#e5e7eb"}
