@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from lpkit.predict.frontier import Point, frontier
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, GRID, INK, html_table
+from lpkit.ui.draw import axis, figure, scatter
 from lpkit.ui.style import COLOURS
 
 TITLES = {"days": "days", "dollars": "US dollars", "loss": "loss (nats a token)", "tokens_per_second": "tokens a second"}
@@ -26,18 +27,15 @@ def frontier_figure(points: Sequence[Point], *, least: Sequence[str] = ("days", 
     for (leads, where), some in sorted(groups.items(), reverse=True):
         name = f"{'not beaten' if leads else 'beaten'}, {where}"
         x, y, z = ([point.values[axis] for point in some] for axis in axes)
-        data.append({"type": "scatter3d", "mode": "markers", "name": name, "x": x, "y": y, "z": z,
-                     "marker": {"size": 6 if leads else 4, "symbol": SYMBOLS.get(where, "circle"),
-                                "color": COLOURS[0] if leads else FAINT, "opacity": 1.0 if leads else 0.6},
-                     "text": [_words(point) for point in some], "hovertemplate": "%{text}<extra></extra>"})
-    scene = {axis: {"title": {"text": TITLES.get(name, name.replace("_", " "))}, "gridcolor": GRID, "color": INK,
-                    "type": "linear" if name in LINEAR else "log", "dtick": None if name in LINEAR else 1,
-                    "exponentformat": "SI"}
-             for axis, name in zip(("xaxis", "yaxis", "zaxis"), axes)}
-    return {"data": data, "layout": {"title": {"text": title}, "height": 560, "showlegend": True,
-                                     "margin": {"l": 0, "r": 0, "b": 0},
-                                     "scene": {**scene, "aspectmode": "cube",
-                                               "camera": {"eye": {"x": 1.45, "y": 1.45, "z": 0.7}, "center": {"z": -0.2}}}}}
+        marker = {"size": 6 if leads else 4, "symbol": SYMBOLS.get(where, "circle"),
+                  "color": COLOURS[0] if leads else FAINT, "opacity": 1.0 if leads else 0.6}
+        data.append(scatter(x, y, name, mode="markers", marker=marker, text=[_words(point) for point in some],
+                            hover="%{text}<extra></extra>") | {"type": "scatter3d", "z": z})
+    scene: dict = {"aspectmode": "cube", "camera": {"eye": {"x": 1.45, "y": 1.45, "z": 0.7}, "center": {"z": -0.2}}}
+    for place, name in zip(("xaxis", "yaxis", "zaxis"), axes):
+        scene[place] = axis(TITLES.get(name, name.replace("_", " ")), gridcolor=GRID, color=INK, exponentformat="SI",
+                            **({"type": "linear"} if name in LINEAR else {"type": "log", "dtick": 1}))
+    return figure(data, title, height=560, showlegend=True, margin={"l": 0, "r": 0, "b": 0}, scene=scene)
 
 
 def frontier_view(points: Sequence[Point]) -> tuple[Callable[..., tuple[dict, str]], dict[str, list]]:

@@ -12,6 +12,7 @@ import ipywidgets as widgets
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, INK
+from lpkit.ui.draw import axis, figure, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS
 from lpkit.ui.throttle import Throttle
@@ -46,35 +47,30 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "", planned_s
     """
     steps = [record.step for record in records]
     evaluated = [record for record in records if record.val_loss is not None]
-    line = {"type": "scatter", "mode": "lines", "x": steps}
     data = [
-        {**line, "name": "training loss", "y": [record.loss for record in records],
-         "line": {"color": COLOURS[0], "width": 1.5}, "hovertemplate": "step %{x}: %{y:.4f}<extra></extra>"},
-        {"type": "scatter", "mode": "lines+markers", "name": "validation loss", "x": [r.step for r in evaluated],
-         "y": [r.val_loss for r in evaluated], "line": {"color": COLOURS[1], "width": 2.5}, "marker": {"size": 8}, "cliponaxis": False,
-         "hovertemplate": "step %{x}: %{y:.4f} on held-out text<extra></extra>"},
-        {**line, "name": "gradient norm", "y": [record.grad_norm for record in records], "xaxis": "x2", "yaxis": "y2",
-         "line": {"color": COLOURS[2], "width": 1.2}, "showlegend": False},
-        {**line, "name": "tokens/s", "y": [tokens_per_second(record) for record in records], "xaxis": "x3",
-         "yaxis": "y3", "line": {"color": COLOURS[4], "width": 1.2}, "showlegend": False},
+        scatter(steps, [record.loss for record in records], "training loss", COLOURS[0], line={"width": 1.5},
+                hover="step %{x}: %{y:.4f}<extra></extra>"),
+        scatter([r.step for r in evaluated], [r.val_loss for r in evaluated], "validation loss", COLOURS[1],
+                mode="lines+markers", line={"width": 2.5}, marker={"size": 8}, cliponaxis=False,
+                hover="step %{x}: %{y:.4f} on held-out text<extra></extra>"),
+        scatter(steps, [record.grad_norm for record in records], "gradient norm", COLOURS[2], line={"width": 1.2},
+                xaxis="x2", yaxis="y2", showlegend=False),
+        scatter(steps, [tokens_per_second(record) for record in records], "tokens/s", COLOURS[4], line={"width": 1.2},
+                xaxis="x3", yaxis="y3", showlegend=False),
     ]
     levels = levels or {}
-    lines = [{"type": "line", "xref": "x domain", "x0": 0, "x1": 1, "y0": y, "y1": y,
-              "line": {"color": FAINT, "width": 1, "dash": "dot"}} for y in levels.values()]
-    words = [{"xref": "x domain", "x": 1, "xanchor": "right", "y": y, "yanchor": "bottom", "text": escape(name),
-              "showarrow": False, "font": {"color": FAINT}} for name, y in levels.items()]
     reach = {"range": [0, max([planned_steps or 1, *steps[-1:]])], "autorange": False}
-    layout = {
-        "title": {"text": escape(title)}, "height": 380, "hovermode": "closest", "uirevision": "run", "shapes": lines,
-        "annotations": words,
-        "xaxis": {"domain": [0, 0.6], "title": {"text": "step"}, **reach},
-        "yaxis": {"title": {"text": "loss (nats per token)"}},
-        "xaxis2": {"domain": [0.7, 1], "anchor": "y2", "matches": "x", "showticklabels": False},
-        "yaxis2": {"domain": [0.56, 1], "anchor": "x2", "title": {"text": "gradient norm"}, "rangemode": "tozero"},
-        "xaxis3": {"domain": [0.7, 1], "anchor": "y3", "matches": "x", "title": {"text": "step"}},
-        "yaxis3": {"domain": [0, 0.44], "anchor": "x3", "title": {"text": "tokens/s"}, "rangemode": "tozero"},
-    }
-    return {"data": data, "layout": layout}
+    right = {"domain": [0.7, 1], "matches": "x"}
+    return figure(
+        data, escape(title), height=380, hovermode="closest", uirevision="run",
+        shapes=[rule(y=y, xref="x domain") for y in levels.values()],
+        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain", font={"color": FAINT})
+                     for name, y in levels.items()],
+        x=axis("step", domain=[0, 0.6], **reach), y=axis("loss (nats per token)"),
+        xaxis2={**right, "anchor": "y2", "showticklabels": False},
+        yaxis2=axis("gradient norm", domain=[0.56, 1], anchor="x2", rangemode="tozero"),
+        xaxis3=axis("step", **right, anchor="y3"),
+        yaxis3=axis("tokens/s", domain=[0, 0.44], anchor="x3", rangemode="tozero"))
 
 
 def progress(records: Sequence[StepRecord], planned_steps: int) -> str:

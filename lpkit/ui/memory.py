@@ -8,6 +8,7 @@ from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.units import quantity
 from lpkit.tables import INK, html_table
 from lpkit.techniques.machines import Machine
+from lpkit.ui.draw import NAMES, axis, bars, figure, rule
 from lpkit.ui.style import WARNING
 
 COLOURS = {   # one family of rows, one hue
@@ -27,23 +28,16 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
     data = []
     for row in held.rows:
         sizes = [row.at.get(moment) for moment in moments]
-        data.append({
-            "type": "bar", "orientation": "h", "name": row.name, "y": moments, "x": sizes,
-            "marker": {"color": COLOURS[row.name]}, "textposition": "inside",
-            "text": ["" if size is None else quantity(size, "bytes") for size in sizes],
-            "hovertemplate": f"{row.name}: %{{text}}<extra>{row.formula}</extra>"})
+        data.append(bars(moments, sizes, row.name, COLOURS[row.name], textposition="inside",
+                         text=["" if size is None else quantity(size, "bytes") for size in sizes],
+                         hover=f"{row.name}: %{{text}}<extra>{row.formula}</extra>"))
     below = 21 * math.ceil(len(data) / 4)
-    layout = {
-        "title": {"text": title}, "barmode": "stack", "height": 120 + 46 * len(moments) + below, "bargap": 0.35,
+    ends = [] if limit is None else [rule(x=limit, colour=INK if held.fits else WARNING, width=2, dash="dash")]
+    return figure(
+        data, title, height=120 + 46 * len(moments) + below, barmode="stack", bargap=0.35, shapes=ends, y=NAMES,
         # below: many rows would grow into the title
-        "legend": {"yref": "container", "y": 0, "yanchor": "bottom"}, "margin": {"b": 60 + below},
-        "xaxis": {"title": {"text": "bytes per device"}, "exponentformat": "SI", "ticksuffix": "B",
-                  "range": [0, 1.08 * max(held.peak_bytes, limit or 0)]},
-        "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": []}
-    if limit is not None:
-        layout["shapes"].append({"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1,
-                                 "line": {"color": INK if held.fits else WARNING, "width": 2, "dash": "dash"}})
-    return {"data": data, "layout": layout}
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"}, margin={"b": 60 + below},
+        x=axis("bytes per device", exponentformat="SI", ticksuffix="B", range=[0, 1.08 * max(held.peak_bytes, limit or 0)]))
 
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str, optimizer: str,

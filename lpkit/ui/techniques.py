@@ -7,6 +7,7 @@ from html import escape
 from lpkit.config import ConfigError
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK
+from lpkit.ui.draw import axis, figure, rule, scatter
 from lpkit.ui.style import COLOURS
 
 INSIDE = (820, 420)     # pixels of the axes, about: where names go is decided here, and the browser draws them
@@ -37,46 +38,39 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]], measured:
     timed = [name for name in said if predicted[name][1] is not None]
     bytes_only = [name for name in said if predicted[name][1] is None]
     data = [
-        {"type": "scatter", "mode": "lines", "name": "not beaten by another", "hoverinfo": "skip",
-         "x": [at[name][0] for name in edge], "y": [at[name][1] for name in edge],
-         "line": {"color": COLOURS[1], "width": 3, "shape": "hv"}},
-        {"type": "scatter", "mode": "lines", "showlegend": False, "hoverinfo": "skip", "x": [x for x, _ in joined],
-         "y": [y for _, y in joined], "line": {"color": FAINT, "width": 1.5}},
+        scatter([at[name][0] for name in edge], [at[name][1] for name in edge], "not beaten by another", COLOURS[1],
+                line={"width": 3, "shape": "hv"}, hover=None),
+        scatter([x for x, _ in joined], [y for _, y in joined], colour=FAINT, line={"width": 1.5}, showlegend=False, hover=None),
         _points("formula", timed, said, "circle-open", COLOURS[0]),
         _points("formula for the bytes alone", bytes_only, said, "line-ew-open", COLOURS[0]),
         {**_points("measured", names, at, "circle", COLOURS[4]),
          "mode": "markers+text", "text": [escape(name) for name in names], "textfont": {"size": 12, "color": INK},
          "textposition": list(_positions(names, at, said, edge, x_range, y_range)), "cliponaxis": False},
     ]
-    zero = {"color": FAINT, "width": 1, "dash": "dot"}
-    return {"data": [trace for trace in data if trace["x"]], "layout": {
-        "title": {"text": escape(title)}, "height": 560,
-        "xaxis": {"title": {"text": "time of a step, over plain"}, "range": x_range, "ticksuffix": "%", "zeroline": False},
-        "yaxis": {"title": {"text": f"bytes less than plain's {quantity(measured[plain][0], 'bytes')}"}, "range": y_range,
-                  "exponentformat": "SI", "ticksuffix": "B", "zeroline": False},
-        "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": zero, "layer": "below"},
-                   {"type": "line", "y0": 0, "y1": 0, "xref": "paper", "x0": 0, "x1": 1, "line": zero, "layer": "below"}]}}
+    return figure(
+        [trace for trace in data if trace["x"]], escape(title), height=560,
+        x=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
+        y=axis(f"bytes less than plain's {quantity(measured[plain][0], 'bytes')}", range=y_range, exponentformat="SI",
+               ticksuffix="B", zeroline=False),
+        shapes=[rule(x=0, layer="below"), rule(y=0, layer="below")])
 
 
 def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *, title: str = "") -> dict:
     """The plotly spec: an error by bits, on a log scale."""
     bits = list(range(min(measured), max(measured) + 1))
-    return {"data": [
-        {"type": "scatter", "mode": "lines", "name": "formula", "x": bits, "y": [formula(n) for n in bits],
-         "line": {"color": COLOURS[0]}, "hovertemplate": "%{x} bits: %{y:.2g}<extra>formula</extra>"},
-        {"type": "scatter", "mode": "markers", "name": "measured", "x": list(measured), "y": list(measured.values()),
-         "marker": {"size": 11, "color": COLOURS[4]}, "hovertemplate": "%{x} bits: %{y:.2g}<extra>measured</extra>"}],
-        "layout": {"title": {"text": escape(title)}, "height": 340,
-                   "xaxis": {"title": {"text": "bits of a saved number"}, "tickvals": bits},
-                   "yaxis": {"title": {"text": "error of the gradient, relative"}, "type": "log", "dtick": 1}}}
+    return figure([
+        scatter(bits, [formula(n) for n in bits], "formula", COLOURS[0], hover="%{x} bits: %{y:.2g}"),
+        scatter(measured, measured.values(), "measured", COLOURS[4], mode="markers", marker={"size": 11},
+                hover="%{x} bits: %{y:.2g}")],
+        escape(title), height=340, x=axis("bits of a saved number", tickvals=bits),
+        y=axis("error of the gradient, relative", type="log", dtick=1))
 
 
 def _points(name: str, names: Sequence[str], at: Mapping[str, tuple[float, float]], symbol: str, colour: str) -> dict:
-    marker = {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 2, "color": colour}}
-    return {"type": "scatter", "mode": "markers", "name": name, "marker": marker, "x": [at[one][0] for one in names],
-            "y": [at[one][1] for one in names],
-            "customdata": [f"{escape(one)}: {quantity(at[one][1], 'bytes')} less, {at[one][0]:+.0f}% time" for one in names],
-            "hovertemplate": f"%{{customdata}}<extra>{name}</extra>"}
+    words = [f"{escape(one)}: {quantity(at[one][1], 'bytes')} less, {at[one][0]:+.0f}% time" for one in names]
+    return scatter([at[one][0] for one in names], [at[one][1] for one in names], name, colour, mode="markers",
+                   marker={"symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}}, customdata=words,
+                   hover="%{customdata}")
 
 
 def _edge(at: Mapping[str, tuple[float, float]]) -> list[str]:
