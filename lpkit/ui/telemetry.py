@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from lpkit.config import ConfigError
 from lpkit.contracts import pick
 from lpkit.tables import FAINT, INK, html_table
+from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, rule
 from lpkit.ui.explorer import Explorer
 from lpkit.ui.style import COLOURS, WARNING
 from lpkit.ui.throttle import Throttle
@@ -71,24 +72,21 @@ def heat_map(samples: Sequence[Any], *, metric: str = "SQNR", role: str = "x", r
     words = [["" if (one, at) not in cells else "NaN" if cells[one, at].nonfinite else "" for at in steps] for one in layers]
     hover = [["" if value is None else f"{value:{what.form}}" for value in row] for row in values]
     column, row = steps.index(shown.step), layers.index(shown.layer)
-    bars, layout = histogram(shown, recipe)
-    return {"data": [
-        {"type": "heatmap", "x": [str(at) for at in steps], "y": layers, "z": values, "text": words, "texttemplate": "%{text}",
-         "customdata": hover, "colorscale": what.colours, "xgap": 1, "ygap": 1, "hoverongaps": False,
-         "colorbar": {"thickness": 10, "len": 1, "lenmode": "fraction", "x": 0.565, "xanchor": "left", "ypad": 0,
-                      "tickfont": {"size": 11}},    # between the panels: outside, plotly moves the titles
-         "hovertemplate": f"%{{y}}, step %{{x}}<br>{what.title}: %{{customdata}}<extra></extra>"},
-        *bars], "layout": {
-            "title": {"text": escape(title)}, "height": max(420, 150 + 22 * len(layers)), "showlegend": False,
-            "margin": {"t": 64 + 28 * bool(title)},
-            "xaxis": {"domain": [0, 0.56], "type": "category", "title": {"text": "step"}, "showgrid": False},
-            "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
-            "xaxis2": {"domain": [0.68, 0.98], "anchor": "y2", **layout["xaxis"]},
-            "yaxis2": {"anchor": "x2", **layout["yaxis"]},
-            "shapes": [{"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
-                        "line": {"color": WARNING, "width": 2.5}}, *layout["shapes"]],
-            "annotations": [{"xref": "x domain", "yref": "y domain", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom",
-                             "showarrow": False, "text": what.title}, *layout["annotations"]]}}
+    counts, layout = histogram(shown, recipe)
+    heat = {"type": "heatmap", "x": [str(at) for at in steps], "y": layers, "z": values, "text": words,
+            "texttemplate": "%{text}", "customdata": hover, "colorscale": what.colours, "xgap": 1, "ygap": 1,
+            "hoverongaps": False, "hovertemplate": f"%{{y}}, step %{{x}}<br>{what.title}: %{{customdata}}<extra></extra>",
+            # between the panels: outside, plotly moves the titles
+            "colorbar": {"thickness": 10, "len": 1, "lenmode": "fraction", "x": 0.565, "xanchor": "left", "ypad": 0,
+                         "tickfont": {"size": 11}}}
+    frame = box(column - 0.5, column + 0.5, row - 0.5, row + 0.5, edge=WARNING, width=2.5)
+    return figure(
+        [heat, *counts], escape(title), height=max(420, 150 + 22 * len(layers)), showlegend=False,
+        margin={"t": 64 + 28 * bool(title)},
+        x=axis("step", domain=[0, 0.56], type="category", showgrid=False), y={**NAMES, "type": "category"},
+        xaxis2={"domain": [0.68, 0.98], "anchor": "y2", **layout["xaxis"]}, yaxis2={"anchor": "x2", **layout["yaxis"]},
+        shapes=[frame, *layout["shapes"]],
+        annotations=[note(what.title, 0, 1.02, xref="x domain", yref="y domain"), *layout["annotations"]])
 
 
 def chosen(samples: Sequence[Any], layer: str | None = None, step: int | None = None) -> Any:
@@ -103,26 +101,26 @@ def histogram(sample: Any, recipe: str = AS_RUN) -> tuple[list[dict], dict]:
     exponents = sorted(sample.exponents)
     total = sum(sample.exponents.values()) or 1
     quality = quality_of(sample, recipe)
-    bars = [{"type": "bar", "x": [e + 0.5 for e in exponents], "y": [100 * sample.exponents[e] / total for e in exponents],
+    counts = [{"type": "bar", "x": [e + 0.5 for e in exponents], "y": [100 * sample.exponents[e] / total for e in exponents],
              "xaxis": "x2", "yaxis": "y2", "marker": {"color": COLOURS[0]}, "width": 1,
              "hovertemplate": "2^%{x}: %{y:.3g}%<extra></extra>"}]
-    head = {"xref": "x2 domain", "yref": "y2 domain", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "align": "left",
-            "showarrow": False, "font": {"size": 12}, "text": f"<b>{escape(sample.layer)}</b><br>{escape(sample.role)}, step {sample.step}: % of elements"
-            + ("" if quality is None else f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}")}
-    layout = {"xaxis": {"title": {"text": "log2 |x|"}}, "shapes": [], "annotations": [head],
-              "yaxis": {"type": "log", "exponentformat": "none", "dtick": 1, "side": "right", "tickfont": {"size": 11}}}
+    panel = {"xref": "x2 domain", "yref": "y2 domain"}
+    head = f"<b>{escape(sample.layer)}</b><br>{escape(sample.role)}, step {sample.step}: % of elements"
     if quality is not None:
-        low, high = quality.window
-        reach = [*exponents, high]
-        layout["xaxis"]["range"] = [max(min([*reach, low]), high - 48) - 1, max(reach) + 2]
-        layout["shapes"] = [{"type": "rect", "xref": "x2", "yref": "y2 domain", "x0": low, "x1": high, "y0": 0, "y1": 1,
-                             "fillcolor": COLOURS[1], "opacity": 0.28, "line": {"width": 0}, "layer": "below"},
-                            *({"type": "line", "xref": "x2", "yref": "y2 domain", "x0": x, "x1": x, "y0": 0, "y1": 1,
-                               "line": {"color": INK, "width": 1, "dash": "dot"}} for x in (low, high))]
-    else:
-        layout["annotations"].append({"xref": "x2 domain", "yref": "y2 domain", "x": 0.5, "y": 0.5, "showarrow": False,
-                                      "font": {"color": FAINT}, "text": f"{sample.nonfinite:,} NaN or Inf"})
-    return bars, layout
+        head += f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}"
+    notes = [note(head, 0, 1.02, **panel, align="left", font={"size": 12})]
+    layout = {"xaxis": axis("log2 |x|"), "shapes": [], "annotations": notes,
+              "yaxis": {"type": "log", "exponentformat": "none", "dtick": 1, "side": "right", "tickfont": {"size": 11}}}
+    if quality is None:
+        notes.append(note(f"{sample.nonfinite:,} NaN or Inf", 0.5, 0.5, "center middle", **panel, font={"color": FAINT}))
+        return counts, layout
+    low, high = quality.window
+    reach = [*exponents, high]
+    layout["xaxis"]["range"] = [max(min([*reach, low]), high - 48) - 1, max(reach) + 2]
+    inside = {"xref": "x2", "yref": "y2 domain"}
+    layout["shapes"] = [box(low, high, 0, 1, fill=COLOURS[1], opacity=0.28, layer="below", **inside),
+                        *(rule(x=x, colour=INK, **inside) for x in (low, high))]
+    return counts, layout
 
 
 def quality_table(sample: Any) -> str:
@@ -151,13 +149,11 @@ def search_figure(finding: Any, *, title: str = "") -> dict:
     if names:
         names[-1] = f"{len(names)}. everything but the culprit"
     shares = [100 * trial.recovery for trial in finding.path]
-    return {"data": [{"type": "bar", "orientation": "h", "y": names, "x": shares, "textposition": "outside", "cliponaxis": False,
-                      "text": [f"{share:.0f}%" for share in shares],
-                      "marker": {"color": [COLOURS[0] if share > 50 else COLOURS[3] for share in shares]},
-                      "hovertemplate": "%{y}: %{x:.1f}%<extra></extra>"}],
-            "layout": {"title": {"text": escape(title)}, "height": 140 + 30 * len(names), "showlegend": False,
-                       "xaxis": {"title": {"text": "of the lost loss that comes back (%)"}, "range": [min([0, *shares]) - 20, 120]},
-                       "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}}}
+    colours = [COLOURS[0] if share > 50 else COLOURS[3] for share in shares]
+    return figure([bars(names, shares, colour=colours, textposition="outside", cliponaxis=False,
+                        text=[f"{share:.0f}%" for share in shares], hover="%{y}: %{x:.1f}%")],
+                  escape(title), height=140 + 30 * len(names), showlegend=False, y=NAMES,
+                  x=axis("of the lost loss that comes back (%)", range=[min([0, *shares]) - 20, 120]))
 
 
 class Handle(Protocol):
@@ -175,16 +171,7 @@ def telemetry_explorer(read: Callable[[], Sequence[Any]] | Sequence[Any], *, han
     held = list(read()) if callable(read) else list(read)
     if not held:
         raise ConfigError("there are no samples to show; the first comes with step 1")
-    roles, layers, steps = (list(dict.fromkeys(getattr(s, key) for s in held)) for key in ("role", "layer", "step"))
-
-    def show(metric: str, role: str, recipe: str, layer: str, step: int) -> tuple[dict, str]:
-        some = [sample for sample in held if sample.role == role]
-        return (heat_map(held, metric=metric, role=role, recipe=recipe, layer=layer, step=step, title=title),
-                quality_table(chosen(some, layer, step)) if some else "")
-
-    explorer = Explorer(show, metric=list(METRICS), role=roles, recipe=[AS_RUN, *held[-1].others], layer=layers, step=steps,
-                        start={"step": steps[-1], **(start or {})})
-
+    explorer = Explorer(lambda **choices: _cell(held, title=title, **choices), **_menus(held, start))
     _by_click(explorer)
     if handle is not None and callable(read):
         def again(_record: Any = None) -> None:
@@ -207,20 +194,30 @@ def telemetry_of_runs(runs: Mapping[str, Sequence[Any]], *, start: Mapping[str, 
     held = {name: list(samples) for name, samples in runs.items() if samples}
     if not held:
         raise ConfigError("no run has samples to show; the first comes with step 1")
-    everything = [sample for samples in held.values() for sample in samples]
-    roles, layers = (list(dict.fromkeys(getattr(s, key) for s in everything)) for key in ("role", "layer"))
-    steps = sorted({sample.step for sample in everything})
 
-    def show(run: str, metric: str, role: str, recipe: str, layer: str, step: int) -> tuple[dict, str]:
-        some = [sample for sample in held[run] if sample.role == role]
-        return (heat_map(held[run], metric=metric, role=role, recipe=recipe, layer=layer, step=step, title=f"Trained with {run}"),
-                quality_table(chosen(some, layer, step)) if some else "")
+    def show(run: str, **choices: Any) -> tuple[dict, str]:
+        return _cell(held[run], title=f"Trained with {run}", **choices)
 
-    explorer = Explorer(show, run=list(held), metric=list(METRICS), role=roles, recipe=[AS_RUN, *max((sample.others for sample in everything), key=len)],
-                        layer=layers, step=steps, labels={"run": "trained with", "role": "tensor", "recipe": "looked at"},
-                        start={"step": steps[-1], **(start or {})})
+    explorer = Explorer(show, run=list(held), labels={"run": "trained with", "role": "tensor", "recipe": "looked at"},
+                        **_menus([sample for samples in held.values() for sample in samples], start))
     _by_click(explorer)
     return explorer
+
+
+def _menus(samples: Sequence[Any], start: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The controls over all that was sampled; they begin at the last step."""
+    roles, layers = (list(dict.fromkeys(getattr(sample, key) for sample in samples)) for key in ("role", "layer"))
+    steps = sorted({sample.step for sample in samples})
+    recipes = [AS_RUN, *max((sample.others for sample in samples), key=len)]
+    return {"metric": list(METRICS), "role": roles, "recipe": recipes, "layer": layers, "step": steps,
+            "start": {"step": steps[-1], **(start or {})}}
+
+
+def _cell(samples: Sequence[Any], *, role: str, layer: str, step: int, **choices: Any) -> tuple[dict, str]:
+    """The map with one cell chosen, and the table of that cell."""
+    some = [sample for sample in samples if sample.role == role]
+    table = quality_table(chosen(some, layer, step)) if some else ""
+    return heat_map(samples, role=role, layer=layer, step=step, **choices), table
 
 
 def _by_click(explorer: Explorer) -> None:

@@ -13,6 +13,7 @@ from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK
+from lpkit.ui.draw import axis, box, figure, note, scatter
 from lpkit.ui.memory import COLOURS
 
 MAX_POINTS = 400
@@ -43,30 +44,27 @@ def timeline_figure(points: Sequence[Point], *, formula: Memory | None = None, t
     peak = max(range(len(points)), key=totals.__getitem__)
     x, places = list(range(len(points))), _places(points)
     rows = [row for row in COLOURS if any(point.rows.get(row) for point in points)]
-    data = [{"type": "scatter", "mode": "lines", "stackgroup": "rows", "name": row, "x": x,
-             "y": [point.rows.get(row, 0) for point in points], "fillcolor": COLOURS[row], "hoverinfo": "skip",
-             "line": {"width": 0, "shape": "hv", "color": COLOURS[row]}} for row in rows]
-    data.append({"type": "scatter", "mode": "lines", "x": x, "y": totals, "showlegend": False,
-                 "line": {"width": 1, "shape": "hv", "color": INK}, "text": [_words(point) for point in points],
-                 "hovertemplate": "%{text}<extra></extra>"})
+    data = [scatter(x, [point.rows.get(row, 0) for point in points], row, stackgroup="rows", fillcolor=COLOURS[row],
+                    line={"width": 0, "shape": "hv", "color": COLOURS[row]}, hover=None) for row in rows]
+    data.append(scatter(x, totals, line={"width": 1, "shape": "hv", "color": INK}, showlegend=False,
+                        text=[_words(point) for point in points], hover="%{text}"))
     predicted = list(_predicted(points, places, totals, formula)) if formula else []
     if predicted:
-        data.append({"type": "scatter", "mode": "markers", "name": "formula", "x": [at for at, _, _ in predicted],
-                     "y": [nbytes for _, nbytes, _ in predicted], "text": [words for _, _, words in predicted],
-                     "marker": {"symbol": "diamond", "size": 10, "color": "#ffffff", "line": {"width": 2, "color": INK}},
-                     "hovertemplate": "%{text}<extra>formula</extra>"})
+        marker = {"symbol": "diamond", "size": 10, "color": "#ffffff", "line": {"width": 2, "color": INK}}
+        data.append(scatter([at for at, _, _ in predicted], [nbytes for _, nbytes, _ in predicted], "formula", mode="markers",
+                            marker=marker, text=[words for _, _, words in predicted], hover="%{text}"))
     top = 1.16 * (highest or max([totals[peak], *(nbytes for _, nbytes, _ in predicted)]))
     shapes, annotations = _phases(places)
-    left = peak > len(points) / 2
-    annotations.append({
-        "x": x[peak], "y": totals[peak], "text": f"{quantity(totals[peak], 'bytes')}, {escape(_place(points, peak))}",
-        "showarrow": True, "arrowhead": 0, "arrowcolor": FAINT, "ax": -14 if left else 14, "ay": -16,
-        "xanchor": "right" if left else "left", "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.8)"})
-    return {"data": data, "layout": {
-        "title": {"text": escape(title)}, "height": 470, "shapes": shapes, "annotations": annotations, "hovermode": "closest",
-        "xaxis": {"title": {"text": "what is made and freed in one step, in order, and the block at work"}, "showgrid": False,
-                  "range": [0, len(points) - 1], "zeroline": False, **_ticks(places)},
-        "yaxis": {"title": {"text": "live bytes"}, "exponentformat": "SI", "ticksuffix": "B", "range": [0, top]}}}
+    side = -1 if peak > len(points) / 2 else 1
+    annotations.append(note(
+        f"{quantity(totals[peak], 'bytes')}, {escape(_place(points, peak))}", x[peak], totals[peak],
+        ("right" if side < 0 else "left") + " auto", ax=14 * side, ay=-16, arrowhead=0, arrowcolor=FAINT,
+        font={"size": 12, "color": INK}, bgcolor="rgba(255,255,255,0.8)") | {"showarrow": True})
+    return figure(
+        data, escape(title), height=470, shapes=shapes, annotations=annotations, hovermode="closest",
+        x=axis("what is made and freed in one step, in order, and the block at work", showgrid=False,
+               range=[0, len(points) - 1], zeroline=False, **_ticks(places)),
+        y=axis("live bytes", exponentformat="SI", ticksuffix="B", range=[0, top]))
 
 
 def timelines_view(steps: Mapping[str, tuple[Sequence[Point], Memory | None]]) -> Callable[[str], dict]:
@@ -138,11 +136,9 @@ def _phases(places: Sequence[tuple[str, str]]) -> tuple[list[dict], list[dict]]:
     """Bands with names."""
     shapes, annotations = [], []
     for phase, start, end in _stretches([phase for phase, _ in places]):
-        shapes.append({"type": "rect", "x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper", "layer": "below",
-                       "fillcolor": PHASES.get(phase, "#ffffff"), "line": {"width": 0}})
+        shapes.append(box(start, end, 0, 1, fill=PHASES.get(phase, "#ffffff"), yref="paper", layer="below"))
         if end - start >= WORD * len(places):
-            annotations.append({"x": (start + end) / 2, "y": 1, "yref": "paper", "yanchor": "top", "text": phase,
-                                "showarrow": False, "font": {"size": 12, "color": FAINT}})
+            annotations.append(note(phase, (start + end) / 2, 1, "center top", yref="paper", font={"size": 12, "color": FAINT}))
     return shapes, annotations
 
 
