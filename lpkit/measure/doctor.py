@@ -28,6 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes
+from lpkit.nn.attention import plain
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.recipes import RECIPES
 
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel", "accelerate",
              "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab", "ipywidgets", "plotly", "papermill",
@@ -63,14 +66,19 @@ class Probe:
     nearest: str = ""       # and what to use instead
 
 
+def reason(error: Exception) -> str:
+    """The first line that says something."""
+    lines = filter(None, map(str.strip, str(error).splitlines()))
+    return next(lines, type(error).__name__)[:200]
+
+
 def probe(check: Check, device: torch.device) -> Probe:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # torch explains at length why it will not; the reason is asked below
             detail = check.run(device)
     except Exception as error:
-        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return Probe(name=check.name, kind=check.kind, works=False, why=why[:200], nearest=check.nearest)
+        return Probe(name=check.name, kind=check.kind, works=False, why=reason(error), nearest=check.nearest)
     return Probe(name=check.name, kind=check.kind, works=True, detail=detail)
 
 
@@ -112,43 +120,15 @@ def _tf32(device: torch.device) -> str:
         torch.set_float32_matmul_precision(before)
 
 
-def _fp8(device: torch.device) -> str:
-    a, b = _operands(device)
-    one = torch.ones((), device=device)
-    product = torch._scaled_mm(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale_a=one, scale_b=one,
-                               out_dtype=torch.bfloat16)
-    return f"torch._scaled_mm, {_same(product, a, b, 1e-2)}"
+def _recipe(name: str, backend: str = "scaled_mm") -> Callable[[torch.device], str]:
+    """The forward product of a recipe, held to its definition in float64, as the table of recipes has it."""
+    def run(device: torch.device) -> str:
+        from lpkit.measure import matrix
 
-
-def _blackwell(device: torch.device, what: str) -> None:
-    if device.type != "cuda":
-        raise UnavailableError(f"{what} products are instructions of NVIDIA's Blackwell")
-    if torch.cuda.get_device_capability(device) < (10, 0):
-        raise UnavailableError(f"{what} products came with compute capability 10.0 (Blackwell); "
-                          f"this is {'.'.join(map(str, torch.cuda.get_device_capability(device)))}")
-
-
-def _mxfp8(device: torch.device) -> str:
-    _blackwell(device, "MXFP8")
-    a, b = _operands(device, 128)
-    scale = torch.full((128 * 4,), 127, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)     # 2^0 each
-    product = torch._scaled_mm(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale_a=scale, scale_b=scale,
-                               out_dtype=torch.bfloat16)
-    return f"torch._scaled_mm with a scale per 32, {_same(product, a, b, 1e-2)}"
-
-
-def _nvfp4(device: torch.device) -> str:
-    _blackwell(device, "NVFP4")
-    one = torch.full((128, 64), 0x22, dtype=torch.uint8, device=device).view(torch.float4_e2m1fn_x2)   # E2M1 1.0, twice
-    scale = torch.ones(128 * 8, device=device).to(torch.float8_e4m3fn)
-    product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
-    ones = torch.ones(128, 128)
-    return f"torch._scaled_mm with a scale per 16, {_same(product, ones, ones, 1e-2)}"
-
-
-def _int8(device: torch.device) -> str:
-    a, b = (4 * x for x in _operands(device))
-    return f"torch._int_mm, {_same(torch._int_mm(a.to(torch.int8), b.to(torch.int8).t()), a, b, 0.0)}"
+        if why := BACKENDS[backend].why_not(name, RECIPES[name], device):
+            raise UnavailableError(why)
+        return f"torch._scaled_mm, {matrix.forward(name, backend, device)}"
+    return run
 
 
 # Attention: forward and backward, causal, against the softmax written out in float64.
@@ -160,9 +140,7 @@ def _attended(attend: Callable[..., torch.Tensor], device: torch.device) -> str:
     got = attend(q, k, v)
     got.sum().backward()
     with torch.no_grad():
-        q64, k64, v64 = (x.double().cpu() for x in (q, k, v))
-        scores = (q64 @ k64.mT / 8).masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf)
-        want = scores.softmax(-1) @ v64
+        want = plain(*(x.double().cpu() for x in (q, k, v)))
     error = float((got.double().cpu() - want).norm() / want.norm())
     if not error < 2e-2 or not all(bool(x.grad.isfinite().all()) for x in (q, k, v)):
         raise UnavailableError(f"the result is wrong: relative error {error:.1e}")
@@ -314,10 +292,10 @@ CHECKS: tuple[Check, ...] = (
     Check(name="tf32", kind="precision", run=_tf32, nearest="fp32"),
     Check(name="bf16", kind="precision", run=_cast(torch.bfloat16, 1e-2), nearest="fp32"),
     Check(name="fp16", kind="precision", run=_cast(torch.float16, 1e-2), nearest="bf16, which needs no loss scaling"),
-    Check(name="fp8", kind="precision", run=_fp8, nearest="fp8 by emulation: the same numbers, without the speed"),
-    Check(name="mxfp8", kind="precision", run=_mxfp8, nearest="mxfp8 by emulation"),
-    Check(name="nvfp4", kind="precision", run=_nvfp4, nearest="nvfp4 by emulation"),
-    Check(name="int8", kind="precision", run=_int8, nearest="bf16"),
+    Check(name="fp8", kind="precision", run=_recipe("fp8-tensorwise"), nearest="fp8 by emulation: the same numbers, without the speed"),
+    Check(name="mxfp8", kind="precision", run=_recipe("mxfp8"), nearest="mxfp8 by emulation"),
+    Check(name="nvfp4", kind="precision", run=_recipe("nvfp4"), nearest="nvfp4 by emulation"),
+    Check(name="int8", kind="precision", run=_recipe("int8"), nearest="bf16"),
     Check(name="sdpa flash", kind="attention", run=_sdpa(SDPBackend.FLASH_ATTENTION), nearest="sdpa efficient or math"),
     Check(name="sdpa efficient", kind="attention", run=_sdpa(SDPBackend.EFFICIENT_ATTENTION), nearest="sdpa flash"),
     Check(name="sdpa cudnn", kind="attention", run=_sdpa(SDPBackend.CUDNN_ATTENTION), nearest="sdpa flash"),
@@ -355,21 +333,14 @@ def _version(package: str) -> str | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    found = []
-    for i in range(torch.cuda.device_count()):
-        it = torch.cuda.get_device_properties(i)
-        found.append({"name": it.name, "capability": f"{it.major}.{it.minor}", "memory_bytes": it.total_memory,
-                      "multiprocessors": it.multi_processor_count})
-    return found
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory_bytes": gpu.total_memory,
+             "multiprocessors": gpu.multi_processor_count} for gpu in gpus]
 
 
 def _driver() -> str | None:
     path = Path("/sys/module/nvidia/version")
     return path.read_text().strip() if path.exists() else None
-
-
-def device_here() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[str, Any]:
@@ -382,7 +353,7 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
     from lpkit.hardware import bf16_choice
     from lpkit.measure import matrix
 
-    device = device_here()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choice = bf16_choice(device)    # first, while the machine is quiet
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
         cells = beside.submit(matrix.probe, device) if recipes else None

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lpkit.measure.doctor import reason
 from lpkit.precision.backends import BACKENDS, HARDWARE, Library
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.recipes import RECIPES, Recipe
 from lpkit.precision.scaled import Cast, Scaled, quantise, reference
+from lpkit.tables import markdown_table
 from lpkit.techniques.machines import CATALOGUE
 
 FEATURES = ("forward", "backward", "compile", "recompute", "accumulate")
@@ -241,8 +243,7 @@ def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
         try:
             why, status, instead = _FEATURES[feature](recipe, backend, device), native, ""
         except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why, status, instead = (lines or [type(error).__name__])[0][:200], "no", f"{recipe} emulated"
+            why, status, instead = reason(error), "no", f"{recipe} emulated"
         cells.append(Cell(machine="this", recipe=recipe, backend=backend, feature=feature, status=status, why=why,
                           nearest=instead, source=HERE))
     return cells
@@ -314,7 +315,7 @@ def _limit(backend: str) -> float:
     return ERROR if isinstance(BACKENDS[backend], Library) else 0.01
 
 
-def _forward(recipe: str, backend: str, device: torch.device) -> str:
+def forward(recipe: str, backend: str, device: torch.device) -> str:
     got = _gradients(_warm(recipe, backend, device), _input(device), RECIPES[recipe])
     return _compare(got[:1], _definition(recipe, device)[:1], _limit(backend))
 
@@ -358,7 +359,7 @@ def _accumulates(recipe: str, backend: str, device: torch.device) -> str:
     return _compare([model.weight.grad], [sum(parts)], 1e-3)
 
 
-_FEATURES = {"forward": _forward, "backward": _backward, "compile": _compiles, "recompute": _recomputes,
+_FEATURES = {"forward": forward, "backward": _backward, "compile": _compiles, "recompute": _recomputes,
              "accumulate": _accumulates}
 
 
@@ -392,21 +393,17 @@ def page() -> str:
         "- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss curves, never faster.",
         "- **no**: the reason is below; the recipe can still be emulated.", "",
         "The best of each, with the backends that give it:", ""]
-    recipes = list(RECIPES)
-    lines += ["| machine | " + " | ".join(recipes) + " |", "|---" * (len(recipes) + 1) + "|"]
     every = {machine: by_rule(machine) for machine in CAPABILITY}
-    for machine, cells in every.items():
-        lines.append(f"| {_title(machine)} | " + " | ".join(_best(cells, recipe) for recipe in recipes) + " |")
-    lines += ["", "## Why not", "", "| machine | recipe | backend | why | nearest | source |", "|---|---|---|---|---|---|"]
-    merged: dict[tuple[str, ...], list[str]] = {}
+    best = [(_title(machine), *(_best(cells, recipe) for recipe in RECIPES)) for machine, cells in every.items()]
+    lines += [markdown_table(("machine", *RECIPES), best), "", "## Why not", ""]
+    machines: dict[tuple[str, ...], list[str]] = {}
     for machine, cells in every.items():
         for cell in cells:
             if cell.status == "no" and cell.feature == "forward":
-                merged.setdefault((cell.recipe, cell.backend, cell.why, cell.nearest, cell.source), []).append(machine)
-    for (recipe, backend, why, instead, source), machines in merged.items():
-        named = "all" if len(machines) == len(CAPABILITY) else ", ".join(machines)
-        link = f"[source]({source})" if source.startswith("https") else source
-        lines.append(f"| {named} | {recipe} | {backend} | {why} | {instead} | {link} |")
+                link = f"[source]({cell.source})" if cell.source.startswith("https") else cell.source
+                machines.setdefault((cell.recipe, cell.backend, cell.why, cell.nearest, link), []).append(machine)
+    refusals = [("all" if len(named) == len(CAPABILITY) else ", ".join(named), *row) for row, named in machines.items()]
+    lines.append(markdown_table(("machine", "recipe", "backend", "why", "nearest", "source"), refusals))
     lines += ["", "## Features", "",
               "Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe does.",
               "Worth knowing:", ""]
