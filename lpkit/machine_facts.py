@@ -6,6 +6,8 @@ Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 
 import os
 import platform
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -56,6 +58,17 @@ def status_bytes(field: str, pid: int | str = "self") -> int | None:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of Python packages, by name; None where one is not installed."""
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def _read(path: Path) -> str:

@@ -6,7 +6,6 @@ their quartiles, never a ratio of two medians. Times are seconds. A ratio above 
 """
 
 import gc
-import importlib.metadata
 import itertools
 import platform
 import shlex
@@ -20,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from lpkit.machine_facts import cores, cpu_name
+from lpkit.machine_facts import cores, cpu_name, versions
 from lpkit.timing import interleaved_seconds
 
 ROUNDS = 9                  # fewer say little about quartiles
@@ -127,13 +126,8 @@ def provenance(packages: Iterable[str] = (), device: str | None = None) -> dict[
     facts = {"device": device or cpu, "cpu": cpu, "cores": cores(), "platform": f"{platform.system()} {platform.machine()}"}
     if "torch" in sys.modules:
         facts["threads"] = sys.modules["torch"].get_num_threads()
-    versions = {"python": platform.python_version()}
-    for package in ("lpkit", *packages):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {**facts, "versions": versions, "commit": _commit(),
+    found = {name: version or "not installed" for name, version in versions(("lpkit", *packages)).items()}
+    return {**facts, "versions": {"python": platform.python_version(), **found}, "commit": _commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
 

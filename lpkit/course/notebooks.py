@@ -10,7 +10,7 @@ holds it.
 """
 
 import ast
-import dataclasses
+import copy
 import importlib
 import io
 import itertools
@@ -29,13 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from lpkit.config import ConfigError, convert, nearest
 from lpkit.files import resource, write_atomically
-from lpkit.machine_facts import cores, status_bytes
+from lpkit.machine_facts import cores, status_bytes, versions
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -97,9 +96,9 @@ def find(name: str) -> Path:
         known.update({path.stem: path, number: path} | ({rest: path} if rest else {}))
     if name not in known:
         close = nearest(name, known) if known else "the course is empty"
-        raise ConfigError(f"there is no notebook {name!r}; "
-                          + (close if close.startswith("did") or not known
-                             else f"choose one of {', '.join(path.stem for path in books)}"))
+        if known and not close.startswith("did"):
+            close = f"choose one of {', '.join(path.stem for path in books)}"
+        raise ConfigError(f"there is no notebook {name!r}; {close}")
     return known[name]
 
 
@@ -255,8 +254,6 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any], tier: str | 
 
     The cell is written here: papermill turns a tuple into text and warns about annotations that it cannot parse.
     """
-    import copy
-
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)
@@ -401,14 +398,15 @@ def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -
         workers.append(worker)
         say(f"{job.label}: started as process {worker.pid}")
         worker.join()
-        path = job.out / f"{job.label}.json"
-        values = json.loads(path.read_text()) if path.exists() else _Record(job, "", 0, _Kernel(None)).values
+        record = _Record(job, "", 0, _Kernel(None))
+        if record.path.exists():
+            record.values = json.loads(record.path.read_text())
+        values = record.values
         if values["status"] in ("asked", "running") or values["pid"] != worker.pid:
-            values |= {"status": "killed", "end": _now(), "error": {
-                "cell": values["cell"], "line": values["line"], "kind": "killed",
-                "message": f"the process that ran it ended with exit code {worker.exitcode}"}}
+            ending = record.failed("killed", f"the process that ran it ended with exit code {worker.exitcode}")
+            values |= ending | {"status": "killed", "end": _now()}
             job.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(values, indent=1))
+            write_atomically(record.path, json.dumps(values, indent=1))
         say(f"{job.label}: {values['status']}")
         return values
 
@@ -447,12 +445,14 @@ class _Record:
     def __init__(self, job: Job, claimed: str, cells: int, kernel: "_Kernel"):
         self.path = job.out / f"{job.label}.json"
         self.kernel = kernel
+        packages = versions(("lpkit", "torch", "ipykernel", "papermill"))
+        found = {name: version or "not installed" for name, version in packages.items()}
         self.values: dict[str, Any] = {
             "format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label, "status": "asked",
             "claim": claimed, "tier": job.values.get("tier"), "asked": dict(job.asked),
             "parameters": dict(job.values), "start": _now(), "end": None, "seconds": 0.0, "cell": 0, "cells": cells,
             "line": "", "error": None, "peak_rss_bytes": 0, "peak_rss_how": PEAK_HOW,
-            "output": str(job.out / f"{job.label}.ipynb"), "pid": os.getpid(), "versions": _versions(),
+            "output": str(job.out / f"{job.label}.ipynb"), "pid": os.getpid(), "versions": {"python": platform.python_version(), **found},
         }
 
     def failed(self, kind: str, message: str) -> dict[str, Any]:
@@ -462,16 +462,6 @@ class _Record:
     def update(self, **changes: Any) -> None:
         self.values |= changes | {"peak_rss_bytes": self.kernel.peak_rss_bytes}
         write_atomically(self.path, json.dumps(self.values, indent=1, allow_nan=False))
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("lpkit", "torch", "ipykernel", "papermill"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages counted in each; "
@@ -504,8 +494,22 @@ class _Kernel:
 
         return Manager
 
-    def measured(self) -> "_Sampler":
-        return _Sampler(self)
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Within, look at the kernel's memory every SAMPLE_SECONDS."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(SAMPLE_SECONDS):
+                self.sample()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def sample(self) -> None:
         import psutil
@@ -537,32 +541,11 @@ class _Kernel:
         return "" if code is None else f" (it left with exit code {code})"
 
 
-class _Sampler:
-    """Looks at the kernel's memory every SAMPLE_SECONDS while a notebook runs."""
-
-    def __init__(self, kernel: _Kernel):
-        self.kernel = kernel
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self.over.wait(SAMPLE_SECONDS):
-            self.kernel.sample()
-
-    def __enter__(self) -> None:
-        self.thread.start()
-
-    def __exit__(self, *exc) -> None:
-        self.over.set()
-        self.thread.join()
-
-
 # --- what there is
 
 def describe(path: Path) -> dict[str, Any]:
     """One notebook for `--list`: its title, claim and parameters, JSON-ready."""
     book = read(path)
-    fields = ("name", "annotation", "default", "comment")
-    listed = [{key: value for key, value in dataclasses.asdict(parameter).items() if key in fields}
-              for parameter in parameters(book).values()]
+    listed = [{"name": p.name, "annotation": p.annotation, "default": p.default, "comment": p.comment}
+              for p in parameters(book).values()]
     return {"name": path.stem, "title": title(book), "claim": claim(book), "parameters": listed}

@@ -153,25 +153,15 @@ class HubSource:
                               f"file or folder as data.source") from None
         _, name, *subset = self.name.split(":")
         try:
-            rows = iter(datasets.load_dataset(name, *subset, split="train", streaming=True))
+            for number, row in enumerate(datasets.load_dataset(name, *subset, split="train", streaming=True), 1):
+                text = _field(row, f"document {number} of {self.name}")
+                yield Piece(text, text, True)
+        except ConfigError:
+            raise
         except Exception as error:  # whatever the network, the hub or the dataset's own files raise
-            raise self._gone(error) from error
-        number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self._gone(error) from error
-            number += 1
-            text = _field(row, f"document {number} of {self.name}")
-            yield Piece(text, text, True)
-
-    def _gone(self, error: Exception) -> ConfigError:
-        why = " ".join(str(error).split())[:200]
-        return ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go online, or give a file "
-                           f"or folder as data.source")
+            why = " ".join(str(error).split())[:200]
+            raise ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go online, or give a file "
+                              f"or folder as data.source") from error
 
 
 def _walk(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -289,11 +279,9 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
         if "text" not in table.schema_arrow.names:
             raise ConfigError(f"{path} has no column 'text' (its columns are {', '.join(table.schema_arrow.names)}); "
                               f"rename the column that holds the text")
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=["text"]):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                yield _field({"text": text}, f"row {number} of {path}")
+        rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"]) for text in batch.column(0).to_pylist())
+        for number, text in enumerate(rows, 1):
+            yield _field({"text": text}, f"row {number} of {path}")
 
 
 DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text

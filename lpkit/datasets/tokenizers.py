@@ -21,17 +21,33 @@ BPE_TRAINING_CHARS = 1 << 26    # the merges are learned from the first 64 Mi ch
 Texts = Callable[[], Iterator[str]]
 
 
-class Bytes:
+class Fixed:
+    """A tokenizer that learns nothing: its name says everything about it."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
+        return cls()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), np.uint32)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Tokenizer:
+        return cls()
+
+
+class Bytes(Fixed):
     """One token for each byte of UTF-8. Token 0 ends a document: NUL, which no source accepts inside a text."""
 
     name = "bytes"
     default_vocab: ClassVar[int] = 256
     vocab = 256
     end = 0
-
-    @classmethod
-    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "Bytes":
-        return cls()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -42,13 +58,6 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         # A model may cut a character in two, or have a larger vocabulary: 0xff is never UTF-8, so both show as U+FFFD.
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Bytes":
-        return cls()
 
 
 class BPE:
@@ -117,7 +126,7 @@ class BPE:
         return cls(json.dumps(values.get("model")))
 
 
-class GPT2:
+class GPT2(Fixed):
     """GPT-2's own vocabulary through `tiktoken`, whose files must be in its cache or within reach of the network."""
 
     name = "gpt2"
@@ -138,26 +147,12 @@ class GPT2:
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token
 
-    @classmethod
-    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "GPT2":
-        return cls()
-
     def encode(self, text: str) -> list[int]:
         return self._model.encode_ordinary(text)
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode_ordinary(text), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff" for i in map(int, ids))
         return b"".join(parts).decode(errors="replace")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "GPT2":
-        return cls()
 
 
 TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}

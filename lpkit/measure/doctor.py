@@ -6,7 +6,6 @@ What may crash or hang (processes that talk to each other) runs in a process of 
 """
 
 import copy
-import importlib.metadata
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,7 +26,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes
+from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.nn.attention import plain
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.recipes import RECIPES
@@ -185,11 +184,9 @@ def _triton(device: torch.device) -> str:
     return "torch.compile ran a Triton kernel"
 
 
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise UnavailableError(f"{package} is not installed") from None
+def _installed(package: str) -> None:
+    if versions([package])[package] is None:
+        raise UnavailableError(f"{package} is not installed")
 
 
 # Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end of the doctor.
@@ -322,14 +319,7 @@ def machine() -> dict[str, Any]:
             "cores": cores(), "memory_bytes": psutil.virtual_memory().total,
             "memory_available_bytes": psutil.virtual_memory().available, "memory_limit_bytes": memory_limit_bytes(),
             "gpus": _gpus(), "driver": _driver(), "cuda": torch.version.cuda, "hip": torch.version.hip,
-            "libraries": {name: _version(name) for name in LIBRARIES}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return _installed(package)
-    except UnavailableError:
-        return None
+            "libraries": versions(LIBRARIES)}
 
 
 def _gpus() -> list[dict[str, Any]]:
