@@ -69,16 +69,6 @@ class OptimizerSpec(ABC):
     def build(self, model: nn.Module, place: Place | None = None) -> Optimizer: ...
 
 
-class Compressor(ABC):
-    """What travels instead of a gradient. `decode` sees the mean of every rank's payload."""
-
-    @abstractmethod
-    def encode(self, grad: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def decode(self, payload: Tensor, like: Tensor) -> Tensor: ...
-
-
 class DataPolicy(ABC):
     """Which tokens are seen, in what order.
 

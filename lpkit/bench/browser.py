@@ -128,15 +128,3 @@ class Notebook:
         """Shut the kernel down, and close the page."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.page.close()
-
-
-def write_notebook(path: Path, cells: list[str]) -> Path:
-    """A notebook of code cells (markdown where a cell starts with '# md')."""
-    import nbformat
-
-    notebook = nbformat.v4.new_notebook()
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.cells = [nbformat.v4.new_markdown_cell(cell.removeprefix("# md").strip()) if cell.startswith("# md")
-                      else nbformat.v4.new_code_cell(cell) for cell in cells]
-    nbformat.write(notebook, path)
-    return path

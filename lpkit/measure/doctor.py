@@ -126,7 +126,7 @@ def _recipe(name: str, backend: str = "scaled_mm") -> Callable[[torch.device], s
 
         if why := BACKENDS[backend].why_not(name, RECIPES[name], device):
             raise UnavailableError(why)
-        return f"torch._scaled_mm, {matrix.forward(name, backend, device)}"
+        return f"torch._scaled_mm, {matrix.Trial(name, backend, device).forward()}"
     return run
 
 

@@ -238,21 +238,15 @@ def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
     if why := BACKENDS[backend].why_not(recipe, row, device):
         return _refused(recipe, backend, str(device), why)
     native = "emulated" if backend == "emulated" or (row.products and device.type == "cpu") else "native"
-    cells = []
+    cells, trial = [], Trial(recipe, backend, device)
     for feature in FEATURES:
         try:
-            why, status, instead = _FEATURES[feature](recipe, backend, device), native, ""
+            why, status, instead = getattr(trial, feature)(), native, ""
         except Exception as error:
             why, status, instead = reason(error), "no", f"{recipe} emulated"
         cells.append(Cell(machine="this", recipe=recipe, backend=backend, feature=feature, status=status, why=why,
                           nearest=instead, source=HERE))
     return cells
-
-
-def _model(recipe: str, backend: str, device: torch.device) -> nn.Linear:
-    torch.manual_seed(0)
-    linear = nn.Linear(SIZE, SIZE, device=device)
-    return BACKENDS[backend].wrap(linear, RECIPES[recipe], name="probe", seed=0)
 
 
 def _input(device: torch.device, seed: int = 1) -> torch.Tensor:
@@ -265,7 +259,7 @@ def _gradients(model: nn.Module, x: torch.Tensor, recipe: Recipe,
     """y, dx, dw of one micro-batch, whose gradient of y is known."""
     x = x.detach().requires_grad_()
     with recipe.autocast(x.device):
-        y = model(x) if call is None else call(x)
+        y = (call or model)(x)
     y.backward(_input(x.device, seed=3).to(y.dtype))
     advance(model)
     return [y.detach(), x.grad, model.weight.grad]
@@ -276,14 +270,6 @@ def _compare(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], limit: f
     if not all(error <= limit for error in errors):
         raise ArithmeticError(f"the numbers are not the recipe's: relative errors {', '.join(f'{e:.1e}' for e in errors)}")
     return f"relative error {max(errors):.0e}"
-
-
-def _warm(recipe: str, backend: str, device: torch.device) -> nn.Module:
-    """With a history, the first micro-batch only fills it."""
-    model = _model(recipe, backend, device)
-    _gradients(model, _input(device), RECIPES[recipe])
-    model.weight.grad = None
-    return model
 
 
 class Definition:
@@ -299,68 +285,71 @@ class Definition:
         return (y if bias is None else y + bias).to(dtype)
 
 
-def _definition(recipe: str, device: torch.device) -> list[torch.Tensor]:
-    """What it should be; for a recipe that casts nothing, float64."""
-    row = RECIPES[recipe]
-    if row.products:
-        model = ScaledLinear.wrap(_model("fp32", "pytorch", device), row, Definition(), name="probe")
-        _gradients(model, _input(device), row)      # as `_warm`
+class Trial:
+    """One recipe with one backend on one device, tried in every way. Each way raises when the numbers are wrong."""
+
+    def __init__(self, recipe: str, backend: str, device: torch.device):
+        self.recipe, self.backend, self.device = RECIPES[recipe], BACKENDS[backend], device
+        # libraries round, draw and scale in ways of their own: there, only the size of the error is the recipe's
+        self.library = isinstance(self.backend, Library)
+        self.limit = ERROR if self.library else 0.01
+
+    def linear(self) -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(SIZE, SIZE, device=self.device)
+
+    def warm(self, model: nn.Module | None = None) -> nn.Module:
+        """With a history, the first micro-batch only fills it."""
+        model = model or self.backend.wrap(self.linear(), self.recipe, name="probe", seed=0)
+        self.gradients(model)
         model.weight.grad = None
-        return _gradients(model, _input(device), row)
-    return _gradients(_model(recipe, "pytorch", device).double(), _input(device).double(), RECIPES["fp32"])
+        return model
 
+    def gradients(self, model: nn.Module, seed: int = 1, call: Callable | None = None) -> list[torch.Tensor]:
+        return _gradients(model, _input(self.device, seed), self.recipe, call)
 
-def _limit(backend: str) -> float:
-    """Libraries round, draw and scale in ways of their own: there, only the size of the error is the recipe's."""
-    return ERROR if isinstance(BACKENDS[backend], Library) else 0.01
+    def definition(self) -> list[torch.Tensor]:
+        """What y, dx and dw should be; for a recipe that casts nothing, in float64."""
+        if not self.recipe.products:
+            return _gradients(self.linear().double(), _input(self.device).double(), RECIPES["fp32"])
+        return self.gradients(self.warm(ScaledLinear.wrap(self.linear(), self.recipe, Definition(), name="probe")))
 
+    def forward(self) -> str:
+        return _compare(self.gradients(self.warm())[:1], self.definition()[:1], self.limit)
 
-def forward(recipe: str, backend: str, device: torch.device) -> str:
-    got = _gradients(_warm(recipe, backend, device), _input(device), RECIPES[recipe])
-    return _compare(got[:1], _definition(recipe, device)[:1], _limit(backend))
+    def backward(self) -> str:
+        return _compare(self.gradients(self.warm())[1:], self.definition()[1:], self.limit)
 
+    def compile(self) -> str:
+        """Traced and run, forward and backward. Code is not generated, which would take minutes for all of them; the
+        doctor's row for Triton says whether that works."""
+        model, plain = self.warm(), self.warm()
+        torch._dynamo.reset()
+        got = self.gradients(model, call=torch.compile(model, backend="aot_eager"))
+        return f"traced, {_compare(got, self.gradients(plain), self.limit)}"
 
-def _backward(recipe: str, backend: str, device: torch.device) -> str:
-    got = _gradients(_warm(recipe, backend, device), _input(device), RECIPES[recipe])
-    return _compare(got[1:], _definition(recipe, device)[1:], _limit(backend))
+    def recompute(self) -> str:
+        """Forward twice, the same numbers, and a history that moves on once."""
+        from torch.utils.checkpoint import checkpoint
 
+        model, plain = self.warm(), self.warm()
+        got = self.gradients(model, call=lambda x: checkpoint(model, x, use_reentrant=False))
+        want = self.gradients(plain)
+        for ours, theirs in zip(scaled_linears(model), scaled_linears(plain), strict=True):
+            for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+                if not torch.equal(a, b):
+                    raise ArithmeticError("its state moved twice")
+        return _compare(got, want, ERROR if self.library else 1e-6)
 
-def _compiles(recipe: str, backend: str, device: torch.device) -> str:
-    """Traced and run, forward and backward. Code is not generated, which would take minutes for all of them; the doctor's row
-    for Triton says whether that works."""
-    model, plain = _warm(recipe, backend, device), _warm(recipe, backend, device)
-    torch._dynamo.reset()
-    got = _gradients(model, _input(device), RECIPES[recipe], call=torch.compile(model, backend="aot_eager"))
-    return f"traced, {_compare(got, _gradients(plain, _input(device), RECIPES[recipe]), _limit(backend))}"
-
-
-def _recomputes(recipe: str, backend: str, device: torch.device) -> str:
-    """Forward twice, the same numbers, and a history that moves on once."""
-    from torch.utils.checkpoint import checkpoint
-
-    model, plain = _warm(recipe, backend, device), _warm(recipe, backend, device)
-    got = _gradients(model, _input(device), RECIPES[recipe], call=lambda x: checkpoint(model, x, use_reentrant=False))
-    want = _gradients(plain, _input(device), RECIPES[recipe])
-    for ours, theirs in zip(scaled_linears(model), scaled_linears(plain), strict=True):
-        for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
-            if not torch.equal(a, b):
-                raise ArithmeticError("its state moved twice")
-    return _compare(got, want, ERROR if isinstance(BACKENDS[backend], Library) else 1e-6)
-
-
-def _accumulates(recipe: str, backend: str, device: torch.device) -> str:
-    """Two micro-batches, one gradient: the sum of what each gives."""
-    row, model, apart = RECIPES[recipe], _warm(recipe, backend, device), _warm(recipe, backend, device)
-    parts = []
-    for seed in (1, 2):
-        apart.weight.grad = None
-        parts.append(_gradients(apart, _input(device, seed), row)[2].clone())
-        _gradients(model, _input(device, seed), row)
-    return _compare([model.weight.grad], [sum(parts)], 1e-3)
-
-
-_FEATURES = {"forward": forward, "backward": _backward, "compile": _compiles, "recompute": _recomputes,
-             "accumulate": _accumulates}
+    def accumulate(self) -> str:
+        """Two micro-batches, one gradient: the sum of what each gives."""
+        model, apart = self.warm(), self.warm()
+        parts = []
+        for seed in (1, 2):
+            apart.weight.grad = None
+            parts.append(self.gradients(apart, seed)[2].clone())
+            self.gradients(model, seed)
+        return _compare([model.weight.grad], [sum(parts)], 1e-3)
 
 
 # Shown
