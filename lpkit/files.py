@@ -8,14 +8,15 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(name: str) -> Path:
-    """The folder `notebooks` or `data/measured`. An installed wheel has it inside the package, where setup.py
-    puts it; a checkout has it beside the package."""
+    """The folder `notebooks` or `data/measured`. An installed wheel has it inside the package,
+    where setup.py puts it; a checkout has it beside the package."""
     packed = PACKAGE / name
     return packed if packed.is_dir() else PACKAGE.parent / name
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """`path` holds the old content or all of `text`; other writers and readers never meet half of it. Raises OSError."""
+    """`path` holds the old content or all of `text`; other writers and readers never meet half of
+    it. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with open(handle, "w", encoding="utf-8") as file:

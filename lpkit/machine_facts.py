@@ -1,6 +1,8 @@
-"""What the operating system says of this machine: processor, cores, memory. The one reader of /proc and of cgroups.
+"""What the operating system says of this machine: processor, cores, memory. The one reader of /proc
+and of cgroups.
 
-Facts that psutil has come from psutil where they are used. What torch must be asked is in `lpkit.hardware`.
+Facts that psutil has come from psutil where they are used. What torch must be asked is in
+`lpkit.hardware`.
 Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -13,7 +15,8 @@ from pathlib import Path
 import psutil
 
 CPUINFO = Path("/proc/cpuinfo")
-CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
+                    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def cpu_facts() -> dict[str, str]:
@@ -53,7 +56,8 @@ def memory_limit_bytes() -> int | None:
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int | None:
-    """An entry of /proc/PID/status in bytes, for example VmHWM or RssAnon; None where the system has none."""
+    """An entry of /proc/PID/status in bytes, for example VmHWM or RssAnon; None where the system
+    has none."""
     for line in _read(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

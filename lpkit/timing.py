@@ -1,4 +1,5 @@
-"""Timing callables that take turns: a slow moment of the machine then meets all of them, and ratios stay fair."""
+"""Timing callables that take turns: a slow moment of the machine then meets all of them, and ratios
+stay fair."""
 
 import math
 import random
@@ -7,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 
 def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int, warm_up: int = 1,
-                        shuffle: bool = False, within_seconds: float = math.inf) -> list[list[float]]:
+                        shuffle: bool = False, within_seconds: float = math.inf) -> list[
+                                list[float]]:
     """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
 
-    A round calls every runner once: in the order given, or in a new random order with `shuffle`. No new
-    round begins after `within_seconds`, but one is always measured.
+    A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
+    new round begins after `within_seconds`, but one is always measured.
     """
     seconds: list[list[float]] = [[] for _ in runners]
     order, draw = list(range(len(runners))), random.Random(0)

@@ -1,6 +1,8 @@
-"""`import lpkit` beside `import torch`: the wall time of a fresh interpreter that does nothing else.
+"""`import lpkit` beside `import torch`: the wall time of a fresh interpreter that does nothing
+else.
 
-Interpreter start is in both, so the claim is about what a person waits for at a prompt or with `lpkit --help`.
+Interpreter start is in both, so the claim is about what a person waits for at a prompt or with
+`lpkit --help`.
 """
 
 import subprocess
@@ -13,7 +15,8 @@ TARGET = 0.15       # at most this share of the peer's time
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:
-    _python("import lpkit, sys; assert lpkit.__version__ and 'torch' not in sys.modules")      # and warm the disk
+    # and warm the disk
+    _python("import lpkit, sys; assert lpkit.__version__ and 'torch' not in sys.modules")
     _python("import torch; assert torch.ones(2).sum() == 2")
     runners = [lambda module=module: _python(f"import {module}") for module in ("lpkit", "torch")]
     ours, torch = interleaved_seconds(runners, rounds=rounds, warm_up=0, shuffle=True)

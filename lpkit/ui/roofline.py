@@ -1,4 +1,5 @@
-"""A roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured products lie."""
+"""A roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured
+products lie."""
 
 import math
 from collections.abc import Mapping
@@ -17,15 +18,16 @@ KINDS = {"": "forward", "left gradient": "input gradient", "right gradient": "we
 
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
                     title: str = "") -> dict:
-    """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that each operand moves
-    once. Products of equal shape lie on one another."""
+    """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that
+    each operand moves once. Products of equal shape lie on one another."""
     ridge = machine.ridge(dtype)
     intensities = [p.intensity(itemsize) for p in rates]
     low, high = min(ridge, *intensities) / 4, max(ridge, *intensities) * 4
     peak = machine.peak_flops(dtype)
     bottom = min(attainable_flops(machine, dtype, low), *rates.values()) / 2
-    data = [scatter([low, ridge, high], [attainable_flops(machine, dtype, x) for x in (low, ridge, high)], "roof", COLOURS[5],
-                    hover=None)]
+    data = [scatter([low, ridge, high],
+                    [attainable_flops(machine, dtype, x) for x in (low, ridge, high)], "roof",
+                    COLOURS[5], hover=None)]
     groups: dict[str, list[Product]] = {}
     for p in rates:
         kind = p.name.partition(": ")[2]
@@ -33,16 +35,19 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
     for kind, products in groups.items():
         colour, symbol = STYLES[kind]
         data.append(scatter(
-            [p.intensity(itemsize) for p in products], [rates[p] for p in products], kind, colour, mode="markers",
-            marker={"symbol": symbol, "size": 9}, hover="%{text}<extra></extra>",
-            text=[_words(p, rates[p], attainable_flops(machine, dtype, p.intensity(itemsize))) for p in products]))
-    speed = f"memory: {quantity(machine.bytes_per_second, 'B/s')}; ridge at {ridge:.0f} FLOPs per byte"
+            [p.intensity(itemsize) for p in products], [rates[p] for p in products], kind, colour,
+            mode="markers", marker={"symbol": symbol, "size": 9}, hover="%{text}<extra></extra>",
+            text=[_words(p, rates[p], attainable_flops(machine, dtype, p.intensity(itemsize)))
+                  for p in products]))
+    speed = (f"memory: {quantity(machine.bytes_per_second, 'B/s')}; "
+             f"ridge at {ridge:.0f} FLOPs per byte")
     return figure(
         data, title, height=440, x=axis("FLOPs per byte moved", type="log", dtick="D2"),
         y=axis(f"FLOP/s in {dtype}", type="log", dtick="D2", exponentformat="SI",
                range=[math.log10(bottom), math.log10(2 * peak)]),
         shapes=[rule(x=ridge, layer="below")],
-        annotations=[note(f"arithmetic: {quantity(peak, 'FLOP/s')}", 0.99, math.log10(peak), "right bottom", xref="paper"),
+        annotations=[note(f"arithmetic: " f"{quantity(peak, 'FLOP/s')}", 0.99, math.log10(peak),
+                          "right bottom", xref="paper"),
                      note(speed, 0.99, 0.03, "right bottom", xref="paper", yref="paper")])
 
 
