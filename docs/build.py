@@ -24,8 +24,8 @@ from nbformat.v4 import new_output
 
 from lpkit.cli import COMMANDS
 from lpkit.commands.notebook import text as table
-from lpkit.config import ConfigError
 from lpkit.course import notebooks
+from lpkit.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parent
 PLOTLY = "application/vnd.plotly.v1+json"

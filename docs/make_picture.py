@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parent
 NUMBERS, PICTURE = DOCS / "first_run.json", DOCS / "first_run.svg"

@@ -2,7 +2,7 @@
 
     python docs/make_recipes.py
 
-Rows come from lpkit.precision.recipes.RECIPES, hardware from lpkit.measure.matrix, losses from data/measured, sentences
+Rows come from lpkit.techniques.recipes.RECIPES, hardware from lpkit.measure.matrix, losses from data/measured, sentences
 from docs/recipes.toml. tests/test_docs.py holds the files to what this writes.
 
 The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the recipe's own cast of x
@@ -16,7 +16,7 @@ import random
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from html import escape
 from itertools import groupby
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpkit.config import ConfigError, PrecisionConfig
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.formats import FORMATS, format_of
-from lpkit.precision.recipes import OVERRIDES, PRODUCTS, RECIPES, Recipe, resolve
-from lpkit.precision.scaled import Cast, quantise, spread
+from lpkit.precision.compute import compute_dtype
+from lpkit.precision.scaled import quantise, spread
+from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
+from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe
 from lpkit.ui.style import COLOURS, FAINT, FONT, INK
 
 DOCS = Path(__file__).resolve().parent
@@ -76,7 +76,7 @@ def cast_panel(title: str, x: Tensor, cast: Cast, amax: Tensor | None = None) ->
 
 
 def plain_panel(title: str, x: Tensor, recipe: Recipe, factor: float = 1.0) -> Panel:
-    y = x if recipe.compute is None else (x * factor).to(recipe.compute).float() / factor
+    y = x if recipe.compute is None else (x * factor).to(compute_dtype(recipe)).float() / factor
     return Panel(title=title, x=x, y=y, tops=None, largest=FORMATS[recipe.dtype].largest)
 
 
@@ -286,12 +286,12 @@ def row(recipe: Recipe) -> list[str]:
 
 def facts(recipe: Recipe) -> str:
     """What else the row says."""
-    dtype = "float32" if recipe.compute is None else f"{recipe.compute}".removeprefix("torch.")
+    dtype = recipe.compute or "float32"
     parts = [f"Everything but the casts is in {dtype}" + (" by autocast" if recipe.compute else "") + "; weights are float32."]
     if not recipe.products:
         parts[0] = f"No casts: products run in {dtype}" + (", by autocast; weights are float32." if recipe.compute else ".")
-    if recipe.keep:
-        parts.append(f"In 16 bits stay: {', '.join(recipe.keep)}.")
+    if recipe.high_precision_layers:
+        parts.append(f"In 16 bits stay: {', '.join(recipe.high_precision_layers)}.")
     if recipe.delayed:
         parts.append(f"The scale is made from the {recipe.delayed.rule} of {recipe.delayed.history} earlier amaxes, "
                      f"with a margin of {recipe.delayed.margin}.")
@@ -316,31 +316,22 @@ def hardware(name: str) -> list[str]:
     return [*lines, "", "Elsewhere its numbers are emulated in wider products: see [what runs where](../matrix.md)."]
 
 
-ROW_VALUES = {      # what the row itself says where a setting is None
-    "keep": lambda r: ",".join(r.keep) or "none", "pad": lambda r: str(r.pad).lower(),
-    "forward_format": lambda r: r.y[0].format, "gradient_format": lambda r: r.dx[0].format, "scale": lambda r: r.y[0].scale,
-    "gradient_rounding": lambda r: r.dx[0].rounding, "transform": lambda r: r.dw[0].transform,
-    "history": lambda r: r.delayed.history, "history_rule": lambda r: r.delayed.rule, "margin": lambda r: r.delayed.margin,
-    "loss_scale": lambda r: f"{r.loss_scaling.initial:,.0f}",
-}
-TRIED = {"keep": ("head",), "pad": True, "forward_format": "e5m2", "gradient_format": "e5m2", "scale": "power-of-two",
-         "gradient_rounding": "stochastic", "transform": "hadamard", "history": 16, "history_rule": "max", "margin": 1,
-         "loss_scale": 8.0}
-
-
 def settings(name: str) -> list[tuple[str, str, str]]:
-    """Those that mean something in this recipe: found by trying each."""
+    """Those that this recipe has, with their defaults."""
     rows = []
-    for key in OVERRIDES:
-        recipe = RECIPES[name]
-        if key in ("keep", "pad") and not recipe.products:
-            continue        # accepted everywhere, so that a config can change its recipe alone
-        try:
-            resolve(replace(PrecisionConfig(recipe=name), **{key: TRIED[key]}))
-        except ConfigError:
-            continue
-        rows.append((f"`{key}`", ROW_VALUES[key](recipe), WORDS["settings"][key]))
+    for key, words in WORDS["settings"].items():
+        value = getattr(RECIPES[name].settings, key, None)
+        if value is not None:
+            rows.append((f"`{key}`", _said(value), words))
     return rows
+
+
+def _said(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,.0f}" if isinstance(value, float) else str(value)
 
 
 def measured(name: str, folder: Path = MEASURED) -> list[str]:

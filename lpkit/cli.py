@@ -10,7 +10,7 @@ import os
 import sys
 
 from lpkit import __version__
-from lpkit.config import ConfigError, nearest
+from lpkit.errors import ConfigError, nearest
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
 

@@ -5,23 +5,19 @@ one row to its family's table in `presets`. Nothing here imports an implementati
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from lpkit.config import ConfigError, nearest
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
 Init = Callable[["nn.Module"], None]                          # fills every parameter in place
 Schedule = Callable[[int], float]                             # step, from 0 -> multiplier of the learning rate
-Loss = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]  # x and y (B, T) -> mean nats per token
-Step = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]  # forward, backward: leaves gradients, returns mean loss
+Loss = Callable[["nn.Module", "Batch"], "Tensor"]             # -> mean nats per token, weighted where it has weights
 
 
 class Stage(IntEnum):
@@ -43,43 +39,64 @@ class Transform(ABC):
     def __call__(self, model: nn.Module) -> nn.Module: ...
 
 
-class Place:
-    """Where an optimizer's state rests between updates. This one: where it was made."""
+class StatePlacement:
+    """Where an optimizer's state is stored between updates. This one: where it was allocated."""
 
+    name = "device"
     in_memory = True    # the device's or the host's, and not a file
 
-    def rest(self, t: Tensor) -> Tensor:
-        """`t`, new or from a checkpoint, as it lies there."""
+    def __init__(self, why: str = ""):
+        self.why = why      # it is here and not where it was asked for; empty: as the row says
+
+    @property
+    def used(self) -> str:
+        return self.name
+
+    def store(self, t: Tensor) -> Tensor:
+        """`t`, new or from a checkpoint, as it is stored there."""
         return t
 
-    def bring(self, resting: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
-        """Start to move them to `device`; call the result to have them there."""
-        return lambda: resting
+    def prefetch(self, stored: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Start to copy them to `device`; call the result to have them there."""
+        return lambda: stored
 
-    def leave(self, resting: list[Tensor], used: list[Tensor]) -> None:
-        """Write what `bring` gave, updated, back to where it rests."""
+    def write_back(self, stored: list[Tensor], used: list[Tensor]) -> None:
+        """Copy what `prefetch` gave, updated, to where it is stored."""
 
 
-class OptimizerSpec(ABC):
-    """Frozen hyper-parameters that build a torch optimizer. `place`: for its state; None: the device."""
+@dataclass(frozen=True)
+class Batch:
+    """What one update reads. Every tensor is (B, T); a technique that needs more than tokens adds it here."""
 
-    state_bytes_per_param: float
+    tokens: Tensor                      # int64
+    targets: Tensor                     # int64, `tokens` shifted by one
+    document_ids: Tensor | None = None  # which document a token is from
+    weights: Tensor | None = None       # of each target in the loss; None: all alike
 
-    @abstractmethod
-    def build(self, model: nn.Module, place: Place | None = None) -> Optimizer: ...
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in vars(self).values() if t is not None)
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {name: t.to(device, non_blocking=True) for name, t in vars(self).items() if t is not None}
+        return Batch(**moved)
+
+    def chunk(self, parts: int) -> list[Batch]:
+        """Micro-batches: `parts` of B / `parts` sequences each."""
+        pieces = {name: t.chunk(parts) for name, t in vars(self).items() if t is not None}
+        return [Batch(**dict(zip(pieces, one))) for one in zip(*pieces.values(), strict=True)]
 
 
 class DataPolicy(ABC):
     """Which tokens are seen, in what order.
 
     `batch(step)` depends on nothing but the policy's settings and `step`: a resumed run needs no loader state.
-    Returns x and y, each (B, T) int64 on the CPU, y being x shifted by one token.
     """
 
     @abstractmethod
-    def batch(self, step: int) -> tuple[Tensor, Tensor]: ...
+    def batch(self, step: int) -> Batch: ...
 
-    def batches(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, start: int = 0) -> Iterator[Batch]:
         step = start
         while True:
             yield self.batch(step)
@@ -111,10 +128,10 @@ class StepRecord:
     step_seconds: float
     peak_bytes: int
     val_loss: float | None = None   # only after an evaluation
-    loss_scale: float | None = None     # only under loss scaling; an update that overflowed is skipped: grad_norm is 0
+    extra: dict[str, float] = field(default_factory=dict)   # what techniques report: the name is theirs
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        return {key: value for key, value in asdict(self).items() if value not in (None, {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +144,18 @@ class Choice:
 
 
 Observer = Callable[[StepRecord], None]   # observers read and never steer
-T = TypeVar("T")
 
 
-def pick(table: dict[str, T], name: str, what: str = "entry") -> T:
-    """Look `name` up, and say what there is when it is not there."""
-    if name not in table:
-        raise ConfigError(f"there is no {what} {name!r}; {nearest(name, table)}")
-    return table[name]
+class Governor(Protocol):
+    """Changes a run between updates: prunes weights, drops layers, ramps a setting.
+
+    What it does depends on nothing but the step (from 0) and its state, so a resumed run repeats it. A checkpoint
+    holds the state under `governor/NAME/`.
+    """
+
+    def begin(self, training: Any, step: int) -> None:
+        """Called before every update of a `Training`. May change `training.model` in place."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...

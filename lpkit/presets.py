@@ -7,7 +7,8 @@ Llama 3.2 1B (its model card and config.json).
 from collections.abc import Iterable
 from pathlib import Path
 
-from lpkit.config import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig, nearest, parse_settings
+from lpkit.config import Config, DataConfig, ModelConfig, parse_settings
+from lpkit.errors import ConfigError, pick
 
 
 def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
@@ -15,8 +16,8 @@ def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
         # 50,257 entries rounded up to a multiple of 64, which tensor cores want
         model=ModelConfig(layers=layers, width=width, heads=heads, vocab=50_304, context=1024),
         data=DataConfig(tokenizer="bpe"),
-        optimizer=OptimizerConfig(lr=lr, warmup_steps=700),
-        steps=19_000, batch=512, accumulate=32, eval_every=500, checkpoint_every=1000,
+        optimizer={"name": "adamw", "lr": lr}, schedule={"name": "cosine", "warmup_steps": 700},
+        steps=19_000, global_batch=512, grad_accum_steps=32, eval_every=500, checkpoint_every=1000,
     )
 
 
@@ -26,8 +27,8 @@ def _llama(layers: int, width: int, heads: int, mlp_width: int, lr: float, *, ti
                           context=8192, norm="rmsnorm", position="rope", rope_theta=500_000.0, mlp="swiglu",
                           bias=False, tied=tied, init="llama"),
         data=DataConfig(tokenizer="bpe"),
-        optimizer=OptimizerConfig(lr=lr, warmup_steps=2000),
-        steps=100_000, batch=512, accumulate=512, eval_every=1000, checkpoint_every=1000,
+        optimizer={"name": "adamw", "lr": lr}, schedule={"name": "cosine", "warmup_steps": 2000},
+        steps=100_000, global_batch=512, grad_accum_steps=512, eval_every=1000, checkpoint_every=1000,
     )
 
 
@@ -46,9 +47,7 @@ PRESETS = {
 
 def preset(name: str) -> Config:
     """The named Config. Raises ConfigError with the nearest name."""
-    if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
-    return PRESETS[name]
+    return pick(PRESETS, name, "preset")
 
 
 def resolve(target: str, settings: Iterable[str] = ()) -> Config:

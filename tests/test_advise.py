@@ -7,24 +7,16 @@ from pathlib import Path
 import pytest
 
 from lpkit.cli import main
-from lpkit.config import Config, ConfigError, ModelConfig
-from lpkit.precision.recipes import RECIPES
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
+from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost
 from lpkit.predict.flops import Product
-from lpkit.predict.precision import (
-    ASSUMED,
-    REACHED,
-    Efficiency,
-    Operand,
-    Recipe,
-    amdahl,
-    cast_passes,
-    linear_cost,
-    memory_change,
-    product_seconds,
-    step_cost,
-)
+from lpkit.predict.precision import amdahl, memory_change, step_cost
+from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency, product_seconds
+from lpkit.predict.time import step_time
 from lpkit.studies.advice import WORTH, advise, claims, claims_table, describe, in_emulation, measure, recall
 from lpkit.techniques.machines import CATALOGUE, Machine
+from lpkit.techniques.recipes import RECIPES
 
 TENSOR, ROW, MX = Operand(bits=8, transposes=True), Operand(bits=8, block=(1, 0)), Operand(bits=8, block=(1, 32), scale_bytes=1)
 TENSORWISE, ROWWISE, MXFP8 = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))
@@ -38,7 +30,7 @@ CPU = Machine(name="this", title="a CPU", kind="cpu", memory_bytes=10**10, bytes
 
 def gpt(layers, width, batch=32):
     """65k tokens of nanochat's sizes."""
-    return Config(batch=batch, model=ModelConfig(layers=layers, width=width, heads=width // 128, vocab=32_768, context=2048))
+    return Config(global_batch=batch, model=ModelConfig(layers=layers, width=width, heads=width // 128, vocab=32_768, context=2048))
 
 
 def linear(M, N, K):
@@ -131,6 +123,15 @@ def test_casts_that_are_not_fused_cost_more(tmp_path):
     got = advise(gpt(26, 1664), "h200", measured=tmp_path)
     assert got["fp8-delayed"].speedup < 1 < got["fp8-tensorwise"].speedup
     assert "not fused, as transformer-engine does" in got["fp8-delayed"].why
+
+
+@pytest.mark.parametrize("recipe, machine", [
+    ("fp8-tensorwise", "h100"), ("fp8-rowwise", "h200"), ("fp8-blockwise", "h100"), ("mxfp8", "b200"), ("int8", "a100-80")])
+def test_advise_and_plan_price_a_recipe_alike(recipe, machine, tmp_path):
+    config = gpt(26, 1664)
+    got = advise(config, machine, recipes=[recipe], measured=tmp_path)[recipe].cost
+    assert got.step_seconds == pytest.approx(step_time(config, machine, precision=recipe).step_seconds, rel=1e-12)
+    assert got.base_step_seconds == step_time(config, machine, precision="bf16").step_seconds
 
 
 def test_a_cpu_is_told_that_emulation_is_slower():
@@ -233,7 +234,7 @@ class Trained:
 def trainer(seconds, rate):
     """A loss that falls by rate[recipe] a step."""
     def train(config, *, out):
-        name = config.precision.recipe
+        name = config.precision.recipe.name
         return Trained([{"loss": 5 - rate[name] * step - 0.001 * config.seed, "step_seconds": seconds[name]}
                         for step in range(config.steps)])
     return train
@@ -283,6 +284,6 @@ def test_the_command(capsys):
 
 
 def test_from_the_package():
-    import lpkit.precision
+    import lpkit
 
-    assert lpkit.precision.advise is advise
+    assert lpkit.advise is advise

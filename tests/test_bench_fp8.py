@@ -9,13 +9,14 @@ import torch
 
 from lpkit.bench import fp8_step
 from lpkit.bench.harness import provenance, summary
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.studies.advice import advise, case_name, catalogued, recall
 from lpkit.techniques.machines import CATALOGUE
 
 CPU = torch.device("cpu")
 TINY = Config().replace({"model.layers": 1, "model.width": 64, "model.heads": 2, "model.vocab": 64, "model.context": 32,
-                         "batch": 2})
+                         "global_batch": 2})
 WIDE = TINY.replace({"model.width": 128})
 
 

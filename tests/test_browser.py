@@ -28,7 +28,7 @@ COURSE = Path(__file__).parents[1] / "notebooks"
 DATA = "() => [...document.querySelectorAll('.lpkit-figure')].map(figure => JSON.stringify(figure.data))"
 
 EXPLORER = ["""
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.ui import Explorer, Figure, Guess, html_table
 
 def show(devices, optimizer):

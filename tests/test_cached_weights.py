@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.config import Config, ConfigError, PrecisionConfig
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import WeightCache, advance, weight_cache_bytes, weights_cached
-from lpkit.precision.recipes import RECIPES, resolve
 from lpkit.precision.weight_cache import choose
+from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.training.background import start, train
 from lpkit.training.checkpoint import load_latest
 
@@ -46,7 +47,7 @@ class Counting:
 
 def layer(recipe: str, backend: str = "emulated", **settings) -> nn.Module:
     torch.manual_seed(0)
-    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(PrecisionConfig(recipe=recipe, **settings)), name="up", seed=0)
+    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(recipe, **settings), name="up", seed=0)
     made.arithmetic = Counting(made.arithmetic, made.weight)
     return made
 
@@ -149,24 +150,23 @@ def test_bytes_are_stated(recipe, backend):
         assert cache.bytes == 2 * (256 * 128 + 256 * 128 // 32)
 
 
-def ask(asked="cached", recipe="mxfp8", backend="emulated", device=CPU, compiled=False, forwards=4, **settings):
-    row = resolve(PrecisionConfig(recipe=recipe, **settings))
-    return choose(asked, recipe, row, BACKENDS[backend], device, compiled=compiled, forwards=forwards)
+def ask(recipe="mxfp8", backend="emulated", device=CPU, compiled=False, forwards=4, **settings):
+    row = resolve(recipe, **settings)
+    return choose(recipe, row, BACKENDS[backend], device, compiled=compiled, forwards=forwards)
 
 
 def test_what_is_used_and_why():
     assert ask().used == "cached" and "4 forwards" in ask().why
-    assert ask("cast").used == "cast"
     for choice, why in ((ask(forwards=1), "cast once in an update anyway"), (ask(backend="torchao"), "library"),
                         (ask(recipe="fp8-tensorwise", backend="scaled_mm", compiled=True), "torch.compile fuses"),
                         (ask(recipe="fp8-delayed", device=CUDA), "wait for the GPU")):
-        assert (choice.asked, choice.used) == ("cached", "cast") and why in choice.why
+        assert (choice.asked, choice.used) == ("true", "cast") and why in choice.why
     assert ask(recipe="nvfp4", backend="scaled_mm", compiled=True).used == "cached"     # stays out of the graph
     assert ask(compiled=True).used == "cached"
-    with pytest.raises(ConfigError, match=r"precision\.weights=cached.*bf16: it casts no weight"):
+    with pytest.raises(ConfigError, match=r"cache_weight_casts=true.*bf16: it casts no weight"):
         ask(recipe="bf16")
-    with pytest.raises(ConfigError, match="did you mean 'cached'"):
-        ask("cache")
+    with pytest.raises(ConfigError, match=r"precision\.cache_weight_casts must be true or false, got 'cache'"):
+        Config().replace({"precision.cache_weight_casts": "cache"})
 
 
 def test_under_compile_where_casts_are_fused_they_are_made_as_ever():
@@ -184,22 +184,22 @@ def test_under_compile_where_casts_are_fused_they_are_made_as_ever():
 @pytest.fixture(scope="module")
 def tiny(corpus) -> Config:
     return Config().replace({
-        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 64, "data.source": str(corpus), "batch": 8,
-        "accumulate": 4, "steps": 4, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "system.device": "cpu",
+        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 64, "data.source": str(corpus), "global_batch": 8,
+        "grad_accum_steps": 4, "steps": 4, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "system.device": "cpu",
         "system.threads": 1})
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"])
 def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     config = tiny.replace({"precision.recipe": recipe})
-    cached = config.replace({"precision.weights": "cached"})
+    cached = config.replace({"precision.cache_weight_casts": True})
     want, whole = train(config, out=tmp_path / "cast"), train(cached, out=tmp_path / "cached")
     handle = start(cached, out=tmp_path / "parts")
     handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
     handle.result()
     parts = train(cached, out=tmp_path / "parts", resume=True)
-    assert "weights" not in want.summary["chosen"]
-    assert whole.summary["chosen"]["weights"]["used"] == parts.summary["chosen"]["weights"]["used"] == "cached"
+    assert "weight_casts" not in want.summary["chosen"]
+    assert whole.summary["chosen"]["weight_casts"]["used"] == parts.summary["chosen"]["weight_casts"]["used"] == "cached"
     steps = [[(line["loss"], line["grad_norm"]) for line in run.metrics] for run in (want, whole, parts)]
     assert steps[0] == steps[1] == steps[2] and want.summary["val_loss"] == whole.summary["val_loss"]
     same = [load_latest(run.checkpoints)[0].tensors for run in (want, whole, parts)]

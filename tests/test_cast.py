@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.kernels import cast, native
 from lpkit.kernels.cast import Noise
-from lpkit.precision.formats import FORMATS, encode, round_to
+from lpkit.precision.formats import encode, round_to
+from lpkit.techniques.formats import FORMATS
 from tests.test_formats import hard_cases
 
 ELEMENTS = ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"]

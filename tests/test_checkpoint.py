@@ -1,13 +1,25 @@
 """Checkpoints against a process that dies at every moment, a disk that lies, and a disk that is full."""
 
+import hashlib
 import json
+import multiprocessing
 import os
+import pickle
 import random
+import shutil
+import signal
+import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lpkit.training import checkpoint
+from lpkit.training import checkpoint, shards
 from lpkit.training.checkpoint import DamagedError
 
 TENSORS = {
@@ -144,3 +156,363 @@ def test_a_manifest_that_points_elsewhere_is_refused(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DamagedError, match="does not describe"):
         checkpoint.load(folder)
+
+
+def same_bits(one, two):
+    assert one.dtype == two.dtype and one.shape == two.shape
+    assert torch.equal(one.reshape(-1).contiguous().view(torch.uint8),
+                       two.reshape(-1).contiguous().view(torch.uint8))
+
+
+BYTES = torch.arange(256, dtype=torch.uint8)
+FORMATS = {f"every/{kind}".replace("torch.", ""): BYTES.clone().view(kind) for kind in (
+    torch.uint8, torch.int8, torch.int64, torch.float32, torch.float16, torch.bfloat16,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)}
+SHAPES = {"a/b/c.d": torch.randn(3, 4).T, "bool": torch.tensor([True, False]), "none": torch.empty(0, 3),
+          "scalar": torch.tensor(0.1), "scalar/bf16": torch.tensor(0.1, dtype=torch.bfloat16),
+          "scalar/int": torch.tensor(2**62)}
+
+
+def test_every_number_format_and_shape_comes_back_bit_for_bit(tmp_path):
+    tensors = FORMATS | SHAPES
+    folder = checkpoint.save(tmp_path, 1, tensors, {}, keep=1)
+    found = checkpoint.load(folder).tensors
+    assert found.keys() == tensors.keys()
+    into = {name: torch.zeros(t.shape, dtype=torch.uint8 if t.dtype.itemsize == 1 else t.dtype).view(t.dtype)
+            for name, t in tensors.items() if t.dtype != torch.float4_e2m1fn_x2}
+    filled = checkpoint.load(folder, into=into).tensors
+    assert filled is into
+    for name, t in tensors.items():
+        same_bits(found[name], t)
+        if name in into:
+            same_bits(into[name], t)
+
+
+def test_a_checkpoint_of_format_1_loads(tmp_path):
+    folder = tmp_path / "step-00000004"
+    folder.mkdir()
+    save_file(TENSORS, folder / "tensors.safetensors")
+    (folder / "state.json").write_text(json.dumps(STATE))
+    files = {name: {"bytes": len(content := (folder / name).read_bytes()),
+                    "sha256": hashlib.sha256(content).hexdigest()} for name in ("tensors.safetensors", "state.json")}
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "step": 4, "files": files}))
+    found, problems = checkpoint.load_latest(tmp_path)
+    assert found.step == 4 and found.state == STATE and not problems
+    into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
+    checkpoint.load(folder, into=into)
+    for name, t in TENSORS.items():
+        same_bits(found.tensors[name], t)
+        same_bits(into[name], t)
+    folder = checkpoint.save(tmp_path, 5, found.tensors, STATE, keep=2)
+    assert json.loads((folder / "manifest.json").read_text())["format"] == 2
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    folder = checkpoint.save(tmp_path, 1, {"a": torch.ones(2), "b": torch.ones(3)}, {}, keep=1)
+    for name, wrong, why in (("c", torch.zeros(3), "holds nothing as c"), ("b", torch.zeros(1), r"float32 \(3,\) as b"),
+                             ("b", torch.zeros(3, dtype=torch.float64), "float64")):
+        into = {"a": torch.zeros(2), name: wrong}
+        with pytest.raises(ValueError, match=why) as caught:
+            checkpoint.load(folder, into=into)
+        assert not isinstance(caught.value, DamagedError) and not into["a"].any()
+    assert checkpoint.load(folder, only="a", into={"a": torch.zeros(2), "c": torch.zeros(1)}).tensors["a"].all()
+
+
+def test_any_changed_bit_of_a_manifest_is_found(tmp_path):
+    folder = write(tmp_path, 1)
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1:])
+            with pytest.raises(DamagedError, match=folder.name):
+                checkpoint.verify(folder)
+    path.write_bytes(whole)
+    checkpoint.verify(folder)
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_pickle_in_the_folder_is_not_opened(tmp_path):
+    folder = write(tmp_path, 1)
+    for name in (".metadata", "__0_0.distcp", "extra.pt"):
+        (folder / name).write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
+    into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
+    assert checkpoint.load(folder, into=into).step == checkpoint.load(folder).step == 1
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_the_reader_of_torch_reads_the_files_too(tmp_path):
+    folder = write(tmp_path, 0)
+    into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for name, t in TENSORS.items():
+        same_bits(into[name], t)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_save_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, error):
+    write(tmp_path, 1)
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise error("so it goes")
+
+    monkeypatch.setattr(shards, "save_file", fail)
+    with pytest.raises(OSError if error is RuntimeError else error, match="so it goes"):
+        write(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_one_process_hears_no_warning(tmp_path):
+    with warnings.catch_warnings(action="error"):
+        checkpoint.load(write(tmp_path, 1), into={"model/a": torch.zeros(17, 5)})
+
+
+# Two processes. Each is given its rank and a folder, and leaves there what it found.
+
+class Small(nn.Module):
+    """Seven rows and one row on two processes: pieces of unequal size, and one of none."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
+        self.hidden, self.head = nn.Linear(6, 5, dtype=torch.bfloat16), nn.Linear(5, 1)
+        self.register_buffer("scale", torch.randn(3).to(torch.float8_e4m3fn))
+
+    def forward(self, ids):
+        return self.head(self.hidden(self.norm(self.embed(ids)).bfloat16()).float().tanh())
+
+
+def trained(seed, updates, model=None):
+    model = model or Small(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for i in range(updates):
+        update(model, optimizer, i)
+    return model, optimizer
+
+
+def update(model, optimizer, i):
+    optimizer.zero_grad()
+    model(torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(i))).square().mean().backward()
+    optimizer.step()
+
+
+def sharded(seed, updates):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = Small(seed), init_device_mesh("cpu", (2,))
+    fully_shard(model.hidden, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return trained(seed, updates, model)
+
+
+def state_of(model, optimizer):
+    names = {p: name for name, p in model.named_parameters()}
+    tensors = {f"model/{name}": t for name, t in model.state_dict().items()}
+    for p, slots in optimizer.state.items():
+        tensors |= {f"optimizer/{names[p]}/{slot}": t for slot, t in slots.items()}
+    return tensors
+
+
+def whole(tensors):
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+
+
+def keep_whole(model, optimizer, path):
+    tensors = whole(state_of(model, optimizer))
+    if dist.get_rank() == 0:
+        save_file(tensors, path)
+
+
+def save_two(rank, folder):
+    model, optimizer = sharded(0, 1)
+    for step in (1, 2):
+        tensors = state_of(model, optimizer)
+        assert any(isinstance(t, DTensor) for t in tensors.values())
+        checkpoint.save(folder / "root", step, tensors, {"step": step}, keep=2)
+        keep_whole(model, optimizer, folder / f"{step}.safetensors")
+        update(model, optimizer, step)
+    keep_whole(model, optimizer, folder / "3.safetensors")
+
+
+def load_two(rank, folder):
+    for root in ("root", "plain", "damaged"):
+        model, optimizer = sharded(rank + 5, 1)
+        into = state_of(model, optimizer)
+        found, problems = checkpoint.load_latest(folder / root, into=into)
+        assert found.step == found.state["step"]
+        keep_whole(model, optimizer, folder / f"{root}.safetensors")
+        (folder / f"{root}.{rank}.json").write_text(json.dumps([found.step, problems]))
+        if root == "root":
+            update(model, optimizer, 2)
+            keep_whole(model, optimizer, folder / "resumed.safetensors")
+            alone = checkpoint.load(found.path).tensors
+            for name, t in load_file(folder / "2.safetensors").items():
+                same_bits(alone[name], t)
+
+
+def die_saving(victim):
+    def program(rank, folder):
+        model, optimizer = sharded(0, 1)
+        tensors = state_of(model, optimizer)
+        checkpoint.save(folder / "root", 1, tensors, {}, keep=1)
+
+        def half(tensors, path, metadata):
+            path.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == victim:
+            shards.save_file = half
+        checkpoint.save(folder / "root", 2, tensors, {}, keep=1)
+    return program
+
+
+def fail_saving(rank, folder):
+    """Process 0 finds the disk full after all pieces are written; then process 1 does, with its piece."""
+    tensors = state_of(*sharded(0, 1))
+    checkpoint.save(folder / "root", 1, tensors, {}, keep=1)
+
+    def full(*args, **more):
+        raise OSError(28, "No space left on device")
+
+    real = checkpoint.files.sha256, shards.save_file
+    checkpoint.files.sha256 = full
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(folder / "root", 2, tensors, {}, keep=1)
+    checkpoint.files.sha256, shards.save_file = real[0], full if rank else real[1]
+    with pytest.raises(OSError, match=r"on process 1: .*No space left"):
+        checkpoint.save(folder / "root", 2, tensors, {}, keep=1)
+    dist.barrier()
+    assert sorted(p.name for p in (folder / "root").iterdir()) == ["latest", "step-00000001"]
+
+
+PROGRAMS = {"save": save_two, "load": load_two, "fail": fail_saving, "die 0": die_saving(0), "die 1": die_saving(1)}
+
+
+def process(program, rank, folder):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{program}.store", rank=rank, world_size=2,
+                                timeout=timedelta(seconds=60))
+        PROGRAMS[program](rank, folder)
+        dist.destroy_process_group()
+    except BaseException as error:
+        (folder / f"{rank}.error").write_text(repr(error))
+        os._exit(1)
+    os._exit(0)
+
+
+def run_two(program, folder):
+    """The exit codes of two processes, and what they said."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "lpkit.training.checkpoint"])
+    ranks = [context.Process(target=process, args=(program, rank, folder)) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        return [rank.exitcode for rank in ranks], [p.read_text() for p in sorted(folder.glob("*.error"))]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A run of two processes: checkpoints after one and two updates, and what they must hold."""
+    folder = tmp_path_factory.mktemp("two")
+    assert run_two("save", folder) == ([0, 0], [])
+    return folder
+
+
+@pytest.mark.dist
+def test_two_processes_write_what_one_reads(two):
+    found, problems = checkpoint.load_latest(two / "root")
+    names = sorted(p.name for p in found.path.iterdir())
+    assert names == ["manifest.json", "state.json", "tensors-00001-of-00002.safetensors",
+                     "tensors-00002-of-00002.safetensors"]
+    assert found.step == 2 and not problems and (two / "root/latest").read_text() == "step-00000002\n"
+    truth = load_file(two / "2.safetensors")
+    assert found.tensors.keys() == truth.keys()
+    assert len(truth) == 7 * 4 + 1      # 7 parameters with two moments and a step each, one buffer
+    model, optimizer = trained(9, 1)
+    into = state_of(model, optimizer)
+    assert into.keys() == truth.keys()
+    checkpoint.load(found.path, into=into)
+    for name, t in truth.items():
+        same_bits(found.tensors[name], t)
+        same_bits(state_of(model, optimizer)[name], t)
+
+
+@pytest.mark.dist
+def test_two_processes_read_what_two_and_what_one_wrote_and_pass_over_damage(two, tmp_path):
+    for name in ("1", "2", "3"):
+        shutil.copy(two / f"{name}.safetensors", tmp_path)
+    shutil.copytree(two / "root", tmp_path / "root")
+    shutil.copytree(two / "root", tmp_path / "damaged")
+    model, optimizer = trained(9, 1)
+    checkpoint.load_latest(two / "root", into=state_of(model, optimizer))
+    checkpoint.save(tmp_path / "plain", 7, state_of(model, optimizer), {"step": 7}, keep=1)
+    path = tmp_path / "damaged/step-00000002/tensors-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert run_two("load", tmp_path) == ([0, 0], [])
+    for found, due in (("root", "2"), ("plain", "2"), ("damaged", "1"), ("resumed", "3")):
+        one, other = load_file(tmp_path / f"{found}.safetensors"), load_file(tmp_path / f"{due}.safetensors")
+        assert one.keys() == other.keys()
+        for name in one:
+            same_bits(one[name], other[name])
+    for root, step in (("root", 2), ("plain", 7), ("damaged", 1)):
+        said = [json.loads((tmp_path / f"{root}.{rank}.json").read_text()) for rank in range(2)]
+        assert said[0] == said[1] and said[0][0] == step
+    assert "does not match its checksum; moved to quarantine/" in said[0][1][0]
+    assert [p.name for p in (tmp_path / "damaged/quarantine").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.dist
+def test_a_byte_changed_in_any_file_of_two_processes_is_found(two):
+    rng = random.Random(0)
+    folder = two / "root/step-00000002"
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for trial in range(60):
+            at = rng.randrange(len(content))
+            flipped = content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1:]
+            path.write_bytes(content[:at] if trial % 2 else flipped)
+            with pytest.raises(DamagedError, match=folder.name):
+                checkpoint.load(folder)
+        path.unlink()
+        with pytest.raises(DamagedError, match=folder.name):
+            checkpoint.load(folder)
+        path.write_bytes(content)
+    checkpoint.load(folder)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_killed_inside_a_save_leaves_the_checkpoint_before_the_newest(tmp_path, victim):
+    codes, errors = run_two(f"die {victim}", tmp_path)
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1 and len(errors) == 1
+    assert [p.name for p in checkpoint.folders(tmp_path / "root")] == ["step-00000001"]
+    assert (tmp_path / "root/latest").read_text() == "step-00000001\n"
+    checkpoint.sweep(tmp_path / "root")
+    found, problems = checkpoint.load_latest(tmp_path / "root")
+    assert found.step == 1 and not problems
+    assert sorted(p.name for p in (tmp_path / "root").iterdir()) == ["latest", "step-00000001"]
+
+
+@pytest.mark.dist
+def test_an_error_of_one_process_is_said_by_all_and_leaves_nothing(tmp_path):
+    assert run_two("fail", tmp_path) == ([0, 0], [])

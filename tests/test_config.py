@@ -2,7 +2,8 @@
 
 import pytest
 
-from lpkit.config import Config, ConfigError, ModelConfig, flat, parse_settings
+from lpkit.config import Config, ModelConfig, flat, parse_settings
+from lpkit.errors import ConfigError
 from lpkit.presets import PRESETS, preset, resolve
 
 
@@ -11,7 +12,8 @@ def test_every_preset_round_trips(name):
     config = preset(name)
     assert Config.from_dict(config.to_dict()) == config
     assert Config.from_yaml(config.to_yaml()) == config
-    assert config.replace({key: str(value) for key, value in flat(config).items()}) == config
+    typed = {key: ",".join(value) if isinstance(value, tuple) else str(value) for key, value in flat(config).items()}
+    assert config.replace(typed) == config
 
 
 def test_settings_change_what_they_name_and_nothing_else():
@@ -21,6 +23,40 @@ def test_settings_change_what_they_name_and_nothing_else():
     assert changed == {"model.layers", "optimizer.lr", "system.compile", "steps", "model.kv_heads"}
     assert (config.model.layers, config.optimizer.lr, config.system.compile, config.steps, config.model.G) == \
         (6, 3e-4, False, 1000, 2)
+
+
+def test_a_name_brings_the_settings_of_its_row():
+    config = Config().replace({"memory.recompute": "block", "memory.recompute.every": "2"})
+    assert (config.memory.recompute.name, config.memory.recompute.every) == ("block", 2)
+    assert config.to_dict()["memory"]["recompute"] == {"name": "block", "every": 2}
+    assert config == Config(memory={"recompute": {"name": "block", "every": 2}}) == Config.from_yaml(config.to_yaml())
+    assert config.replace({"memory.recompute": "selective"}).memory.recompute.every == 2   # changed, and both have it
+    with pytest.raises(ConfigError, match=r"memory\.recompute=none has no setting 'every', which block was given as 2"):
+        config.replace({"memory.recompute": "none"})
+
+
+OLD = """
+version: 1
+optimizer: {name: adamw-8bit, lr: 0.002, schedule: wsd, warmup_steps: 5, decay_fraction: 0.3, final_lr_ratio: 0.2}
+precision: {recipe: fp8-delayed, keep: [first, head], pad: null, history: 4, weights: cached, telemetry_every: 0}
+memory: {recompute: none, recompute_every: 1, recompute_budget: 0.5, saved: int8, loss: chunked, loss_chunk: 64,
+         parameters: bf16, optimizer_state: disk, update: after}
+batch: 8
+accumulate: 2
+"""
+
+
+def test_a_config_of_version_1_is_read_and_its_keys_are_named(capsys):
+    config = Config.from_yaml(OLD)
+    assert config == Config().replace({
+        "optimizer.lr": 0.002, "memory.moment_format": "int8", "schedule": "wsd", "schedule.warmup_steps": 5,
+        "schedule.decay_fraction": 0.3, "schedule.final_lr_ratio": 0.2, "precision.recipe": "fp8-delayed",
+        "precision.recipe.high_precision_layers": "first,head", "precision.recipe.history": 4,
+        "precision.cache_weight_casts": True, "memory.activation_offload": "int8", "memory.cross_entropy": "chunked",
+        "memory.cross_entropy.chunk_tokens": 64, "memory.param_dtype": "bf16", "memory.optimizer_state": "disk",
+        "global_batch": 8, "grad_accum_steps": 2})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "batch -> global_batch" in line and "memory.saved -> memory.activation_offload" in line
 
 
 def test_derived_sizes_follow_a_change():
@@ -39,8 +75,18 @@ BAD = {
     "model.width=250": r"model.width=250 is not a multiple of model.heads=4; nearest widths: 248 or 252",
     "model.kv_heads=3": r"kv_heads may be 1, 2, 4",
     "model.norm=rmsnorn": r"did you mean 'rmsnorm'",
-    "accumulate=3": r"accumulate may be 1, 2, 4, 8, 16",
-    "version=2": r"newer than this lpkit understands \(1\); upgrade lpkit",
+    "grad_accum_steps=3": r"grad_accum_steps may be 1, 2, 4, 8, 16",
+    "version=3": r"newer than this lpkit understands \(2\); upgrade lpkit",
+    "batch=4": r"no setting 'batch'; since version 2 it is 'global_batch'",
+    "memory.recompute=blok": r"no memory.recompute 'blok'; did you mean 'block'",
+    "memory.recompute.every=2": r"memory.recompute=none has no setting 'every'; selective, block have it",
+    "memory.recompute.every.n=2": r"no setting 'memory.recompute.every.n'",
+    "precision.recipe=fp8": r"no precision.recipe 'fp8'; did you mean 'mxfp8'",
+    "precision.recipe.history=4": r"precision.recipe=auto has no setting 'history'; fp8-delayed has it",
+    "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adamw'",
+    "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",
+    "parallel.tensor=3": r"tensor may be 2 or 4",
+    "parallel.zero=4": r"no ZeRO stage 4",
     "system.compile=maybe": r"true or false or auto, got 'maybe'",
     "steps": r"expected key=value, got 'steps'",
 }

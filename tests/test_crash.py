@@ -17,7 +17,7 @@ from lpkit.training.runs import Run
 NURSERY = """
 import os, sys
 import torch
-import lpkit.training.assembly, lpkit.training.background
+import lpkit.training.training, lpkit.training.background
 from lpkit.config import Config
 
 torch.set_num_threads(1)
@@ -35,7 +35,7 @@ for line in sys.stdin:
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
-SETTINGS = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120, "batch": 4,
+SETTINGS = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120, "global_batch": 4,
             "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32",
             "system.device": "cpu", "system.threads": 1}
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpkit.cli import main
-from lpkit.config import ConfigError, DataConfig
+from lpkit.config import DataConfig
 from lpkit.datasets import (
     POLICIES,
     TOKENIZERS,
@@ -33,6 +33,7 @@ from lpkit.datasets import (
 from lpkit.datasets import sources as sources_module
 from lpkit.datasets import tokens as tokens_module
 from lpkit.datasets.sources import BLOCK_CHARS, is_validation
+from lpkit.errors import ConfigError
 
 WORDS = "the cat sat on a mat and naïve café 漢字 🙂 def return None".split()
 
@@ -489,13 +490,13 @@ def test_batches_are_those_of_a_naive_loop(tmp_path, name, dtype):
     tokens = np.memmap(tmp_path / "a.bin", dtype=dtype, mode="r")
     policy = POLICIES[name](tokens=tokens, batch=5, context=33, seed=3)
     for step in (0, 1, 7, 10**6):
-        x, y = policy.batch(step)
+        x, y = policy.batch(step).tensors
         wanted = naive(ids, policy.starts(step), 33)
         assert torch.equal(x, wanted[0]) and torch.equal(y, wanted[1])
         assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
         kept = y.clone()
         x.fill_(-1)         # a policy that lends its memory would show here
-        assert torch.equal(y, kept) and torch.equal(policy.batch(step)[0], wanted[0])
+        assert torch.equal(y, kept) and torch.equal(policy.batch(step).tokens, wanted[0])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -554,5 +555,5 @@ def test_one_pass_meets_every_window_once(kind, length):
 def test_context_longer_than_the_corpus():
     with pytest.raises(ConfigError, match=r"model.context=64 needs 65 tokens in a row.*only 64; set model.context=63"):
         RandomWindows(tokens=np.zeros(64, np.uint16), batch=1, context=64)
-    x, y = RandomWindows(tokens=np.arange(65, dtype=np.uint16), batch=2, context=64).batch(0)
+    x, y = RandomWindows(tokens=np.arange(65, dtype=np.uint16), batch=2, context=64).batch(0).tensors
     assert x.tolist() == [list(range(64))] * 2 and y.tolist() == [list(range(1, 65))] * 2

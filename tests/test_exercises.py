@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lpkit.config import ConfigError
 from lpkit.course.exercises import EXERCISES, Exercise, Verdict, check
+from lpkit.errors import ConfigError
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}
 

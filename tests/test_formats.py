@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from lpkit.config import ConfigError
-from lpkit.precision.formats import FORMATS, ROUNDINGS, decode, encode, format_of, listed, round_to, values
+from lpkit.errors import ConfigError
+from lpkit.precision.formats import ROUNDINGS, decode, encode, listed, round_to, values
 from lpkit.studies import linear_operands
+from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.ui import Bits, exponents_figure, ranges_figure, value_figure
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,

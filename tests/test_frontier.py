@@ -3,10 +3,11 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict.frontier import Candidate, Point, frontier, triangle
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
@@ -77,7 +78,7 @@ def test_a_law_is_not_extrapolated_silently():
 
 
 def candidates() -> list[Candidate]:
-    return [Candidate(name=f"{name}, {shard} {machine}", config=preset(name), layout=Layout(shard=shard), machine=machine,
+    return [Candidate(name=f"{name}, {shard} {machine}", config=replace(preset(name), parallel=Layout(shard=shard)), machine=machine,
                       tokens=20e9) for name in ("gpt2-124m", "gpt2-1.5b", "llama-8b") for shard in (8, 64)
             for machine in ("h100", "a100-80")]
 

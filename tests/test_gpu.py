@@ -8,8 +8,8 @@ import torch
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.recipes import RECIPES
-from lpkit.training.assembly import build_model
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.build import initialised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 LOW = [name for name, recipe in RECIPES.items() if recipe.products]
@@ -44,7 +44,7 @@ def test_a_gpu_step_is_the_cpu_step():
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
     grads = []
     for device in ("cpu", "cuda"):
-        model = build_model(config, torch.device("cpu")).to(device)
+        model = initialised(config, torch.device("cpu")).to(device)
         loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1].to(device)).flatten(0, 1),
                                                  tokens[:, 1:].to(device).flatten())
         loss.backward()

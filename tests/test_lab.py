@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from lpkit import cli, files
-from lpkit.config import ConfigError
 from lpkit.course import lab
+from lpkit.errors import ConfigError
 
 OPEN_DOORS = """
 c.ServerApp.ip = "0.0.0.0"

@@ -10,8 +10,8 @@ import torch
 
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.recipes import RECIPES
 from lpkit.techniques.machines import CATALOGUE
+from lpkit.techniques.recipes import RECIPES
 
 CPU = torch.device("cpu")
 

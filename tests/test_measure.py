@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lpkit import hardware, measure
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, reset_peak
 from lpkit.measure.updates import roofline, saved_bytes, step, turns
 from lpkit.predict import parameter_count, predict
@@ -86,7 +87,7 @@ def test_this_machine_is_a_row_of_the_catalogue():
 
 
 def test_a_step_beside_the_ceilings():
-    config = Config().replace({"model.layers": 1, "model.context": 32, "batch": 2})
+    config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2})
     found = roofline(config, device="cpu", rounds=3)
     names = [p.name for p in found.product_rates]
     assert len(names) == len(set(names)) == 3 * len(products(config.model, batch=2))
@@ -97,7 +98,7 @@ def test_a_step_beside_the_ceilings():
 
 
 def test_a_step_is_measured_with_its_choices():
-    config = Config().replace({"model.layers": 1, "model.context": 32, "batch": 2, "precision.recipe": "bf16"})
+    config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2, "precision.recipe": "bf16"})
     found = step(config, device="cpu", rounds=1)
     assert found.precision.used == "bf16" and found.attention.used == "blocked" and found.tokens == 64
     assert found.step_seconds == found.forward_seconds + found.backward_seconds + found.optimizer_seconds > 0
@@ -105,8 +106,8 @@ def test_a_step_is_measured_with_its_choices():
 
 
 def test_models_take_turns():
-    small = Config().replace({"model.layers": 1, "model.context": 32, "batch": 1, "precision.recipe": "fp32"})
-    found = turns([small, small.replace({"model.layers": 6, "batch": 16})], device="cpu", rounds=2)
+    small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1, "precision.recipe": "fp32"})
+    found = turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu", rounds=2)
     assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.disturbed < 1.1      # 96 times the work
     assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
 
@@ -117,7 +118,7 @@ def test_a_recipe_that_cannot_be_measured_is_refused():
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
-    config = Config().replace({"model.layers": 2, "model.width": 96, "model.mlp_width": 320, "model.vocab": 512, "batch": 4,
+    config = Config().replace({"model.layers": 2, "model.width": 96, "model.mlp_width": 320, "model.vocab": 512, "global_batch": 4,
                                "model.context": 64, "precision.recipe": "fp32", "system.device": "cpu"})
     found = measure.seconds(config, rounds=1)
     assert sum(found.rows.values()) == pytest.approx(found.step_seconds)
@@ -139,12 +140,12 @@ def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
     assert hardware.energy_joules("cpu") is None
 
 
-@pytest.mark.parametrize("changes", [{"memory.update": "in-backward", "optimizer.clip": 0}, {"optimizer.name": "adamw-8bit"}],
-                         ids=["in-backward", "adamw-8bit"])
+@pytest.mark.parametrize("changes", [{"memory.optimizer_step": "in-backward", "optimizer.clip": 0}, {"memory.moment_format": "int8"}],
+                         ids=["in-backward", "8-bit moments"])
 def test_a_step_is_timed_under_any_optimizer(changes):
     """Gradients may be gone when backward ends, and a state may hold more than tensors."""
-    config = Config().replace({"model.layers": 1, "model.width": 32, "batch": 2, "model.context": 16, "precision.recipe": "fp32",
+    config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2, "model.context": 16, "precision.recipe": "fp32",
                                "system.device": "cpu", **changes})
     found = step(config, rounds=1)
     assert found.bytes["weights"] == 4 * parameter_count(config.model)
-    assert ("gradients" in found.bytes) == (config.memory.update == "after")
+    assert ("gradients" in found.bytes) == (config.memory.optimizer_step == "after")

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.contracts import Batch
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.tracking import Tracker
 from lpkit.measure.updates import memory, saved_bytes
@@ -14,19 +16,21 @@ from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.recompute import within
 from lpkit.memory.saved import Copy, Counter, Few, Ticket
-from lpkit.optim.adamw import PiecewiseAdamW
-from lpkit.optim.moments import Float32, from_blocks, levels, to_blocks
+from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
-from lpkit.precision.recipes import RECIPES
+from lpkit.optim.stepper import Stepper
 from lpkit.predict import parameter_count
+from lpkit.techniques.optimizers import AdamWSettings
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint
-from lpkit.training.assembly import assemble, build, decide
 from lpkit.training.background import start, train
+from lpkit.training.build import decide
+from lpkit.training.training import RandomTokens, Training
 
 CPU = torch.device("cpu")
 SMALL = Config().replace({
     "model.layers": 2, "model.width": 128, "model.heads": 2, "model.mlp_width": 128, "model.context": 32, "steps": 5,
-    "batch": 4, "eval_every": 4, "eval_batches": 1, "checkpoint_every": 3, "optimizer.warmup_steps": 2,
+    "global_batch": 4, "eval_every": 4, "eval_batches": 1, "checkpoint_every": 3, "schedule.warmup_steps": 2,
     "system.device": "cpu", "precision.recipe": "fp32"})
 LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False, "model.tied": False,
          "model.kv_heads": 1, "model.init": "llama"}
@@ -40,14 +44,18 @@ def small(corpus, monkeypatch):
 
 def batch(config: Config):
     draw = torch.Generator().manual_seed(1)
-    shape = (config.batch, config.model.context)
-    return [torch.randint(config.model.vocab, shape, generator=draw) for _ in range(2)]
+    shape = (config.global_batch, config.model.context)
+    return Batch(*(torch.randint(config.model.vocab, shape, generator=draw) for _ in range(2)))
+
+
+def built_from(config: Config) -> Training:
+    return Training.build(config, data=RandomTokens(config))
 
 
 def gradients(config: Config):
     """The loss, every gradient of one update before it is used, and the model with the state that the step left."""
-    built = build(config, decide(config))
-    loss = built.step(built.model, *batch(config))
+    built = built_from(config)
+    loss = built.forward_backward(batch(config))
     return loss, {name: p.grad for name, p in built.model.named_parameters()}, built.model
 
 
@@ -56,9 +64,9 @@ def same(a: dict, b: dict) -> bool:
 
 
 def kept(config: Config):
-    built = build(config, decide(config))
-    x, y = batch(config)
-    return saved_bytes(built.model, lambda: built.loss(built.model, x.clone(), y.clone()))
+    built = built_from(config)
+    x, y = batch(config).tensors
+    return saved_bytes(built.model, lambda: built.loss(built.model, Batch(x.clone(), y.clone())))
 
 
 def loses_nothing(config: Config, changes: dict) -> None:
@@ -86,7 +94,7 @@ def resumes(config: Config, out, *, stop: int = 4):
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_gradients_are_the_same_bit_for_bit_under_every_recipe(recompute, recipe):
-    loses_nothing(SMALL.replace({"precision.recipe": recipe, "batch": 8, "accumulate": 2}), {"memory.recompute": recompute})
+    loses_nothing(SMALL.replace({"precision.recipe": recipe, "global_batch": 8, "grad_accum_steps": 2}), {"memory.recompute": recompute})
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective"])
@@ -103,7 +111,7 @@ def test_recomputed_blocks_keep_their_input_alone():
     one = everything.total_bytes - everything.operations["embed"] - everything.operations["norm"] \
         - everything.operations["head"] - everything.operations["loss"]
     for every, blocks in ((1, 4), (2, 2), (3, 2), (9, 1)):      # 0; 0 and 2; 0 and 3; 0
-        found = kept(config.replace({"memory.recompute": "block", "memory.recompute_every": every}))
+        found = kept(config.replace({"memory.recompute": "block", "memory.recompute.every": every}))
         assert found.total_bytes == everything.total_bytes - blocks * (one // 4 - tokens * 128 * 4)
 
 
@@ -116,8 +124,8 @@ def test_selective_recomputation_keeps_the_products_and_attention():
 
 
 def test_telemetry_sees_a_recomputed_chunked_step_once_and_changes_nothing(small, tmp_path):
-    config = small.replace({"memory.recompute": "selective", "memory.loss": "chunked", "memory.loss_chunk": 32,
-                            "memory.saved": "cpu", "precision.recipe": "fp8-delayed"})
+    config = small.replace({"memory.recompute": "selective", "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 32,
+                            "memory.activation_offload": "cpu", "precision.recipe": "fp8-delayed"})
     plain, seen = train(config, out=tmp_path / "plain"), train(config.replace({"precision.telemetry_every": 2}), out=tmp_path / "seen")
     assert [line["loss"] for line in plain.metrics] == [line["loss"] for line in seen.metrics]
     samples = telemetry.read(tmp_path / "seen")
@@ -126,11 +134,11 @@ def test_telemetry_sees_a_recomputed_chunked_step_once_and_changes_nothing(small
 
 def test_a_budget_keeps_its_share_and_is_forgotten():
     """Against what the same backend keeps without; the same loss and gradients up to the order of sums."""
-    x, y = batch(SMALL)
+    x, y = batch(SMALL).tensors
     kept, gradients = {}, {}
     for share in (1.0, 0.5, 0.25, 0.0):
         torch._dynamo.reset()
-        built = build(SMALL, decide(SMALL))
+        built = built_from(SMALL)
         built.model.compile(backend=partial(within, share, compiler="aot_eager_decomp_partition"))
         weights = {p.untyped_storage().data_ptr() for p in built.model.parameters()}
         saved = {}
@@ -142,7 +150,7 @@ def test_a_budget_keeps_its_share_and_is_forgotten():
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = built.loss(built.model, x, y)
+            loss = built.loss(built.model, Batch(x, y))
         loss.backward()
         kept[share], gradients[share] = sum(saved.values()), [p.grad for p in built.model.parameters()]
         assert torch._functorch.config.activation_memory_budget == 1.0
@@ -160,9 +168,9 @@ def test_recomputation_is_compiled_with_the_rest(recompute):
     config, found = SMALL.replace({"precision.recipe": "bf16", "model.layers": 1}), []
     for name in ("none", recompute):
         torch._dynamo.reset()
-        built = build(config.replace({"memory.recompute": name}), decide(config.replace({"memory.recompute": name})))
+        built = built_from(config.replace({"memory.recompute": name}))
         built.model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-        loss = built.loss(built.model, *batch(config))
+        loss = built.loss(built.model, batch(config))
         loss.backward()
         found.append({"loss": loss.detach(), **{name: p.grad for name, p in built.model.named_parameters()}})
     assert same(*found)
@@ -171,7 +179,7 @@ def test_recomputation_is_compiled_with_the_rest(recompute):
 @pytest.mark.slow
 def test_a_compiled_run_within_a_budget_and_with_chunked_loss_resumes(small, tmp_path):
     torch._dynamo.reset()
-    run = resumes(small.replace({"memory.recompute": "budget", "memory.recompute_budget": 0.3, "memory.loss": "chunked",
+    run = resumes(small.replace({"memory.recompute": "budget", "memory.recompute.budget": 0.3, "memory.cross_entropy": "chunked",
                                  "model.layers": 1, "system.compile": True}), tmp_path)
     plain = train(small.replace({"model.layers": 1}), out=tmp_path / "plain")
     assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in plain.metrics], rel=1e-3)
@@ -181,12 +189,12 @@ def test_a_compiled_run_within_a_budget_and_with_chunked_loss_resumes(small, tmp
 # ---- chunked loss
 
 @pytest.mark.parametrize("changes", [
-    {}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp16"}, {"model.tied": False}, LLAMA, {"accumulate": 2},
-    {"precision.recipe": "fp8-tensorwise"}, {"precision.recipe": "fp8-tensorwise", "precision.keep": ","}], ids=str)
+    {}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp16"}, {"model.tied": False}, LLAMA, {"grad_accum_steps": 2},
+    {"precision.recipe": "fp8-tensorwise"}, {"precision.recipe": "fp8-tensorwise", "precision.recipe.high_precision_layers": "none"}], ids=str)
 def test_one_piece_gives_the_whole_gradient_up_to_rounding(changes):
     """Of the exponential in float32; an ulp of that may turn a 16-bit rounding."""
     config = SMALL.replace(changes)
-    (loss, want, _), (again, found, _) = gradients(config), gradients(config.replace({"memory.loss": "chunked"}))
+    (loss, want, _), (again, found, _) = gradients(config), gradients(config.replace({"memory.cross_entropy": "chunked"}))
     assert again.item() == pytest.approx(loss.item(), rel=1e-6)
     for name, grad in want.items():
         assert (found[name] - grad).norm() <= (1e-6 if config.precision.recipe == "fp32" else 2e-3) * grad.norm()
@@ -213,23 +221,23 @@ def test_pieces_against_float64(chunk):
 
 def test_chunked_loss_keeps_no_logits():
     """Kept: the hidden states' gradient. (The head's is a gradient like the others, only earlier.)"""
-    config = SMALL.replace({"model.vocab": 4096, "memory.loss": "chunked", "memory.loss_chunk": 16})
+    config = SMALL.replace({"model.vocab": 4096, "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 16})
     assert kept(config).operations["loss"] == 4 * 32 * 128 * 4
-    whole = kept(config.replace({"memory.loss": "whole"})).operations["loss"]
+    whole = kept(config.replace({"memory.cross_entropy": "full"})).operations["loss"]
     assert whole == 4 * 32 * 4096 * 4 + 4 * 32 * 8 + 4     # log-probabilities, targets, their number
 
 
 def test_the_peak_falls_by_the_logits():
     """Log-probabilities, their gradient and the logits' are there together without; a chunk of 1/64 of them with."""
     config = SMALL.replace({"model.vocab": 8192, "model.context": 256, "model.tied": False})
-    whole, chunks = (memory(config.replace({"memory.loss": name, "memory.loss_chunk": 16})) for name in ("whole", "chunked"))
+    whole, chunks = (memory(config.replace({"memory.cross_entropy": name, "memory.cross_entropy.chunk_tokens": 16})) for name in ("full", "chunked"))
     logits = 4 * 256 * 8192 * 4
     assert whole.peak_bytes - chunks.peak_bytes > 2.5 * logits
     assert chunks.most["logits and loss"] + chunks.most["logits' gradients"] < 0.1 * logits
 
 
 def test_a_chunked_run_goes_on_where_it_was_and_evaluates_the_same(small, tmp_path):
-    config = small.replace({"memory.loss": "chunked", "memory.loss_chunk": 48, "memory.recompute": "block",
+    config = small.replace({"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 48, "memory.recompute": "block",
                             "precision.recipe": "fp8-delayed"})
     run = resumes(config, tmp_path)
     assert {"recompute", "loss"} <= run.summary["chosen"].keys()
@@ -244,17 +252,17 @@ def test_a_chunked_run_goes_on_where_it_was_and_evaluates_the_same(small, tmp_pa
 @pytest.mark.parametrize("changes", [
     {}, LLAMA, {"model.attention": "plain"}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"},
     {"precision.recipe": "nvfp4"}, {"memory.recompute": "block"}, {"memory.recompute": "selective", "precision.recipe": "bf16"},
-    {"memory.parameters": "bf16", "precision.recipe": "mxfp8", "precision.weights": "cached"}], ids=str)
+    {"memory.param_dtype": "bf16", "precision.recipe": "mxfp8", "precision.cache_weight_casts": True}], ids=str)
 @pytest.mark.parametrize("saved", ["cpu", "disk"])
 def test_what_is_moved_comes_back_bit_for_bit(saved, changes):
-    loses_nothing(SMALL.replace({"batch": 8, "accumulate": 2, **changes}), {"memory.saved": saved})
+    loses_nothing(SMALL.replace({"global_batch": 8, "grad_accum_steps": 2, **changes}), {"memory.activation_offload": saved})
 
 
 def parcels(config: Config):
     """Of one forward pass: what the blocks sent away, once each, and the bytes of other tensors that they kept."""
     sent, stayed = {}, []
-    built = build(config, decide(config))
-    x, y = batch(config)
+    built = built_from(config)
+    x, y = batch(config).tensors
     pack = Counter.pack
 
     def watched(self, least, t):
@@ -267,7 +275,7 @@ def parcels(config: Config):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Counter, "pack", watched)
-        loss = built.loss(built.model, x, y)
+        loss = built.loss(built.model, Batch(x, y))
     return list(sent.values()), stayed, built.model, loss
 
 
@@ -275,7 +283,7 @@ def parcels(config: Config):
 def test_activations_go_and_weights_and_statistics_stay(recipe, each):
     """GPT-2 style with fused attention: two norms' inputs, qkv's input, q, k, v and the output, what goes into up, gelu and
     down; and, where it is cast, the output's cast."""
-    config = SMALL.replace({"precision.recipe": recipe, "memory.saved": "cpu", "model.attention": "sdpa"})
+    config = SMALL.replace({"precision.recipe": recipe, "memory.activation_offload": "cpu", "model.attention": "sdpa"})
     sent, stayed, model, _loss = parcels(config)
     N, D = 4 * 32, 128
     assert sorted(n for _, _, n in sent) == [N * D] * 2 * each
@@ -337,10 +345,10 @@ def test_the_gradient_of_a_weight_is_right_on_average(bits):
 
 def held(config: Config) -> int:
     """Bytes of tensors between forward and backward."""
-    built = build(config, decide(config))
-    x, y = batch(config)
+    built = built_from(config)
+    x, y = batch(config).tensors
     with Tracker(built.model, built.optimizer) as tracker:
-        _loss = built.loss(built.model, x, y)
+        _loss = built.loss(built.model, Batch(x, y))
         return sum(tracker.now().values())
 
 
@@ -349,19 +357,19 @@ def test_saved_bytes_go_down_by_what_arithmetic_says(saved, each):
     """10 tensors a block of N D numbers, 4 bytes before; to the byte."""
     config = SMALL.replace({"model.attention": "sdpa"})
     numbers = 2 * 10 * 4 * 32 * 128
-    assert held(config) - held(config.replace({"memory.saved": saved})) == (4 - each) * numbers
+    assert held(config) - held(config.replace({"memory.activation_offload": saved})) == (4 - each) * numbers
 
 
 @pytest.mark.parametrize("saved, error", [("int8", 0.01), ("int4", 0.15), ("int2", 0.75)])
 def test_the_gradient_from_few_bits(saved, error):
     """Of a whole model: its relative error, as docs/memory.md states it; and the mean over 16 draws is off by a quarter of
     that, as it is when nothing but noise is there."""
-    config = SMALL.replace({"batch": 8})
+    config = SMALL.replace({"global_batch": 8})
     _, want, _ = gradients(config)
-    built = build(config.replace({"memory.saved": saved}), decide(config.replace({"memory.saved": saved})))
+    built = built_from(config.replace({"memory.activation_offload": saved}))
     exact, found = torch.cat([g.flatten() for g in want.values()]).double(), []
     for _ in range(16):
-        built.step(built.model, *batch(config))
+        built.forward_backward(batch(config))
         found.append(torch.cat([p.grad.flatten() for p in built.model.parameters()]).double())
         built.optimizer.zero_grad()
     errors = [((g - exact).norm() / exact.norm()).item() for g in found]
@@ -369,13 +377,13 @@ def test_the_gradient_from_few_bits(saved, error):
     assert error / 2 < max(errors) < error and mean == pytest.approx(sum(errors) / 16 / 4, rel=0.1)
 
 
-@pytest.mark.parametrize("changes", [{"memory.saved": "int4", "precision.recipe": "bf16"}, {"memory.saved": "disk"},
-                                     {"memory.saved": "int8", "memory.recompute": "block", "accumulate": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"memory.activation_offload": "int4", "precision.recipe": "bf16"}, {"memory.activation_offload": "disk"},
+                                     {"memory.activation_offload": "int8", "memory.recompute": "block", "grad_accum_steps": 2}], ids=str)
 def test_a_run_with_saved_tensors_elsewhere_goes_on_bit_for_bit(small, tmp_path, changes):
     run = resumes(small.replace({"steps": 12, **changes}), tmp_path, stop=8)
     plain = train(small.replace({"steps": 12}), out=tmp_path / "plain")
     assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in plain.metrics], rel=0.01)
-    assert run.summary["chosen"]["saved"]["used"] == changes["memory.saved"]
+    assert run.summary["chosen"]["activation_offload"]["used"] == changes["memory.activation_offload"]
 
 
 def test_slots_are_used_again_and_have_no_name(tmp_path, monkeypatch):
@@ -398,12 +406,12 @@ def test_slots_are_used_again_and_have_no_name(tmp_path, monkeypatch):
 # ---- the update
 
 @pytest.mark.parametrize("changes", [{}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"}, LLAMA,
-                                     {"memory.recompute": "block", "memory.loss": "chunked"},
-                                     {"optimizer.name": "adamw-8bit"}], ids=str)
+                                     {"memory.recompute": "block", "memory.cross_entropy": "chunked"},
+                                     {"memory.moment_format": "int8"}], ids=str)
 def test_updates_in_backward_are_the_same_bit_for_bit(small, tmp_path, changes):
     config = small.replace({"optimizer.clip": 0, **changes})
     after = train(config, out=tmp_path / "after")
-    inside = resumes(config.replace({"memory.update": "in-backward"}), tmp_path)
+    inside = resumes(config.replace({"memory.optimizer_step": "in-backward"}), tmp_path)
     one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (after, inside))
     assert same(one, two)
     assert [a["grad_norm"] for a in after.metrics] == [b["grad_norm"] for b in inside.metrics]
@@ -413,7 +421,7 @@ def test_updates_in_backward_are_the_same_bit_for_bit(small, tmp_path, changes):
 def test_updates_in_backward_never_hold_every_gradient():
     """Bytes of gradients, whenever: all of them after, the largest two or so in backward; and the peak falls."""
     config = SMALL.replace({"model.layers": 6, "model.context": 8, "optimizer.clip": 0})
-    whole, inside = memory(config), memory(config.replace({"memory.update": "in-backward"}))
+    whole, inside = memory(config), memory(config.replace({"memory.optimizer_step": "in-backward"}))
     parameters = whole.rows["weights"]
     assert whole.most["gradients"] == parameters
     assert inside.peak_bytes < whole.peak_bytes - 0.6 * parameters
@@ -424,9 +432,8 @@ def test_pieces_of_an_update_are_the_fused_optimizers_bit_for_bit():
     torch.manual_seed(0)
     shapes = [(300, 7), (5,), (64, 64)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    settings = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
-    one = PiecewiseAdamW([dict(params=ours, weight_decay=0.1)], form=Float32(), **settings)
-    two = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True, **settings)
+    one = Stepper([dict(params=ours)], AdamWSettings(name="adamw", lr=1e-2))
+    two = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     for _ in range(5):
         for a, b in zip(ours, theirs):
             a.grad = b.grad = torch.randn(a.shape)
@@ -458,7 +465,7 @@ def test_8_bit_moments_train_as_float32_ones_do(small, tmp_path):
     """Losses within 0.3% (measured: 0.06%), at a quarter of the state's bytes, and a resumed run is the uninterrupted one."""
     config = small.replace({"steps": 30})
     whole = train(config, out=tmp_path / "float32")
-    lean = resumes(config.replace({"optimizer.name": "adamw-8bit"}), tmp_path, stop=20)
+    lean = resumes(config.replace({"memory.moment_format": "int8"}), tmp_path, stop=20)
     for a, b in zip(whole.metrics, lean.metrics):
         assert b["loss"] == pytest.approx(a["loss"], rel=3e-3)
     sizes = [sum(t.nbytes for name, t in checkpoint.load_latest(run.checkpoints)[0].tensors.items() if "exp_avg" in name)
@@ -488,14 +495,14 @@ def test_small_updates_survive_stochastic_rounding_alone():
     assert w.double().mean().item() == pytest.approx(1 + 100 * 2**-12, abs=5 * spread)
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision.recipe": "mxfp8", "memory.loss": "chunked", "memory.recompute": "block"},
-                                     {"optimizer.name": "adamw-8bit", "memory.update": "in-backward", "optimizer.clip": 0},
-                                     {"accumulate": 2, "memory.optimizer_state": "disk"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision.recipe": "mxfp8", "memory.cross_entropy": "chunked", "memory.recompute": "block"},
+                                     {"memory.moment_format": "int8", "memory.optimizer_step": "in-backward", "optimizer.clip": 0},
+                                     {"grad_accum_steps": 2, "memory.optimizer_state": "disk"}], ids=str)
 def test_bf16_parameters_train_and_resume(small, tmp_path, changes):
     """Losses within 1% of float32 parameters' (measured over 30 steps: 0.4%)."""
     config = small.replace({"precision.recipe": "bf16", "steps": 12, **changes})
     plain = train(config, out=tmp_path / "float32")
-    run = resumes(config.replace({"memory.parameters": "bf16"}), tmp_path, stop=8)
+    run = resumes(config.replace({"memory.param_dtype": "bf16"}), tmp_path, stop=8)
     assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in plain.metrics], rel=0.01)
     assert len(lpkit.sample(run, prompt="def ", tokens=4, temperature=0)) > 4
     saved = checkpoint.load_latest(run.checkpoints)[0].tensors
@@ -504,13 +511,13 @@ def test_bf16_parameters_train_and_resume(small, tmp_path, changes):
 
 def test_bf16_parameters_halve_weights_and_gradients():
     config = SMALL.replace({"precision.recipe": "bf16"})
-    whole, half = memory(config), memory(config.replace({"memory.parameters": "bf16"}))
+    whole, half = memory(config), memory(config.replace({"memory.param_dtype": "bf16"}))
     assert half.rows["weights"] * 2 == whole.rows["weights"]
     assert half.most["gradients"] * 2 == whole.most["gradients"]
     assert half.rows["optimizer state"] == pytest.approx(whole.rows["optimizer state"], rel=1e-3)     # float32 moments
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer.name": "adamw-8bit"}, {"memory.update": "in-backward", "optimizer.clip": 0}],
+@pytest.mark.parametrize("changes", [{}, {"memory.moment_format": "int8"}, {"memory.optimizer_step": "in-backward", "optimizer.clip": 0}],
                          ids=str)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_state_elsewhere_changes_no_bit(small, tmp_path, place, changes):
@@ -526,10 +533,10 @@ def test_state_elsewhere_changes_no_bit(small, tmp_path, place, changes):
 def test_state_on_a_disk_is_not_in_memory():
     """The second update allocates one parameter's moments at a time; what rests is in the file."""
     config = SMALL.replace({"model.layers": 6, "memory.optimizer_state": "disk"})
-    built = build(config, decide(config))
-    built.step(built.model, *batch(config))
-    built.finish()
-    scratch = built.place.scratch
+    built = built_from(config)
+    built.forward_backward(batch(config))
+    built.optimizer_step()
+    scratch = built.state_placement.scratch
     rests = [t for state in built.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     assert all(t.data_ptr() in scratch.where_is for t in rests)
     assert sum(t.nbytes for t in rests) == 8 * sum(p.numel() for p in built.model.parameters())
@@ -549,15 +556,15 @@ def test_scratch_files_have_no_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changes, gigabytes", [
-    ({}, 16), ({"memory.parameters": "bf16", "precision.recipe": "bf16"}, 12), ({"optimizer.name": "adamw-8bit"}, 8 + 2 + 8 / 256),
-    ({"memory.parameters": "bf16", "precision.recipe": "bf16", "optimizer.name": "adamw-8bit", "optimizer.clip": 0,
-      "memory.update": "in-backward"}, 2 + 2 + 8 / 256)], ids=str)
+    ({}, 16), ({"memory.param_dtype": "bf16", "precision.recipe": "bf16"}, 12), ({"memory.moment_format": "int8"}, 8 + 2 + 8 / 256),
+    ({"memory.param_dtype": "bf16", "precision.recipe": "bf16", "memory.moment_format": "int8", "optimizer.clip": 0,
+      "memory.optimizer_step": "in-backward"}, 2 + 2 + 8 / 256)], ids=str)
 def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes, gigabytes):
     """1e9 parameters or so, on a machine with almost nothing."""
     config = SMALL.replace({"model.vocab": 1_000_000, "model.width": 1000, "model.mlp_width": 8, "model.layers": 1, **changes})
     monkeypatch.setattr("lpkit.hardware.memory_bytes", lambda device: 1e9)
     with pytest.raises(ConfigError) as error:
-        assemble(config)
+        Training.build(config)
     count = parameter_count(config.model) / 1e9
     assert f"take {gigabytes * count:,.1f} GB" in str(error.value)
 
@@ -566,13 +573,13 @@ def test_what_cannot_fit_is_refused_by_what_is_really_held(monkeypatch, changes,
 
 def updated(config: Config, steps: int = 4) -> tuple[dict, int]:
     """Parameters after some updates on one batch, and the most that the GPU held in the last one."""
-    built = build(config, decide(config))
-    x, y = (t.cuda() for t in batch(config))
+    built = built_from(config)
+    tokens = batch(config).to(built.device)
     for _ in range(steps):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        built.step(built.model, x, y)
-        built.finish()
+        built.forward_backward(tokens)
+        built.optimizer_step()
     torch.cuda.synchronize()
     return {name: p.detach().cpu() for name, p in built.model.named_parameters()}, torch.cuda.max_memory_allocated()
 
@@ -580,13 +587,13 @@ def updated(config: Config, steps: int = 4) -> tuple[dict, int]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("changes", [
-    {"memory.saved": "cpu"}, {"memory.saved": "disk"}, {"memory.saved": "cpu", "memory.recompute": "block"},
+    {"memory.activation_offload": "cpu"}, {"memory.activation_offload": "disk"}, {"memory.activation_offload": "cpu", "memory.recompute": "block"},
     {"memory.optimizer_state": "cpu"}, {"memory.optimizer_state": "disk"},
-    {"memory.optimizer_state": "cpu", "memory.update": "in-backward"}], ids=str)
+    {"memory.optimizer_state": "cpu", "memory.optimizer_step": "in-backward"}], ids=str)
 def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
     """With streams beside the computation, and with the attention whose gradients do not depend on the order of atomics."""
     config = SMALL.replace({"system.device": "cuda", "system.compile": False, "model.attention": "plain", "model.width": 512,
-                            "model.heads": 8, "model.layers": 6, "model.context": 256, "batch": 16, "precision.recipe": "bf16",
+                            "model.heads": 8, "model.layers": 6, "model.context": 256, "global_batch": 16, "precision.recipe": "bf16",
                             "optimizer.clip": 0})
     (want, whole), (found, less) = updated(config), updated(config.replace(changes))
     assert same(want, found) and less < whole
@@ -595,14 +602,14 @@ def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
 # ---- what cannot be
 
 @pytest.mark.parametrize("changes, said", [
-    ({"memory.update": "in-backward"}, r"optimizer\.clip=1\.0; set optimizer\.clip=0"),
-    ({"memory.update": "in-backward", "optimizer.clip": 0, "accumulate": 2}, "set accumulate=1"),
-    ({"memory.update": "in-backward", "optimizer.clip": 0, "precision.recipe": "fp16"}, r"choose precision\.recipe=bf16"),
-    ({"memory.update": "in-backward", "optimizer.clip": 0, "system.compile": True}, r"set system\.compile=false"),
+    ({"memory.optimizer_step": "in-backward"}, r"optimizer\.clip=1\.0; set optimizer\.clip=0"),
+    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "grad_accum_steps": 2}, "set grad_accum_steps=1"),
+    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "precision.recipe": "fp16"}, r"choose precision\.recipe=bf16"),
+    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "system.compile": True}, r"set system\.compile=false"),
     ({"memory.recompute": "budget"}, r"needs torch\.compile.*set system\.compile=true"),
-    ({"memory.saved": "int8", "system.compile": True}, r"set system\.compile=false"),
-    ({"memory.parameters": "bf16"}, r"set precision\.recipe=bf16"),
-    ({"memory.parameters": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),
+    ({"memory.activation_offload": "int8", "system.compile": True}, r"set system\.compile=false"),
+    ({"memory.param_dtype": "bf16"}, r"set precision\.recipe=bf16"),
+    ({"memory.param_dtype": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),
 ], ids=str)
 def test_what_cannot_be_together_says_the_way_out(changes, said):
     with pytest.raises(ConfigError, match=said):
@@ -612,9 +619,9 @@ def test_what_cannot_be_together_says_the_way_out(changes, said):
 # ---- names
 
 @pytest.mark.parametrize("setting, said", {
-    "memory.recompute=blok": "did you mean 'block'", "memory.loss=chunk": "did you mean 'chunked'",
-    "memory.saved=int3": "did you mean 'int", "memory.parameters=bf61": "did you mean 'bf16'", "memory.optimizer_state=dsk": "did you mean 'disk'",
-    "memory.update=backward": "did you mean 'in-backward'",
+    "memory.recompute=blok": "did you mean 'block'", "memory.cross_entropy=chunk": "did you mean 'chunked'",
+    "memory.activation_offload=int3": "did you mean 'int", "memory.param_dtype=bf61": "did you mean 'bf16'", "memory.optimizer_state=dsk": "did you mean 'disk'",
+    "memory.optimizer_step=backward": "did you mean 'in-backward'",
 }.items())
 def test_unknown_names_suggest_the_nearest(setting, said):
     key, _, value = setting.partition("=")
@@ -624,7 +631,7 @@ def test_unknown_names_suggest_the_nearest(setting, said):
 
 def test_nothing_is_hooked_when_nothing_is_asked():
     config = SMALL
-    built, decided = build(config, decide(config)), decide(config)
-    assert not {"recompute", "saved", "loss", "parameters", "optimizer_state", "update"} & decided.chosen.keys()
+    built = built_from(config)
+    assert not {"recompute", "saved", "loss", "parameters", "optimizer_state", "update"} & built.decisions.choices.keys()
     assert all("forward" not in vars(module) for module in built.model.modules())
     assert type(built.optimizer) is torch.optim.AdamW

@@ -1,16 +1,22 @@
-"""The model against an independent one: transformers' GPT-2 and Llama with the same random weights."""
+"""The model against an independent one: transformers' GPT-2, Llama, Qwen2 and Qwen3 with the same random weights."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lpkit.config import ConfigError, ModelConfig
-from lpkit.nn.attention import BACKENDS, plain
-from lpkit.nn.init import INITS
+from lpkit.config import ModelConfig
+from lpkit.errors import ConfigError
+from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import KVCache, Transformer
+from lpkit.techniques.blocks import ATTENTION
+from lpkit.techniques.inits import INITS
 
 GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)
 LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40, norm="rmsnorm",
                     norm_eps=1e-5, position="rope", rope_theta=5e5, mlp="swiglu", bias=False, tied=False, init="llama")
+QWEN2 = replace(LLAMA, qkv_bias=True, tied=True)
+QWEN3 = replace(LLAMA, head_dim=20, qk_norm=True)       # width 96 is not 6 heads of 20
 # float32 rounding: 2 layers of sums over at most 4 * 96 terms, logits of order 1.
 ROUNDING = dict(rtol=0, atol=5e-6)
 
@@ -23,14 +29,19 @@ def theirs_gpt2(config: ModelConfig):
         n_inner=config.F, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)).eval()
 
 
-def theirs_llama(config: ModelConfig):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def like_llama(family: str, **settings):
+    """A builder of one of the families of models that transformers describes by Llama's settings and some more."""
 
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=config.V, max_position_embeddings=config.T, hidden_size=config.D, num_hidden_layers=config.L,
-        num_attention_heads=config.H, num_key_value_heads=config.G, intermediate_size=config.F,
-        rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=False, pad_token_id=0, bos_token_id=0, eos_token_id=0)).eval()
+    def build(config: ModelConfig):
+        import transformers
+
+        return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(
+            vocab_size=config.V, max_position_embeddings=config.T, hidden_size=config.D, num_hidden_layers=config.L,
+            num_attention_heads=config.H, num_key_value_heads=config.G, intermediate_size=config.F,
+            rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied, pad_token_id=0, bos_token_id=0, eos_token_id=0, **settings)).eval()
+
+    return build
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -64,14 +75,23 @@ def weights_llama(model, config) -> dict[str, torch.Tensor]:
         ours, a, m = f"blocks.{i}.", block.self_attn, block.mlp
         out[ours + "norm1.weight"] = block.input_layernorm.weight
         out[ours + "norm2.weight"] = block.post_attention_layernorm.weight
-        out[ours + "attention.qkv.weight"] = grouped(a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, config)
+        for kind in ("weight", "bias") if config.biased_qkv else ("weight",):
+            out[ours + f"attention.qkv.{kind}"] = grouped(
+                *(getattr(part, kind) for part in (a.q_proj, a.k_proj, a.v_proj)), config)
         out[ours + "attention.out.weight"] = a.o_proj.weight
+        if config.qk_norm:
+            out[ours + "attention.q_norm.weight"] = a.q_norm.weight
+            out[ours + "attention.k_norm.weight"] = a.k_norm.weight
         out[ours + "mlp.gate_up.weight"] = torch.cat((m.gate_proj.weight, m.up_proj.weight))
         out[ours + "mlp.down.weight"] = m.down_proj.weight
     return out
 
 
-PAIRS = {"gpt2": (GPT2, theirs_gpt2, weights_gpt2), "llama": (LLAMA, theirs_llama, weights_llama)}
+PAIRS = {
+    "gpt2": (GPT2, theirs_gpt2, weights_gpt2), "llama": (LLAMA, like_llama("Llama"), weights_llama),
+    "qwen2": (QWEN2, like_llama("Qwen2"), weights_llama),
+    "qwen3": (QWEN3, like_llama("Qwen3", head_dim=QWEN3.head_dim), weights_llama),
+}
 
 
 @pytest.fixture(params=PAIRS)
@@ -99,7 +119,7 @@ def test_gradients_equal_the_reference(pair):
     for model in pair:
         logits = model(tokens) if model is ours else model(tokens).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    config, _, weights = PAIRS["gpt2" if hasattr(theirs, "transformer") else "llama"]
+    config, weights = ours.config, weights_gpt2 if hasattr(theirs, "transformer") else weights_llama
     for p in theirs.parameters():
         p.data = p.grad
     want = weights(theirs, config)
@@ -112,13 +132,26 @@ def test_parameter_count_equals_the_reference(pair):
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
+def test_a_head_may_be_wider_than_its_share_of_the_width():
+    """Gemma-7B at a twelfth of its width: 16 heads of 256 numbers over a width of 3,072. Its MLP is gated by a gelu, of
+    swiglu's size."""
+    ours = ModelConfig(layers=2, width=256, heads=16, head_dim=24, mlp_width=2048, vocab=100, context=40, norm="rmsnorm",
+                       position="rope", mlp="swiglu", bias=False)
+    theirs = like_llama("Gemma", head_dim=ours.head_dim)(ours)
+    assert sum(p.numel() for p in Transformer(ours).parameters()) == sum(p.numel() for p in theirs.parameters())
+    with pytest.raises(ConfigError, match=r"model\.width=256 is not a multiple of model\.heads=12; .* or set model\.head_dim"):
+        replace(ours, heads=12, head_dim=None)
+    with pytest.raises(ConfigError, match=r"a head has 25 numbers; make model\.head_dim, or width/heads, even"):
+        replace(ours, head_dim=25)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_initialisation_is_the_reference_distribution(name):
     """Same standard deviation per kind of weight: 4 standard errors of a normal sample, 1/sqrt(2n) each."""
     config, build, weights = PAIRS[name]
     torch.manual_seed(0)
     want, ours = weights(build(config), config), Transformer(config)
-    INITS[config.init](ours)
+    INITS[config.init.name].load()(ours)
     for key, p in ours.named_parameters():
         std, n = want[key].std().item(), p.numel()
         assert p.mean().item() == pytest.approx(want[key].mean().item(), abs=6 * 0.02 / n**0.5), key
@@ -126,23 +159,23 @@ def test_initialisation_is_the_reference_distribution(name):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"plain"}))
+@pytest.mark.parametrize("name", sorted(set(ATTENTION) - {"plain"}))
 def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)
               for heads in (4, kv_heads, kv_heads)]
-    ours, want = BACKENDS[name](*inputs), plain(*inputs)
+    ours, want = backend(name)(*inputs), plain(*inputs)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     d_out = torch.randn(want.shape, generator=rng, dtype=torch.float64)
     for got, expected in zip(torch.autograd.grad(ours, inputs, d_out), torch.autograd.grad(want, inputs, d_out)):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN2, QWEN3], ids=PAIRS)
 def test_a_cache_changes_no_logit(config):
     torch.manual_seed(0)
     model = Transformer(config).eval()
-    INITS[config.init](model)
+    INITS[config.init.name].load()(model)
     tokens = torch.randint(0, 100, (2, 30))
     with torch.no_grad():
         whole = model(tokens)

@@ -13,8 +13,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lpkit.commands import notebook as command
-from lpkit.config import ConfigError
 from lpkit.course import notebooks
+from lpkit.errors import ConfigError
 
 PARAMETERS = '''\
 from typing import Literal

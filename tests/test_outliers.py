@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from lpkit.precision.formats import FORMATS, round_to
-from lpkit.precision.scaled import Cast
+from lpkit.precision.formats import round_to
 from lpkit.studies import mixed_precision, outliers
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.recipes import Cast
 from lpkit.ui import lost_figure, outlier_figure, outlier_map, scaling_view
 
 

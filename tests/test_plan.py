@@ -11,17 +11,20 @@ import pytest
 from lpkit import cli
 from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
-from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
+from lpkit.predict import predict
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
-from lpkit.predict.plan import MICRO, RECOMPUTES, USABLE, largest_model, plan
+from lpkit.predict.plan import MICRO, USABLE, largest_model, plan
 from lpkit.predict.time import bill, step_time
 from lpkit.presets import preset
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout, check, layers_of_stage, stages_fit
+from lpkit.techniques.memory import by_cost
 
 LLAMA = preset("llama-70b")
-SMALL = Config(batch=16, model=ModelConfig(layers=8, width=512, heads=8, kv_heads=4, mlp_width=1536, vocab=1000,
+SMALL = Config(global_batch=16, model=ModelConfig(layers=8, width=512, heads=8, kv_heads=4, mlp_width=1536, vocab=1000,
                                            context=1024))
 CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     # where a small model is tight
 
@@ -41,9 +44,9 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     
     (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set interleave=1, or pipeline"),
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces (zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
-    (LLAMA, Layout(data=3, shard=2), None, "batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set batch "
+    (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set global_batch "
      "to 510 or 516, or data x shard may be 4 or 8"),
-    (LLAMA, Layout(shard=1024), None, "set batch to 1024, or data x shard may be 512"),
+    (LLAMA, Layout(shard=1024), None, "set global_batch to 1024, or data x shard may be 512"),
     (LLAMA, Layout(shard=8, tensor=8), 128, "data=1 x shard=8 x tensor=8 x pipeline=1 x context=1 is 64 devices, not 128; "
      "set data=2 or shard=16"),
     (LLAMA, Layout(shard=8, tensor=8), 100, "is 64 devices, not 100; use 64 devices"),
@@ -85,8 +88,8 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
     for tensor, pipeline, shard, data in itertools.product((1, 2, 4, 8), repeat=4):
         if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
             continue
-        for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8), MICRO, RECOMPUTES):
-            share = config.batch // (data * shard)
+        for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8), MICRO, by_cost()):
+            share = config.global_batch // (data * shard)
             if (pipeline > 1 and zero == 3) or (zero == 1 and data > 1) or (pipeline == 1 and chunks > 1):
                 continue
             if not stages_fit(config.model.L, pipeline, chunks) or share % micro:
@@ -98,7 +101,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
                 check(config, layout)
             except ConfigError:
                 continue
-            now = replace(config, accumulate=config.batch // micro)
+            now = replace(config, grad_accum_steps=config.global_batch // micro)
             how = {"precision": "bf16-master", "recompute": recompute}
             if memory(now, on, layout=layout, **how).peak_bytes <= USABLE * on.memory_bytes:
                 seconds.append(bill(step_time(now, on, layout, **how), on, tokens).seconds)
@@ -108,7 +111,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
 @pytest.mark.parametrize("memory_bytes", [10**9, 2 * 10**9, 80 * 10**9])
 def test_the_search_finds_what_trying_everything_finds(memory_bytes):
     on = replace(CARD, memory_bytes=memory_bytes)
-    found = plan(SMALL, 1e9, on, devices=8)
+    found = plan(SMALL, 1e9, on, devices=8, precisions=["bf16-master"])
     assert found.options[0].paid.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
 
 
@@ -127,6 +130,69 @@ def test_options_fit_are_ranked_and_within_the_limits():
     assert {name for name, one in found.refusals.items() if one.layouts} >= {"layout", "deadline", "budget"}
 
 
+@pytest.mark.parametrize("precisions, settings", [
+    (None, {}), (["fp8-tensorwise"], {}), (["fp32"], {}), (None, {"memory.param_dtype": "bf16", "memory.cross_entropy": "chunked"}),
+    (None, {"memory.recompute": "budget", "memory.moment_format": "int8"})])
+def test_predict_and_plan_give_one_answer(precisions, settings):
+    """An option is a Config: predicting it gives its seconds and its bytes, to the last digit."""
+    found = plan(preset("llama-8b").replace(settings), 1e12, "h200", devices=64, precisions=precisions)
+    assert len(found.options) > 10
+    for option in found.options:
+        config = option.config
+        assert config.parallel == option.layout and config.grad_accum_steps == config.global_batch // option.step.sequences
+        said = predict(config, "h200")
+        assert (said.devices, said.layout) == (64, option.layout)
+        assert said.memory == option.held and said.memory == memory(config, "h200", layout=option.layout)
+        assert said.step.rows == option.step.rows and said.step_seconds == option.step.step_seconds
+        assert step_time(config, "h200").step_seconds == option.step.step_seconds
+        assert Config.from_yaml(config.to_yaml()) == config
+
+
+def test_the_commands_show_the_same_step(tmp_path, capsys):
+    best = plan(preset("llama-8b"), 1e12, "h200", devices=64).options[0]
+    path = tmp_path / "best.yaml"
+    path.write_text(best.config.to_yaml())
+    assert cli.main(["predict", str(path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert cli.main(["plan", "--model", "llama-8b", "--tokens", "1T", "--devices", "64", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    for key in ("step_seconds", "peak_bytes", "tokens_per_second", "mfu", "time_rows"):
+        assert said[key] == first[key], key
+
+
+def test_the_default_precision_is_one_that_lpkit_trains():
+    config = preset("gpt2-124m")
+    found = plan(config, 1e9, "h200", devices=8).options[0]
+    assert found.precision == "bf16" and found.config.precision.recipe.name == "bf16"
+    assert plan(config, 1e9, "t4", devices=8).options[0].precision == "fp32"
+    paper = plan(config, 1e9, "h200", devices=8, precisions=["bf16-master"]).options[0]
+    with pytest.raises(ConfigError, match="lpkit does not train bf16-master, the ZeRO paper's setting"):
+        paper.config  # noqa: B018
+
+
+@pytest.mark.parametrize("setting, changed", [
+    ("optimizer=sgd", "optimizer"), ("precision.recipe=fp8-tensorwise", "precision"),
+    ("memory.recompute=block", "recompute"), ("memory.param_dtype=bf16", "peak_bytes"),
+    ("memory.cross_entropy=chunked", "peak_bytes"), ("model.attention=plain", "step_seconds")])
+def test_a_plan_keeps_the_settings_that_it_is_given(setting, changed, capsys):
+    first = []
+    for more in ([], ["--set", setting]):
+        assert cli.main(["plan", "--model", "gpt2-350m", "--tokens", "1e9", "--devices", "8", "--json", *more]) == 0
+        first.append(json.loads(capsys.readouterr().out)["plans"][0])
+    assert first[0][changed] != first[1][changed]
+    value = setting.partition("=")[2]
+    if changed in ("optimizer", "precision", "recompute"):
+        assert first[1][changed] == value
+
+
+def test_flags_win_over_the_config(capsys):
+    assert cli.main(["plan", "--model", "gpt2-350m", "--tokens", "1e9", "--devices", "8", "--json", "--set",
+                     "precision.recipe=fp32", "--set", "optimizer=sgd",
+                     "--precision", "bf16", "--optimizer", "adamw"]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    assert (first["precision"], first["optimizer"]) == ("bf16", "adamw")
+
+
 def test_with_a_deadline_alone_the_cheapest_comes_first():
     found = plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400)
     costs = [option.paid.cost for option in found.options]
@@ -136,7 +202,7 @@ def test_with_a_deadline_alone_the_cheapest_comes_first():
 
 def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
     """A second holds some 3,000 of them on one core."""
-    config = replace(preset("dense-1t"), batch=2048, accumulate=1)
+    config = replace(preset("dense-1t"), global_batch=2048, grad_accum_steps=1)
     assert 0.99e12 < parameter_count(config.model) < 1.02e12
     assert plan(config, 1e13, "h200", devices=4096).evaluations < 1000
     assert plan(config, 1e13, "h200", budget=1e9, deadline_seconds=2 * 365 * 86_400).evaluations < 4000
@@ -199,6 +265,18 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
     (["--top", "0"], "--top must be 1 or more"),
     (["--show", "999", "--devices", "64"], "--show 999: there are"),
     (["--factor", "0"], "--factor is measured over predicted seconds"),
+    (["--set", "optimizer.lr=1"], "plan does not use optimizer.lr: it searches layouts and micro-batches"),
+    (["--set", "grad_accum_steps=4"], "plan does not use grad_accum_steps"),
+    (["--set", "parallel.tensor=8"], "plan does not use parallel.tensor"),
+    (["--set", "precision.recipe=fp8-delayed", "--set", "precision.recipe.high_precision_layers=head"],
+     "plan does not use precision.recipe.high_precision_layers"),
+    (["--set", "optimizer=adam"], "did you mean 'adamw'?"),
+    (["--set", "precision.recipe=bf15"], "did you mean 'bf16'?"),
+    (["--set", "memory.recompute=blocks"], "did you mean 'block'?"),
+    (["--set", "memory.cross_entropy=chunkd"], "did you mean 'chunked'?"),
+    (["--set", "memory.activation_offload=cpu"], "plan has no seconds for memory.activation_offload=cpu"),
+    (["--set", "model.attention=flsh"], "there is no model.attention 'flsh'"),
+    (["--set", "memory.recomput=block"], "did you mean 'memory.recompute'?"),
     (["--machine", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16; it has fp32, fp16, int8"),
 ])
 def test_wrong_input_is_one_sentence(arguments, said, capsys):

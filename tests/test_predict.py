@@ -11,24 +11,23 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import cli, measure, predict_trace
-from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.measure.updates import saved_bytes
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer, cross_entropy
-from lpkit.precision.formats import FORMATS
-from lpkit.precision.recipes import RECIPES
-from lpkit.precision.scaled import SCALES
 from lpkit.predict import CATALOGUE, memory, model_states, predict
-from lpkit.predict.activations import ATTENTION, kept
+from lpkit.predict.activations import kept
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops, training_flops_per_token
-from lpkit.predict.ledger import LOSS, PRECISIONS, UPDATE, micro_batch
+from lpkit.predict.ledger import LOSS, UPDATE, micro_batch
 from lpkit.predict.params import parameter_count, parameters
-from lpkit.predict.recipes import LOW
 from lpkit.predict.walk import EMBED
 from lpkit.presets import PRESETS, preset
+from lpkit.techniques.blocks import ATTENTION, MicroBatch
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import DTYPES
+from lpkit.techniques.recipes import RECIPES
 
 SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=50, context=20)
 LLAMA = dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False)
@@ -41,6 +40,10 @@ ODD = {
     "mixed": replace(SMALL, kv_heads=2, position="rope", mlp="swiglu", mlp_width=36),
     "rmsnorm and learned": replace(SMALL, norm="rmsnorm", heads=3, kv_heads=3, context=150),
     "three blocks of queries": replace(SMALL, context=300, **LLAMA),
+    "gemma": replace(SMALL, head_dim=16, kv_heads=1, **LLAMA | {"tied": True}),
+    "qwen2": replace(SMALL, qkv_bias=True, kv_heads=2, **LLAMA),
+    "qwen3": replace(SMALL, head_dim=10, qk_norm=True, kv_heads=2, **LLAMA),
+    "norms of all heads": replace(SMALL, qk_norm=True, head_dim=5),
 }
 MODELS = {**{name: config.model for name, config in PRESETS.items()}, **ODD}
 CPU = replace(CATALOGUE["h200"], name="this", kind="cpu")
@@ -49,7 +52,7 @@ odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
 
 def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
     with torch.device("meta"):
-        return Transformer(model, attention.BACKENDS[backend])
+        return Transformer(model, attention.backend(backend))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,7 +112,7 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("backend", sorted(ATTENTION))
 @odd
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision):
-    built = Transformer(model, attention.BACKENDS[backend])
+    built = Transformer(model, attention.backend(backend))
     if precision == "bf16-pure":
         built.bfloat16()
     x, y = torch.zeros(batch, model.T, dtype=torch.long), torch.zeros(batch, model.T, dtype=torch.long)
@@ -120,14 +123,16 @@ def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, 
         return cross_entropy(logits, y)
 
     found = saved_bytes(built, loss)
-    formula = kept(model, batch=batch, compute=4 if precision == "fp32" else 2,
-                   stream=2 if precision == "bf16-pure" else 4, attention=backend)
+    formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
+                   residual_bytes=2 if precision == "bf16-pure" else 4, attention=backend)
     assert formula.operations == found.operations
     assert formula.weight_copy_bytes == found.weight_copy_bytes
 
 
 def test_every_attention_backend_has_its_formula():
-    assert set(ATTENTION) == set(attention.BACKENDS)
+    """One row says both."""
+    for name, row in ATTENTION.items():
+        assert attention.backend(name) is getattr(attention, name) and row.operations(MicroBatch(model=SMALL)).saved_bytes
 
 
 def test_recomputed_blocks_keep_their_inputs():
@@ -146,12 +151,13 @@ def test_recomputed_blocks_keep_their_inputs():
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"accumulate": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"},
-], ids=["preset", "accumulation", "a large vocabulary", "llama style"])
+    {}, {"grad_accum_steps": 2}, {"model.vocab": 3000}, {"model.position": "rope", "model.mlp": "swiglu"},
+    {"model.head_dim": 48, "model.kv_heads": 1}, {"model.qk_norm": True, "model.head_dim": 20, "model.kv_heads": 2},
+], ids=["preset", "accumulation", "a large vocabulary", "llama style", "wide heads", "norms of q and k"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_real_step(recipe, changes):
     """Every row at the peak to the byte, but for single numbers: the optimizer's step counters, the loss."""
-    config = preset("cpu-3m").replace({"model.layers": 2, "batch": 8, "model.context": 160, "model.width": 64,
+    config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 8, "model.context": 160, "model.width": 64,
                                        "precision.recipe": recipe, **changes})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
@@ -173,9 +179,9 @@ def test_the_peak_is_a_moment_and_not_the_sum():
     said = memory(preset("cpu-3m"), "h200")
     assert said.peak_moment == LOSS and "gradients" not in said.at(LOSS) and "activations" not in said.at(UPDATE)
     assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
-    accumulated = memory(preset("cpu-3m").replace({"accumulate": 4}), "h200")
+    accumulated = memory(preset("cpu-3m").replace({"grad_accum_steps": 4}), "h200")
     assert "gradients" in accumulated.at(LOSS)
-    short = preset("llama-8b").replace({"batch": 1, "accumulate": 1, "model.context": 64})
+    short = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 64})
     assert memory(short, "h200").peak_moment == EMBED       # dense gradients of two tables of 128,256 rows
 
 
@@ -220,6 +226,50 @@ def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
     assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == chosen.used
 
 
+@pytest.mark.parametrize("used", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_memory_follows_the_configs_attention(kind, used):
+    config = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 4096})
+    asked, on = config.replace({"model.attention": used}), replace(CATALOGUE["h200"], kind=kind)
+    assert memory(asked, on) == memory(config, on, attention=used)
+    if used == "plain":
+        scores = config.model.L * config.model.H * config.model.T**2 * 2
+        assert memory(asked, on).peak_bytes > memory(config, on, attention="sdpa").peak_bytes + scores
+    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe="bf16", context=4096)
+    assert memory(config, on) == memory(config, on, attention=chosen.used)
+    assert f"attention={used}" in next(row.formula for row in memory(asked, on).rows if row.name == "activations")
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.attention='spda'; did you mean 'sdpa'\?"):
+        Config().replace({"model.attention": "spda"})
+    with pytest.raises(ConfigError, match=r"model\.attention 'blokced'; did you mean 'blocked'\?"):
+        memory(Config(), "h200", attention="blokced")
+
+
+def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
+    config = preset("gpt2-124m").replace({"memory.recompute": "budget"})
+    none, block = (memory(config, "h200", recompute=mode) for mode in ("none", "block"))
+    peaks = [memory(config.replace({"memory.recompute.budget": share}), "h200") for share in (0.0, 0.3, 0.5, 1.0)]
+    kept_bytes = [said.at(LOSS)["activations"] for said in peaks]
+    outside = none.at(LOSS)["activations"] - kept(config.model, batch=16, compute_bytes=2, kind="gpu").block_bytes * 12
+    assert kept_bytes == sorted(kept_bytes) and kept_bytes[0] == block.at(LOSS)["activations"]
+    assert kept_bytes[2] - outside == pytest.approx((none.at(LOSS)["activations"] - outside) / 2)
+    assert kept_bytes[3] == none.at(LOSS)["activations"]
+    assert "an estimate" in next(row.formula for row in peaks[0].rows if row.name == "activations")
+    said = predict(config, "h200")
+    assert said.assumptions["recompute"] == "budget" and said.memory.peak_bytes == peaks[2].peak_bytes
+
+
+def test_tensor_ranks_divide_every_activation_once():
+    """What backward holds returns to what it was: the last block and the first leave alike, and nothing is below zero."""
+    config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1})
+    one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
+    for moment in eight.rows[-1].at:
+        assert eight.at(moment)["temporaries"] == pytest.approx(one.at(moment)["temporaries"] / 8), moment
+    assert eight.at(LOSS)["logits' gradients"] == one.at(LOSS)["logits' gradients"] / 8
+
+
 def test_the_catalogue_is_dense_and_sourced():
     for name, row in CATALOGUE.items():
         assert row.name == name and "https://" in row.source and "assumed" in row.price_source
@@ -234,13 +284,13 @@ def test_the_catalogue_is_dense_and_sourced():
 def test_micro_batches():
     config = preset("gpt2-124m")     # 512 sequences in 32 pieces
     assert [micro_batch(config, n) for n in (1, 8, 64, 512)] == [(16, 32), (16, 4), (8, 1), (1, 1)]
-    assert micro_batch(config.replace({"batch": 12, "accumulate": 2}), 3) == (4, 1)
+    assert micro_batch(config.replace({"global_batch": 12, "grad_accum_steps": 2}), 3) == (4, 1)
 
 
 @pytest.mark.parametrize("arguments, said", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
     (["llama-70b", "--machine", "h20"], "did you mean 'h200'?"),
-    (["llama-70b", "--devices", "7"], "batch=512 sequences do not split evenly over 7 devices; set batch to 518"),
+    (["llama-70b", "--devices", "7"], "global_batch=512 sequences do not split evenly over 7 devices; set global_batch to 518"),
     (["llama-70b", "--devices", "0"], "devices must be a whole number, 1 or more; got 0"),
     (["llama-70b", "--devices", "-8"], "got -8"),
     (["cpu-3m", "--mfu", "40"], "mfu is a fraction"),
@@ -292,41 +342,28 @@ def test_predicting_needs_only_the_standard_library():
     assert found.stdout.strip() == "['lpkit']"
 
 
-@pytest.mark.parametrize("recipe", LOW)
+@pytest.mark.parametrize("recipe", [name for name, row in RECIPES.items() if row.products])
 @pytest.mark.parametrize("changes", [{}, {"model.context": 64, "model.mlp": "swiglu", "model.norm": "rmsnorm"}],
                          ids=["many tokens", "few"])
 def test_the_peak_of_a_low_precision_step(recipe, changes):
     """2%: how long a cast's own workspace lives is the kernel's affair."""
-    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 2, "precision.recipe": recipe, **changes})
+    config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 2, "precision.recipe": recipe, **changes})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_low_precision_rows_are_those_of_the_recipes(name):
-    recipe = RECIPES[name]
-    assert (name in LOW) == bool(recipe.products)
-    if recipe.products:
-        x, w, row = recipe.dw[1], recipe.dx[1], LOW[name]
-        bits, rule = FORMATS[x.format].bits, SCALES[x.scale]
-        assert (row.bits, row.x, row.w, row.keep) == (bits, x.block, w.block, recipe.keep)
-        assert row.folds == rule.folds
-        assert row.history == (recipe.delayed.history if recipe.delayed else 0)
-        assert PRECISIONS[name].dtype == recipe.dtype
-
-
 @pytest.mark.parametrize("changes", [
-    {"memory.recompute": "block"}, {"memory.recompute": "block", "memory.recompute_every": 2},
-    {"memory.recompute": "selective"}, {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 2048},
-    {"memory.loss": "chunked", "memory.loss_chunk": 256, "memory.recompute": "block", "accumulate": 2},
-    {"memory.update": "in-backward", "optimizer.clip": 0, "model.context": 32},
-    {"optimizer.name": "adamw-8bit", "model.context": 32}, {"memory.parameters": "bf16"},
-    {"memory.parameters": "bf16", "model.context": 32},
+    {"memory.recompute": "block"}, {"memory.recompute": "block", "memory.recompute.every": 2},
+    {"memory.recompute": "selective"}, {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 2048},
+    {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256, "memory.recompute": "block", "grad_accum_steps": 2},
+    {"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "model.context": 32},
+    {"memory.moment_format": "int8", "model.context": 32}, {"memory.param_dtype": "bf16"},
+    {"memory.param_dtype": "bf16", "model.context": 32},
 ], ids=lambda changes: " ".join(map(str, changes.values())))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-tensorwise"])
 def test_the_peak_under_a_memory_technique(recipe, changes):
-    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 4, "model.context": 128, "precision.recipe": recipe,
+    config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 4, "model.context": 128, "precision.recipe": recipe,
                                        **changes})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
@@ -335,8 +372,8 @@ def test_the_peak_under_a_memory_technique(recipe, changes):
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "mxfp8", "nvfp4"])
 def test_the_bytes_of_cached_weights(recipe):
-    config = preset("cpu-3m").replace({"model.layers": 3, "batch": 4, "model.context": 64, "accumulate": 2,
-                                       "precision.recipe": recipe, "precision.weights": "cached"})
+    config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 4, "model.context": 64, "grad_accum_steps": 2,
+                                       "precision.recipe": recipe, "precision.cache_weight_casts": True})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.at(said.peak_moment)["low-precision weights"] == found.rows["low-precision weights"]
@@ -347,17 +384,17 @@ def test_the_bytes_of_cached_weights(recipe):
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_the_peak_with_activations_away(recipe, saved):
     """10%: what comes back, and what is put into codes, is taken to be a tensor of the MLP throughout."""
-    config = preset("cpu-3m").replace({"model.layers": 4, "batch": 4, "model.context": 128, "model.width": 128,
-                                       "precision.recipe": recipe, "memory.saved": saved})
+    config = preset("cpu-3m").replace({"model.layers": 4, "global_batch": 4, "model.context": 128, "model.width": 128,
+                                       "precision.recipe": recipe, "memory.activation_offload": saved})
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
-    elsewhere = memory(config.replace({"memory.saved": "device"}), CPU, attention="blocked").at(LOSS)["activations"]
+    elsewhere = memory(config.replace({"memory.activation_offload": "device"}), CPU, attention="blocked").at(LOSS)["activations"]
     assert found.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"precision.recipe": "fp32"}, {"batch": 8, "model.context": 32}, {"accumulate": 2, "batch": 32},
+    {}, {"precision.recipe": "fp32"}, {"global_batch": 8, "model.context": 32}, {"grad_accum_steps": 2, "global_batch": 32},
     {"memory.recompute": "block"}, {"model.vocab": 8192}, LLAMA,
 ], ids=["16 bits", "fp32", "few tokens", "accumulated", "recomputed", "a large vocabulary", "llama style"])
 def test_the_peak_of_a_shard(changes):

@@ -10,19 +10,20 @@ import torch
 
 import lpkit
 from lpkit.bench.harness import paired
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.measure import telemetry
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import quantise
 from lpkit.studies import recipe_race
 from lpkit.studies.advice import advise
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
 from lpkit.ui import LiveRuns, Pick, gap_figure, html_table, race_figure, telemetry_of_runs
 from lpkit.ui.figure import plain
 
 CASTING = [name for name, recipe in RECIPES.items() if recipe.products]
-SMALL = Config().replace({"model.layers": 2, "model.width": 128, "model.context": 64, "batch": 8, "system.device": "cpu"})
+SMALL = Config().replace({"model.layers": 2, "model.width": 128, "model.context": 64, "global_batch": 8, "system.device": "cpu"})
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_stop_ends_the_run_at_hand_and_begins_no_other(tiny, tmp_path):
 
 
 def test_a_run_that_fails_does_not_keep_the_next_from_beginning(tiny, tmp_path):
-    series = start_each({"bad": tiny.replace({"optimizer.lr": 1e30, "optimizer.clip": 0, "optimizer.warmup_steps": 0}), "good": tiny},
+    series = start_each({"bad": tiny.replace({"optimizer.lr": 1e30, "optimizer.clip": 0, "schedule.warmup_steps": 0}), "good": tiny},
                         out=tmp_path / "a")
     assert [run.summary["status"] for run in series.result().values()] == ["failed", "complete"]
     series = start_each({"impossible": tiny.replace({"precision.recipe": "fp8-blockwise", "model.width": 96}), "good": tiny},

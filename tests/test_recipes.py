@@ -6,18 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from lpkit.config import Config, ConfigError, PrecisionConfig, flat
+from lpkit.config import Config, flat
+from lpkit.contracts import Batch
+from lpkit.errors import ConfigError
 from lpkit.memory import loss
 from lpkit.precision.backends import BACKENDS, choose
-from lpkit.precision.formats import FORMATS
 from lpkit.precision.linear import ScaledLinear, scaled_linears
-from lpkit.precision.recipes import RECIPES, kept, resolve
-from lpkit.precision.scaled import SCALES, TRANSFORMS
+from lpkit.precision.scaled import TRANSFORMS
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.recipes import RECIPES, SCALES, kept, resolve
 from lpkit.training import checkpoint
-from lpkit.training.assembly import assemble
 from lpkit.training.background import start, train
 from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import LossScaler, accumulate
+from lpkit.training.training import Training
 
 CPU = torch.device("cpu")
 
@@ -28,8 +30,8 @@ def tiny(corpus, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
         "model.layers": 2, "model.width": 128, "model.heads": 2, "model.mlp_width": 128, "model.context": 32,
-        "data.source": str(corpus / "*.py"), "steps": 6, "batch": 4, "eval_every": 4, "eval_batches": 1,
-        "checkpoint_every": 3, "optimizer.warmup_steps": 2, "system.device": "cpu"})
+        "data.source": str(corpus / "*.py"), "steps": 6, "global_batch": 4, "eval_every": 4, "eval_batches": 1,
+        "checkpoint_every": 3, "schedule.warmup_steps": 2, "system.device": "cpu"})
 
 
 def losses(run) -> list[float]:
@@ -57,39 +59,42 @@ def test_the_published_rows():
     assert [cast.rounding for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == \
         ["nearest-even", "nearest-even", "stochastic", "nearest-even", "stochastic", "nearest-even"]
     assert [cast.transform for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == ["none"] * 4 + ["hadamard"] * 2
-    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16) and "last" in nvidia.keep
+    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16) and "last" in nvidia.high_precision_layers
     assert [cast.format for cast in hybrid.y + hybrid.dx] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn"]
 
 
 def test_settings_win_over_the_row():
-    row = resolve(PrecisionConfig(recipe="fp8-delayed", gradient_format="e4m3fn", scale="power-of-two", history=4,
-                                  history_rule="most-recent", margin=2, gradient_rounding="stochastic", keep=("first",)))
+    row = resolve("fp8-delayed", gradient_format="e4m3fn", scale="power-of-two", history=4,
+                                  history_rule="most-recent", margin=2, gradient_rounding="stochastic", high_precision_layers=("first",))
     assert [cast.format for cast in row.dx] == ["e4m3fn", "e4m3fn"] and row.dx[0].rounding == "stochastic"
     assert {cast.scale for casts in row.products.values() for cast in casts} == {"power-of-two"}
-    assert (row.delayed.history, row.delayed.rule, row.delayed.margin, row.keep) == (4, "most-recent", 2, ("first",))
-    assert resolve(PrecisionConfig(recipe="mxfp8")) == RECIPES["mxfp8"]
-    assert resolve(PrecisionConfig(recipe="nvfp4", transform="none", gradient_rounding="nearest-even")).stochastic is False
+    assert (row.delayed.history, row.delayed.rule, row.delayed.margin, row.high_precision_layers) == (4, "most-recent", 2, ("first",))
+    assert resolve("mxfp8") == RECIPES["mxfp8"]
+    assert resolve("nvfp4", transform="none", gradient_rounding="nearest-even").stochastic is False
 
 
 @pytest.mark.parametrize(("settings", "said"), [
     (dict(recipe="fp8-tensorwize"), "did you mean 'fp8-tensorwise'"),
-    (dict(recipe="mxfp8", history=4), "fp8-delayed"),
-    (dict(recipe="nvfp4", gradient_format="e5m2"), "not to an 8-bit floating format"),
-    (dict(recipe="nvfp4", scale="float32"), "part of its format"),
-    (dict(recipe="mxfp8", scale="float32"), "E8M0"),
-    (dict(recipe="bf16", gradient_rounding="stochastic"), "casts no gradient"),
-    (dict(recipe="bf16", loss_scale=8.0), "use fp16"),
+    (dict(recipe="mxfp8", history=4), "no setting 'history'; fp8-delayed has it"),
+    (dict(recipe="nvfp4", gradient_format="e5m2"), "no setting 'gradient_format'; fp8-tensorwise, fp8-delayed, fp8-rowwise, "
+                                                   "fp8-blockwise, mxfp8 have it"),
+    (dict(recipe="nvfp4", scale="float32"), "no setting 'scale'; fp8-tensorwise,"),
+    (dict(recipe="mxfp8", scale="float32"), "choose one of power-of-two, power-of-two-floor"),
+    (dict(recipe="bf16", gradient_rounding="stochastic"), "no setting 'gradient_rounding'; fp8-tensorwise,"),
+    (dict(recipe="bf16", loss_scale=8.0), "no setting 'loss_scale'; fp16 has it"),
 ])
 def test_what_has_no_meaning_is_refused_with_the_way_out(settings, said):
     with pytest.raises(ConfigError, match=said):
-        resolve(PrecisionConfig(**settings))
+        Config().replace({f"precision.recipe.{key}".removesuffix(".recipe"): value for key, value in settings.items()})
 
 
 def test_settings_round_trip():
-    config = Config().replace({"precision.recipe": "nvfp4", "precision.keep": "first,blocks.1.*", "precision.history": "none"})
-    assert config.precision.keep == ("first", "blocks.1.*") and config.precision.history is None
+    layers = "precision.recipe.high_precision_layers"
+    config = Config().replace({layers: "first,blocks.1.*", "precision.recipe": "nvfp4"})
+    assert config.precision.recipe.high_precision_layers == ("first", "blocks.1.*")
     assert Config.from_yaml(config.to_yaml()) == config and Config.from_yaml(Config().to_yaml()) == Config()
-    assert Config().replace({"precision.keep": ","}).precision.keep == () and flat(Config())["precision.keep"] is None
+    assert config.replace({layers: "none"}).precision.recipe.high_precision_layers == ()
+    assert flat(Config().replace({"precision.recipe": "nvfp4"}))[layers] == ("head", "last")
 
 
 # ---- which layers, which backend
@@ -99,19 +104,19 @@ def test_layers_that_stay():
     assert kept(names, ("head", "last")) == {"head", "blocks.2.attention.qkv", "blocks.2.mlp.down"}
     assert kept(names, ("first",)) == {"blocks.0.attention.qkv", "blocks.0.mlp.down"}
     assert kept(names, ("*.down",)) == {f"blocks.{i}.mlp.down" for i in range(3)}
-    with pytest.raises(ConfigError, match=r"precision\.keep=haed .*did you mean 'head'"):
+    with pytest.raises(ConfigError, match=r"high_precision_layers=haed .*did you mean 'head'"):
         kept(names, ("haed",))
 
 
 def test_a_model_gets_them_by_name_and_keeps_its_parameters(tiny):
-    model = assemble(tiny.replace({"precision.recipe": "fp8-tensorwise", "precision.keep": "head,first"})).model
+    model = Training.build(tiny.replace({"precision.recipe": "fp8-tensorwise", "precision.recipe.high_precision_layers": "head,first"})).model
     assert [layer.name for layer in scaled_linears(model)] == \
         [f"blocks.1.{leaf}" for leaf in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
-    plain = assemble(tiny.replace({"precision.recipe": "bf16"})).model
+    plain = Training.build(tiny.replace({"precision.recipe": "bf16"})).model
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert model.head.weight is model.embed.weight and not isinstance(model.head, ScaledLinear)
     with pytest.raises(ConfigError, match="leaves no Linear"):
-        assemble(tiny.replace({"precision.recipe": "mxfp8", "precision.keep": "*"}))
+        Training.build(tiny.replace({"precision.recipe": "mxfp8", "precision.recipe.high_precision_layers": "*"}))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -134,16 +139,16 @@ def test_a_backend_that_cannot_says_why_and_what_can(backend, recipe, said):
 
 
 def test_a_library_does_not_run_a_row_that_settings_changed():
-    changed = resolve(PrecisionConfig(recipe="fp8-tensorwise", gradient_format="e4m3fn"))
+    changed = resolve("fp8-tensorwise", gradient_format="e4m3fn")
     assert "settings change it" in BACKENDS["torchao"].why_not("fp8-tensorwise", changed, CPU)
 
 
 def test_what_does_not_tile_is_refused_before_training(tiny):
-    with pytest.raises(ConfigError, match=r"mlp\.down.*96 input features do not tile by 128.*precision\.pad=true"):
-        assemble(tiny.replace({"precision.recipe": "fp8-blockwise", "model.mlp_width": 96,
-                               "precision.keep": "*.up"}))
+    with pytest.raises(ConfigError, match=r"mlp\.down.*96 input features do not tile by 128.*precision\.recipe\.pad=true"):
+        Training.build(tiny.replace({"precision.recipe": "fp8-blockwise", "model.mlp_width": 96,
+                               "precision.recipe.high_precision_layers": "*.up"}))
     with pytest.raises(ConfigError, match="16 tokens do not tile by 32"):
-        assemble(tiny.replace({"precision.recipe": "mxfp8", "batch": 1, "model.context": 16}))
+        Training.build(tiny.replace({"precision.recipe": "mxfp8", "global_batch": 1, "model.context": 16}))
 
 
 # ---- in the trainer
@@ -155,8 +160,8 @@ def sixteen_bits():
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("bf16", "fp32")])
 def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_path, recipe, sixteen_bits):
-    settings = {"precision.recipe": recipe, "precision.loss_scale": 1024.0 if recipe == "fp16" else None,
-                "accumulate": 2 if recipe in ("fp8-delayed", "nvfp4") else 1}
+    settings = {"precision.recipe": recipe, **({"precision.recipe.loss_scale": 1024.0} if recipe == "fp16" else {}),
+                "grad_accum_steps": 2 if recipe in ("fp8-delayed", "nvfp4") else 1}
     if "bf16" not in sixteen_bits:
         sixteen_bits["bf16"] = losses(train(tiny.replace({"precision.recipe": "bf16"}), out=tmp_path / "bf16"))
     config = tiny.replace(settings)
@@ -179,24 +184,22 @@ def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_
 
 
 def test_history_moves_on_with_each_micro_batch_and_stays_still_in_evaluation(tiny):
-    job = assemble(tiny.replace({"precision.recipe": "fp8-delayed", "precision.history": 4, "accumulate": 2}))
-    job.step(job.model, *job.data.batch(0))
-    layer = next(scaled_linears(job.model))
+    training = Training.build(tiny.replace({"precision.recipe": "fp8-delayed", "precision.recipe.history": 4, "grad_accum_steps": 2}))
+    training.update(0)
+    layer = next(scaled_linears(training.model))
     assert (layer.amax_history[0] > 0).tolist() == [False, True, True, False, False]
     before = layer.amax_history.clone()
-    from lpkit.training.loop import evaluate
-
-    evaluate(job)
+    training.evaluate()
     assert torch.equal(layer.amax_history, before)
 
 
 def test_a_saved_history_of_another_length_is_refused(tiny, tmp_path):
-    config = tiny.replace({"precision.recipe": "fp8-delayed", "precision.history": 4})
+    config = tiny.replace({"precision.recipe": "fp8-delayed", "precision.recipe.history": 4})
     train(config, out=tmp_path / "run")
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("history: 4", "history: 6"))
     with pytest.raises(RunFailedError, match=r"amax_history as \(3, 5\).*\(3, 7\)"):
-        train(config.replace({"precision.history": 6}), out=tmp_path / "run", resume=True)
+        train(config.replace({"precision.recipe.history": 6}), out=tmp_path / "run", resume=True)
 
 
 def test_a_nan_is_named_by_layer(tiny, tmp_path):
@@ -221,12 +224,12 @@ def test_scaled_and_unscaled_gradients_are_the_same():
     from contextlib import nullcontext
     from functools import partial
 
-    whole = partial(loss.whole, autocast=nullcontext())
+    whole = partial(loss.full_cross_entropy, autocast=nullcontext())
     x, y = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
     grads = []
     for scaler in (None, LossScaler(initial=2.0**10, growth_steps=2)):
         model = Square()
-        nats = accumulate(2, whole, scaler=scaler)(model, x, y)
+        nats = accumulate(model, whole, Batch(x, y), 2, scaler=scaler)
         grads.append(model.w.grad)
         assert nats.item() == pytest.approx(math.log(4))
     assert torch.allclose(grads[0], grads[1], rtol=1e-6) and scaler.good_steps == 1
@@ -253,11 +256,11 @@ def test_at_the_least_scale_divergence_is_no_longer_hidden():
 
 
 def test_a_skipped_update_changes_nothing_and_is_not_divergence(tiny, tmp_path):
-    config = tiny.replace({"precision.recipe": "fp16", "precision.loss_scale": 2.0**30, "steps": 4})
+    config = tiny.replace({"precision.recipe": "fp16", "precision.recipe.loss_scale": 2.0**30, "steps": 4})
     run = train(config, out=tmp_path / "run")
-    assert [line["loss_scale"] for line in run.metrics] == [2.0**29, 2.0**28, 2.0**27, 2.0**26]
+    assert [line["extra"]["loss_scale"] for line in run.metrics] == [2.0**29, 2.0**28, 2.0**27, 2.0**26]
     assert [line["grad_norm"] for line in run.metrics] == [0.0] * 4
-    fresh = dict(assemble(config).model.named_parameters())
+    fresh = dict(Training.build(config).model.named_parameters())
     saved = checkpoint.load_latest(run.checkpoints)[0].tensors
     assert all(torch.equal(p, saved[f"model/{name}"]) for name, p in fresh.items())
     assert not any(name.startswith("optimizer/") for name in saved)

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.config import ConfigError, PrecisionConfig
+from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.precision.backends import BACKENDS, swizzled
-from lpkit.precision.formats import format_of, round_to, values
+from lpkit.precision.formats import round_to, values
 from lpkit.precision.linear import advance, nonfinite_report
-from lpkit.precision.recipes import RECIPES, resolve
-from lpkit.precision.scaled import ALL, SCALES, Cast, Scaled, product, quantise, reference, spread
+from lpkit.precision.scaled import MAKE_SCALES, Scaled, product, quantise, reference, spread
+from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 
@@ -31,7 +32,7 @@ def sqnr_db(x: torch.Tensor, y: torch.Tensor) -> float:
 def linear(recipe: str, inputs: int = 128, outputs: int = 256, *, backend: str = "emulated", **settings) -> nn.Module:
     torch.manual_seed(0)
     plain = nn.Linear(inputs, outputs)
-    row = resolve(PrecisionConfig(recipe=recipe, **settings))
+    row = resolve(recipe, **settings)
     return BACKENDS[backend].wrap(plain, row, name="blocks.0.up", seed=0)
 
 
@@ -157,7 +158,7 @@ def test_emulated_products_are_the_float64_definition_but_for_accumulation(recip
     scales, which come after the rounding."""
     sides = {"M": 128, "K": 256, "N": 384}
     for name, (one, two) in RECIPES[recipe].products.items():
-        from lpkit.precision.recipes import SIDES
+        from lpkit.techniques.recipes import SIDES
 
         (m, k), (n, _) = SIDES[name]
         operands = []
@@ -279,7 +280,7 @@ def test_one_token_has_a_row_s_scale():
 
 
 def test_blocks_of_128_are_e4m3_alone_on_hardware(monkeypatch):
-    row = resolve(PrecisionConfig(recipe="fp8-blockwise", gradient_format="e5m2"))
+    row = resolve("fp8-blockwise", gradient_format="e5m2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert BACKENDS["scaled_mm"].why_not("fp8-blockwise", RECIPES["fp8-blockwise"], torch.device("cuda")) == ""
     assert "in E4M3 alone, and dx has e5m2" in BACKENDS["scaled_mm"].why_not("fp8-blockwise", row, torch.device("cuda"))
@@ -387,7 +388,7 @@ def test_nan_and_inf_are_loud_counted_and_named(recipe, bad):
 def test_shapes_that_do_not_tile_say_which_and_what_would():
     with pytest.raises(ConfigError, match=r"blocks\.0\.up: 96 input features do not tile by 128 \(nearest: 128\).*mxfp8"):
         linear("fp8-blockwise", 96, 128)(noise(128, 96))
-    with pytest.raises(ConfigError, match=r"100 tokens do not tile by 32.*precision\.pad=true"):
+    with pytest.raises(ConfigError, match=r"100 tokens do not tile by 32.*precision\.recipe\.pad=true"):
         linear("mxfp8")(noise(100, 128))
     with pytest.raises(ConfigError, match=r"72 input features do not tile by 16"):      # the tensor cores', not the recipe's
         linear("fp8-tensorwise", 72, 48, backend="scaled_mm")(noise(32, 72))
@@ -406,7 +407,7 @@ def test_padding_with_zeros_when_asked(recipe):
 def test_every_scale_rule_keeps_a_nan_in_its_block():
     amax = torch.tensor([[1.0, torch.nan]])
     for name in ("float32", "power-of-two", "power-of-two-floor"):
-        scale, _ = SCALES[name].make(amax, format_of("e4m3fn"))
+        scale, _ = MAKE_SCALES[name](amax, format_of("e4m3fn"))
         assert scale[0, 0].isfinite() and scale[0, 1].isnan()
 
 

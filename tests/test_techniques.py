@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.ui import bits_figure, bought_figure
 from lpkit.ui.techniques import INSIDE, WIDE, _box, _edge, _hidden, _positions
 
@@ -15,7 +15,7 @@ def small():
     import lpkit
 
     return lpkit.preset("cpu-3m").replace({
-        "model.layers": 3, "model.width": 64, "model.heads": 2, "model.vocab": 2048, "model.context": 64, "batch": 8,
+        "model.layers": 3, "model.width": 64, "model.heads": 2, "model.vocab": 2048, "model.context": 64, "global_batch": 8,
         "model.attention": "sdpa", "precision.recipe": "fp32", "optimizer.clip": 0.0, "system.device": "cpu", "system.threads": 1})
 
 

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
-from lpkit.precision.formats import FORMATS
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.scaled import hadamard_matrix, quantise
-from lpkit.training.assembly import assemble
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.loop import fit
+from lpkit.training.training import Training
 from lpkit.ui import heat_map, telemetry_explorer
 
 TINY = Config().replace({
-    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "batch": 8, "steps": 5, "eval_batches": 1,
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 5, "eval_batches": 1,
     "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp8-tensorwise", "precision.backend": "emulated"})
 ROWS_OF = [(name, role) for name, recipe in RECIPES.items() if recipe.products for role in ROLES]
 GRIDS = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
@@ -173,41 +174,40 @@ def test_a_row_that_was_not_drawn_still_sets_the_scale():
 def trained(tmp_path: Path, config: Config, name: str, **settings):
     folder = tmp_path / name
     folder.mkdir()
-    job = assemble(config)
-    if settings:
-        job = telemetry.attach(job, folder, **settings)
-    return fit(job, folder), job
+    training = Training.build(config)
+    watched = telemetry.attach(training, folder, **settings) if settings else None
+    return fit(training, folder), watched
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "bf16"])
 def test_telemetry_changes_no_bit(tmp_path, recipe):
-    config = TINY.replace({"precision.recipe": recipe, "precision.backend": "auto", "precision.keep": "head", "accumulate": 2})
+    config = TINY.replace({"precision.recipe": recipe, "precision.backend": "auto", "precision.recipe.high_precision_layers": "head", "grad_accum_steps": 2})
     plain, _ = trained(tmp_path, config, "plain")
-    looked, job = trained(tmp_path, config, "looked", every=2, rows=16)
+    looked, watched = trained(tmp_path, config, "looked", every=2, rows=16)
     assert [line["loss"] for line in plain.metrics] == [line["loss"] for line in looked.metrics]
     assert plain.summary["val_loss"] == looked.summary["val_loss"]
     samples = read(tmp_path / "looked")
     layers = [f"blocks.{i}.{part}" for i in range(2) for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
     assert {s.step for s in samples} == {1, 3, 5}
     assert len(samples) == 3 * 3 * 9 and {s.layer for s in samples} == {*layers, "head"}
-    assert all(not module._forward_hooks for module in job.model.modules())
-    assert samples == sorted(job.data.telemetry.samples, key=lambda s: s.step)
+    assert all(not module._forward_hooks for module in watched.model.modules())
+    assert samples == sorted(watched.samples, key=lambda s: s.step)
 
 
 def test_off_is_a_call_and_a_remainder(tmp_path):
-    job = telemetry.attach(assemble(TINY), tmp_path, every=20)
-    x, y = job.data.batch(1)        # step 2
-    job.step(job.model, x, y)
-    assert not (tmp_path / telemetry.FILE).exists() and not job.data.telemetry.samples
-    assert all(not module._forward_hooks and not module._backward_hooks for module in job.model.modules())
+    training = Training.build(TINY)
+    watched = telemetry.attach(training, tmp_path, every=20)
+    training.update(1)      # step 2
+    assert not (tmp_path / telemetry.FILE).exists() and not watched.samples
+    assert all(not module._forward_hooks and not module._backward_hooks for module in training.model.modules())
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "mxfp8", "int8"])
 def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
     """The sample's own quality, and the counterfactual of its own recipe, are those of the layer's cast."""
-    job = telemetry.attach(assemble(TINY.replace({"precision.recipe": recipe})), None, every=1, rows=None,
-                           roles=tuple(ROLES), layers=("blocks.1.mlp.up",))
-    layer, taken = job.model.blocks[1].mlp.up, {}
+    training = Training.build(TINY.replace({"precision.recipe": recipe}))
+    watched = telemetry.attach(training, None, every=1, rows=None, roles=tuple(ROLES), layers=("blocks.1.mlp.up",))
+    layer, taken = training.model.blocks[1].mlp.up, {}
 
     def take(module, args, out):
         taken.update(x=args[0].flatten(0, 1), w=module.weight.clone(), history=getattr(module, "amax_history", out).clone())
@@ -215,9 +215,9 @@ def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
 
     layer.register_forward_hook(take)
     for step in range(3):
-        x, y = job.data.batch(step)
-        job.step(job.model, x, y)
-    samples = job.data.telemetry.samples
+        with watched.watch(step):       # the weights stay what they are
+            training.forward_backward(training.batch(step))
+    samples = watched.samples
     for role in ROLES:
         sample = next(s for s in samples if (s.step, s.role) == (3, role))
         t = taken[role.removesuffix(".T")].detach().float()
@@ -233,21 +233,22 @@ def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
 def test_other_recipes_are_what_those_would_have_said():
     taken = {}
     for recipe in ("fp8-tensorwise", "mxfp8", "nvfp4"):
-        job = telemetry.attach(assemble(TINY.replace({"precision.recipe": recipe, "precision.keep": "head"})), None,
-                               every=1, rows=None, roles=("x", "w"), layers=("blocks.0.attention.qkv",))
-        job.step(job.model, *job.data.batch(0))
-        taken[recipe] = job.data.telemetry.samples
+        training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.recipe.high_precision_layers": "head"}))
+        watched = telemetry.attach(training, None, every=1, rows=None, roles=("x", "w"), layers=("blocks.0.attention.qkv",))
+        training.update(0)
+        taken[recipe] = watched.samples
     for asked in taken:
         for other in taken:     # the first layer's inputs do not depend on the recipe
             assert [s.others[other] for s in taken[asked]] == [s.own for s in taken[other]]
 
 
 def test_not_a_number_is_counted_and_named(tmp_path):
-    job = telemetry.attach(assemble(TINY), tmp_path, every=1, rows=16)
+    training = Training.build(TINY)
+    telemetry.attach(training, tmp_path, every=1, rows=16)
     with torch.no_grad():
-        job.model.blocks[1].mlp.up.weight[3, 5] = math.nan
-        job.model.blocks[1].mlp.up.weight[9, 5] = math.inf
-    job.step(job.model, *job.data.batch(0))
+        training.model.blocks[1].mlp.up.weight[3, 5] = math.nan
+        training.model.blocks[1].mlp.up.weight[9, 5] = math.inf
+    training.update(0)
     samples = read(tmp_path)
     bad = next(s for s in samples if s.layer == "blocks.1.mlp.up" and s.role == "w")
     assert bad.nonfinite == 2 and bad.amax is None and bad.own is None and bad.others == {}
@@ -257,12 +258,12 @@ def test_not_a_number_is_counted_and_named(tmp_path):
 
 
 def test_a_torn_line_is_left_out_and_written_over(tmp_path):
-    _, job = trained(tmp_path, TINY, "run", every=4, rows=16)
+    _, watched = trained(tmp_path, TINY, "run", every=4, rows=16)
     path = tmp_path / "run" / telemetry.FILE
     whole = read(tmp_path / "run")
     path.write_bytes(path.read_bytes()[:-20])
     assert read(tmp_path / "run") == whole[:-1]
-    again = Telemetry(model=job.model, path=path, every=4)
+    again = Telemetry(model=watched.model, path=path, every=4)
     assert path.read_bytes().endswith(b"\n")
     again._batch = [whole[-1], replace(whole[0], amax=7.0)]
     again._write()
@@ -277,7 +278,7 @@ def test_a_torn_line_is_left_out_and_written_over(tmp_path):
 ])
 def test_bad_settings(settings, said):
     with pytest.raises(ConfigError, match=said):
-        Telemetry(model=assemble(TINY).model, **settings)
+        Telemetry(model=Training.build(TINY).model, **settings)
 
 
 def test_a_folder_without_samples_says_so(tmp_path):
@@ -289,10 +290,12 @@ def test_a_folder_without_samples_says_so(tmp_path):
 
 @pytest.fixture(scope="module")
 def samples():
-    job = telemetry.attach(assemble(TINY), None, every=1, rows=16)
+    training = Training.build(TINY)
+    watched = telemetry.attach(training, None, every=1, rows=16)
     for step in range(2):
-        job.step(job.model, *job.data.batch(step))
-    return job.data.telemetry.samples
+        with watched.watch(step):
+            training.forward_backward(training.batch(step))
+    return watched.samples
 
 
 def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 import pytest
 
-from lpkit.config import Config, ConfigError, ModelConfig
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
 from lpkit.predict import memory
 from lpkit.ui import memory_figure, timeline_figure, timelines_view
 from lpkit.ui.memory import COLOURS
@@ -46,7 +47,7 @@ def test_updates_in_backward_are_backwards():
 
 
 def test_the_moments_of_the_formula_sit_over_their_part_of_the_step():
-    held = memory(Config(model=MODEL, batch=2))
+    held = memory(Config(model=MODEL, global_batch=2))
     marks = timeline_figure(STEP, formula=held)["data"][-1]
     assert marks["x"] == [3, 4, 5, 8, 9, 10]
     assert marks["y"] == [sum(held.at(moment).values()) for moment in held.rows[0].at]
@@ -56,7 +57,7 @@ def test_a_measured_step_and_its_formula_meet():
     pytest.importorskip("torch")
     from lpkit import measure
 
-    config = Config(model=MODEL, batch=2).replace({"precision.recipe": "fp32", "system.device": "cpu"})
+    config = Config(model=MODEL, global_batch=2).replace({"precision.recipe": "fp32", "system.device": "cpu"})
     found = measure.memory(config)
     figure = timeline_figure(found.timeline, formula=memory(config, attention=found.chosen["attention"].used))
     *_, line, marks = figure["data"]
@@ -89,4 +90,4 @@ def test_every_row_of_the_ledger_has_a_colour_of_its_own():
 
     assert set(COLOURS) == set(ROWS) and len(set(COLOURS.values())) == len(COLOURS)
     for recipe in ("bf16", "fp8-delayed", "mxfp8"):
-        memory_figure(memory(Config(model=MODEL, batch=2).replace({"precision.recipe": recipe})))
+        memory_figure(memory(Config(model=MODEL, global_batch=2).replace({"precision.recipe": recipe})))

@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 from lpkit import measure, preset
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
 from lpkit.memory.row import Row
 from lpkit.memory.rows import MEMORY
@@ -16,28 +17,28 @@ from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import parameter_count
 from lpkit.techniques.layouts import Layout
 
-SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
+SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "global_batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
 LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
          "model.tied": False, "model.kv_heads": 2}
 CONFIGS = {
-    "gpt2": {}, "llama": LLAMA, "plain attention": {"model.attention": "plain"}, "accumulated": {"accumulate": 4},
-    "a large vocabulary": LLAMA | {"model.vocab": 8192}, "chunked": {"memory.loss": "chunked", "memory.loss_chunk": 64},
+    "gpt2": {}, "llama": LLAMA, "plain attention": {"model.attention": "plain"}, "accumulated": {"grad_accum_steps": 4},
+    "a large vocabulary": LLAMA | {"model.vocab": 8192}, "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
     "recomputed": LLAMA | {"precision.recipe": "bf16", "memory.recompute": "block"},
     "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
     **{recipe: {"precision.recipe": recipe} for recipe in (
         "bf16", "fp16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "int8")},
     **{f"llama {recipe}": LLAMA | {"precision.recipe": recipe} for recipe in ("bf16", "fp8-delayed", "nvfp4")},
     "fp8-blockwise": {"precision.recipe": "fp8-blockwise", "model.width": 128},
-    "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "accumulate": 2},
-    "cached weights": {"precision.recipe": "fp8-tensorwise", "accumulate": 2, "precision.weights": "cached"},
+    "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "grad_accum_steps": 2},
+    "cached weights": {"precision.recipe": "fp8-tensorwise", "grad_accum_steps": 2, "precision.cache_weight_casts": True},
     "8-bit moments, bf16 weights, in backward": {
-        "precision.recipe": "bf16", "optimizer.name": "adamw-8bit", "memory.parameters": "bf16", "optimizer.clip": 0,
-        "memory.update": "in-backward"},
+        "precision.recipe": "bf16", "memory.moment_format": "int8", "memory.param_dtype": "bf16", "optimizer.clip": 0,
+        "memory.optimizer_step": "in-backward"},
     "state in a file": {"memory.optimizer_state": "disk"},
-    **{f"saved {where}": {"precision.recipe": "bf16", "memory.saved": where} for where in ("cpu", "disk", "int4")},
+    **{f"saved {where}": {"precision.recipe": "bf16", "memory.activation_offload": where} for where in ("cpu", "disk", "int4")},
     "mxfp8, recomputed, chunked": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block",
-                                           "memory.loss": "chunked", "memory.loss_chunk": 64},
+                                           "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
 }
 
 
@@ -53,7 +54,7 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
 def test_shards_by_arithmetic():
     """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16; a block's gradients in
     float32 on their way, the next block's weights in bf16 on theirs."""
-    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "batch": 8, "model.attention": "sdpa"})
+    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8, "model.attention": "sdpa"})
     m, count = config.model, parameter_count(config.model)
     outside = (m.V + m.T) * m.D + 2 * m.D
     block = (count - outside) // m.L
@@ -65,7 +66,7 @@ def test_shards_by_arithmetic():
     assert found.most["batch"] == 2 * 8 * m.T
     whole = predict_trace(config, 8, layout=Layout(shard=8, zero=2))
     assert whole.most["gathered weights"] == 2 * count and whole.most["weights"] == found.most["weights"]
-    pieces = predict_trace(config.replace({"batch": 16, "accumulate": 16}), 8)      # two of one sequence a rank
+    pieces = predict_trace(config.replace({"global_batch": 16, "grad_accum_steps": 16}), 8)      # two of one sequence a rank
     assert pieces.rows["gradients"] > found.rows["gradients"] and pieces.most["batch"] == 2 * found.most["batch"]
     assert pieces.most["activations"] == found.most["activations"]
     hybrid = predict_trace(config, 8, layout=Layout(data=2, shard=4))
@@ -74,7 +75,7 @@ def test_shards_by_arithmetic():
 
 @pytest.mark.parametrize("changes", [
     {"precision.recipe": "fp16"}, {"precision.recipe": "mxfp8", "memory.recompute": "block"},
-    {"memory.loss": "chunked", "memory.loss_chunk": 64}, {"memory.update": "in-backward", "optimizer.clip": 0}])
+    {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64}, {"memory.optimizer_step": "in-backward", "optimizer.clip": 0}])
 def test_techniques_shard_too(changes):
     found, alone = predict_trace(SMALL.replace(changes), 2), predict_trace(SMALL.replace(changes))
     assert 2 * found.most["weights"] == alone.most["weights"] and found.most["gathered weights"] > 0
@@ -83,7 +84,7 @@ def test_techniques_shard_too(changes):
 
 def test_a_world_of_1024_ranks():
     """Two blocks of Llama 8B; rank 0 holds the first row of every parameter, or none of it is split further."""
-    config = preset("llama-8b").replace({"model.layers": 2, "batch": 1024, "accumulate": 1})
+    config = preset("llama-8b").replace({"model.layers": 2, "global_batch": 1024, "grad_accum_steps": 1})
     m = config.model
     found = predict_trace(config, 1024)
     rows = lambda n: -(-n // 1024)
@@ -143,7 +144,7 @@ def test_shards_are_cut_as_chunk_cuts(rows, count):
 
 
 def test_what_cannot_be_traced_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"batch=4 sequences does not split over"):
+    with pytest.raises(ConfigError, match=r"global_batch=4 sequences does not split over"):
         predict_trace(SMALL, 3)
     with pytest.raises(ConfigError, match="FSDP2, over data and shard with ZeRO 2 or 3, and the layout is tensor 2"):
         predict_trace(SMALL, 2, layout=Layout(tensor=2))
@@ -155,8 +156,8 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
     for watch in (predict_trace, measure.memory):
         with pytest.raises(ConfigError, match=r"memory\.recompute=budget needs torch\.compile, and what is compiled cannot be"):
             watch(SMALL.replace({"memory.recompute": "budget"}))
-    with pytest.raises(ConfigError, match=r"optimizer\.name=adamw-8bit updates whole parameters; set optimizer\.name=adamw"):
-        predict_trace(SMALL.replace({"optimizer.name": "adamw-8bit"}), 2)
+    with pytest.raises(ConfigError, match=r"memory\.moment_format=int8 updates whole parameters; set memory\.moment_format=float32"):
+        predict_trace(SMALL.replace({"memory.moment_format": "int8"}), 2)
     with _world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
         predict_trace(SMALL, 2)
 

@@ -10,7 +10,7 @@ from lpkit import measure
 from lpkit.config import Config
 from lpkit.measure.tracking import ROWS, Tracker
 
-SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "batch": 4,
+SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "global_batch": 4,
                           "precision.recipe": "fp32"})
 LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
          "model.tied": False, "model.kv_heads": 2}
@@ -32,7 +32,7 @@ def test_a_linear_and_a_relu_by_hand():
             optimizer.step()
             optimizer.zero_grad()
         del loss
-    held = {"weights": W, "optimizer state": W, "batch": x.nbytes}
+    held = {"weights": W, "optimizer state": W, "global_batch": x.nbytes}
     found = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
     made = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
     # Forward: y lives until relu has made its own, which is kept. The sum is 4 bytes.
@@ -68,14 +68,14 @@ def test_a_storage_counts_once_from_its_making_to_its_end():
 
 CONFIGS = {
     "gpt2": {},
-    "gpt2 bf16, accumulated": {"precision.recipe": "bf16", "accumulate": 2},
+    "gpt2 bf16, accumulated": {"precision.recipe": "bf16", "grad_accum_steps": 2},
     "llama bf16": LLAMA | {"precision.recipe": "bf16"},
     "fp8-tensorwise": {"precision.recipe": "fp8-tensorwise"},
-    "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "accumulate": 2},
+    "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "grad_accum_steps": 2},
     "mxfp8, recomputed": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block"},
     "fp16": {"precision.recipe": "fp16"},
     "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
-    "chunked": {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 2048},
+    "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 2048},
     "a large vocabulary": LLAMA | {"model.vocab": 8192},
 }
 
@@ -102,15 +102,15 @@ def test_pytorchs_tracker_finds_the_same_peak(changes):
     ours = measure.memory(SMALL.replace(changes), device="cpu")
     bench.train()
     theirs = MemTracker()
-    theirs.track_external(bench.model, bench.optimizer, *bench.batch)
+    theirs.track_external(bench.model, bench.training.optimizer, *bench.batch.tensors)
     with theirs:
         bench.train()
     assert theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] == pytest.approx(ours.peak_bytes, rel=0.01)
 
 
 def test_rows_of_a_step_by_arithmetic():
-    config = SMALL.replace({"precision.recipe": "bf16", "optimizer.name": "adamw"})
-    m, tokens = config.model, config.batch * config.model.context
+    config = SMALL.replace({"precision.recipe": "bf16", "optimizer": "adamw"})
+    m, tokens = config.model, config.global_batch * config.model.context
     found = measure.memory(config, device="cpu")
     blocks = m.L * (2 * m.D * (m.H + 2 * m.G) * m.E // 2 + m.D * m.D + 2 * m.D * m.F)
     biases = m.L * ((m.H + 2 * m.G) * m.E + m.D + m.F + m.D) + (2 * m.L + 1) * m.D
@@ -124,7 +124,7 @@ def test_rows_of_a_step_by_arithmetic():
 
 
 def test_low_precision_rows_by_arithmetic():
-    found = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed", "precision.history": 16}), device="cpu")
+    found = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed", "precision.recipe.history": 16}), device="cpu")
     m = SMALL.model
     weights = m.L * (m.D * 3 * m.D + m.D * m.D + 2 * m.D * m.F)
     assert found.rows["low-precision weights"] == 2 * weights           # in bf16: emulated
@@ -147,7 +147,7 @@ def test_what_lies_in_a_file_is_counted_apart():
 
 
 def test_updates_in_backward_never_hold_all_gradients():
-    found = measure.memory(SMALL.replace({"memory.update": "in-backward", "optimizer.clip": 0}), device="cpu")
+    found = measure.memory(SMALL.replace({"memory.optimizer_step": "in-backward", "optimizer.clip": 0}), device="cpu")
     largest = max(p.nbytes for p in measure.Bench(SMALL, "cpu").model.parameters())
     assert largest <= found.most["gradients"] < 0.5 * found.most["weights"]
     assert {point.phase for point in found.timeline if point.rows.get("optimizer temporaries")} == {"optimizer"}
@@ -157,9 +157,9 @@ def test_nothing_is_left_behind():
     bench = measure.Bench(SMALL, "cpu")
     bench.train()
     for _ in range(2):
-        with Tracker(bench.model, bench.optimizer, "cpu") as tracker:
-            tracker.hold(bench.batch, "batch")
-            bench.train(tracker.optimizing)
+        with Tracker(bench.model, bench.training.optimizer, "cpu") as tracker:
+            tracker.hold(bench.batch.tensors, "batch")
+            bench.train(tracker)
         assert tracker.now().keys() == {"weights", "optimizer state", "batch"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules())
     assert not any(p._backward_hooks for p in bench.model.parameters())
@@ -175,8 +175,8 @@ def test_on_a_gpu_the_allocator_holds_what_is_tracked():
     bench = measure.Bench(config, "cuda")
     bench.train()
     with bench.tracker() as tracker:
-        tracker.hold(bench.batch, "batch")
-        bench.train(tracker.optimizing)
+        tracker.hold(bench.batch.tensors, "batch")
+        bench.train(tracker)
     blocks = {block["address"]: block for segment in torch.cuda.memory._snapshot()["segments"]
               for block in segment["blocks"] if block["state"] == "active_allocated"}
     for p in bench.model.parameters():

@@ -2,18 +2,23 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lpkit
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
 from lpkit.contracts import Choice, Stage, Transform
-from lpkit.optim.schedules import SCHEDULES, with_warmup
+from lpkit.errors import ConfigError
+from lpkit.optim import stepper
+from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
+from lpkit.techniques.schedules import SCHEDULES, schedule
 from lpkit.training import checkpoint, runs
-from lpkit.training.assembly import OPTIMIZERS, build_model
 from lpkit.training.background import start, train
+from lpkit.training.build import initialised, transformed
 from lpkit.training.runs import Run, RunFailedError
+from lpkit.training.training import Training
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def tiny(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
         "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 12, "batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4, "optimizer.warmup_steps": 2,
+        "steps": 12, "global_batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4, "schedule.warmup_steps": 2,
         "precision.recipe": "fp32", "system.device": "cpu"})
 
 
@@ -52,17 +57,15 @@ def test_the_first_loss_is_that_of_a_uniform_guess(tiny, tmp_path):
 
 def test_the_loop_is_the_plain_loop(tiny, tmp_path):
     """Against the same updates written out with PyTorch alone."""
-    from lpkit.training.assembly import assemble
-
-    job = assemble(tiny)
-    model, data = job.model, job.data
+    training = Training.build(tiny)
+    model, data = training.model, training.data
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
                                   betas=(0.9, 0.95), eps=1e-8)
     want = []
     for step in range(12):
-        x, y = data.batch(step)
+        x, y = data.batch(step).tensors
         loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -110,7 +113,7 @@ def test_the_same_config_twice_is_bitwise_equal_and_another_seed_is_not(tiny, tm
 
 
 def test_accumulated_gradient_is_the_whole_gradient(tiny, tmp_path):
-    whole, parts = (losses(train(tiny.replace({"accumulate": a}), out=tmp_path / str(a))) for a in (1, 4))
+    whole, parts = (losses(train(tiny.replace({"grad_accum_steps": a}), out=tmp_path / str(a))) for a in (1, 4))
     assert parts == pytest.approx(whole, rel=1e-5)    # float32 sums in another order
 
 
@@ -125,13 +128,12 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny, tmp_path):
             with torch.no_grad():
                 poisoned[0].fill_(math.nan)
 
-    from lpkit.training.assembly import assemble
     from lpkit.training.loop import fit
 
-    job = assemble(tiny)
-    poisoned = list(job.model.parameters())
+    training = Training.build(tiny)
+    poisoned = list(training.model.parameters())
     with pytest.raises(RunFailedError, match=r"step 7: loss=nan.*kept: step-00000004"):
-        fit(job, tmp_path / "run", observers=[poison])
+        fit(training, tmp_path / "run", observers=[poison])
     run = Run.open(tmp_path / "run")
     assert run.summary["status"] == "failed" and run.summary["steps"] == 6
     lines = (run.path / runs.METRICS).read_text().splitlines()
@@ -140,11 +142,13 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny, tmp_path):
 
 
 def test_a_folder_with_another_run_is_left_alone(tiny, tmp_path):
-    train(tiny.replace({"steps": 1}), out=tmp_path / "run")
+    train(tiny.replace({"steps": 2}), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="already holds a run"):
         train(tiny, out=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"steps was 1 and is 12"):
-        train(tiny, out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"steps was 2 and is 1;"):
+        train(tiny.replace({"steps": 1}), out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"other settings: global_batch was 4 and is 8;"):
+        train(tiny.replace({"global_batch": 8}), out=tmp_path / "run", resume=True)
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not empty and holds no run"):
@@ -184,7 +188,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("setting, sentence", {
-    "optimizer.name=adam": "did you mean 'adamw'", "optimizer.schedule=cosin": "did you mean 'cosine'",
+    "optimizer=adam": "did you mean 'adamw'", "schedule=cosin": "did you mean 'cosine'",
     "model.init=gpt3": "did you mean 'gpt2'", "model.attention=sdqa": "did you mean 'sdpa'",
     "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "choose auto, cpu, cuda",
 }.items())
@@ -196,8 +200,8 @@ def test_unknown_names_suggest_the_nearest(tiny, tmp_path, setting, sentence):
 
 
 def test_an_error_in_the_thread_is_raised_where_somebody_looks(tiny, tmp_path):
-    handle = start(tiny.replace({"optimizer.name": "adam"}), out=tmp_path / "run")
-    with pytest.raises(ConfigError, match="did you mean 'adamw'"):
+    handle = start(tiny.replace({"optimizer.groups": "haed.*:lr_scale=2"}), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"no parameter is called 'haed\.\*'"):
         handle.result()
 
 
@@ -215,34 +219,34 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
         return Spy()
 
     config = Config().replace({"model.layers": 1, "model.width": 8, "model.heads": 1})
-    build_model(config, torch.device("cpu"),
-                transforms=(spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
+    transformed(initialised(config, torch.device("cpu")), (spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
     assert seen == [Stage.PRECISION, Stage.COMPILE, Stage.DATA]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_as_big_as_the_optimizer_says(name):
+@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.slots])
+def test_state_is_as_big_as_the_optimizer_says(name, moment_format):
     model = torch.nn.Linear(64, 64, bias=False)
-    spec = OPTIMIZERS[name](lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    optimizer = spec.build(model)
+    row = OPTIMIZERS[name]
+    optimizer = stepper.build(model, replace(row.settings, name=name), moment_format=moment_format)
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     state = [t for slots in optimizer.state.values() for t in slots.values() if torch.is_tensor(t) and t.ndim]
-    assert sum(t.nbytes for t in state) == spec.state_bytes_per_param * model.weight.numel()
+    assert sum(t.nbytes for t in state) == row.state_bytes(moment_format) * model.weight.numel()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_begin_with_a_warmup_and_end_where_they_say(name):
-    schedule = with_warmup(SCHEDULES[name], steps=100, warmup_steps=10, final=0.1, decay_fraction=0.2)
-    assert [schedule(step) for step in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert schedule(10) == pytest.approx(1.0)
-    assert schedule(99) == pytest.approx(1.0 if name == "constant" else 0.1)
+    ratio = schedule(replace(SCHEDULES[name].settings, name=name, warmup_steps=10), 100)
+    assert [ratio(step) for step in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert ratio(10) == pytest.approx(1.0)
+    assert ratio(99) == pytest.approx(1.0 if name == "constant" else 0.1)
     if name == "wsd":     # flat until the last fifth of what follows the warm-up
-        assert schedule(10 + int(89 * 0.79)) == 1.0
+        assert ratio(10 + int(89 * 0.79)) == 1.0
 
 
 def test_cosine_is_pytorchs_cosine():
-    ours = with_warmup(SCHEDULES["cosine"], steps=51, warmup_steps=0, final=0.1, decay_fraction=0.2)
+    ours = schedule(replace(SCHEDULES["cosine"].settings, name="cosine", warmup_steps=0), 51)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
     for step in range(51):
@@ -256,7 +260,7 @@ def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
     text = lpkit.sample(run, prompt="def ", tokens=60, temperature=0)
     assert text.startswith("def ") and len(text) == 64
     found, _ = checkpoint.load_latest(run.checkpoints, only="model/")
-    model = build_model(run.config, torch.device("cpu"))
+    model = initialised(run.config, torch.device("cpu"))
     model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items()}, strict=False)
     ids = list(b"def ")
     with torch.no_grad():

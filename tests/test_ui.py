@@ -14,8 +14,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lpkit.config import ConfigError
 from lpkit.contracts import StepRecord
+from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row
 from lpkit.ui import (
     Explorer,

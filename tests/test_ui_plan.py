@@ -65,7 +65,7 @@ def test_every_row_opens_to_its_formula_and_source(found):
 def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
     spec, table = plan_view(LLAMA, H200, 1e12, 512, **FREE)
     best = plan(LLAMA, 1e12, H200, devices=512)
-    assert str(best.options[0].layout) in table and "15.1 days" in spec["layout"]["title"]["text"]
+    assert str(best.options[0].layout) in table and "15.3 days" in spec["layout"]["title"]["text"]
     assert all(html.escape(one.nearest) in table for one in best.refusals.values() if one.layouts)
     spec, table = plan_view(LLAMA, H200, 1e12, 8, **FREE)
     assert spec["data"] == [] and "miss by" in table
@@ -116,8 +116,8 @@ def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():
     made = grid({"llama-70b": LLAMA}, ["h200"], [8, 64], [1e11, 1e12])
     best = plan(LLAMA, 1e12, "h200", devices=64).options[0]
     assert [one.name for one in made] == ["llama-70b, 100B tokens, 64 h200", "llama-70b, 1.00T tokens, 64 h200"]
-    assert {one.layout for one in made} == {best.layout}
-    held = memory(made[0].config, "h200", layout=made[0].layout, precision=made[0].precision, recompute=made[0].recompute)
+    assert {one.config for one in made} == {best.config} and best.config.parallel == best.layout
+    held = memory(made[0].config, "h200")
     assert held.peak_bytes == best.held.peak_bytes <= USABLE * H200.memory_bytes
     point = triangle(made)[1]
     assert point.values["days"] == pytest.approx(best.paid.seconds / 86_400)

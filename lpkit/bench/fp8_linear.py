@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lpkit.bench.harness import ROUNDS, Result, race, rotating
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.recipes import RECIPES
+from lpkit.techniques.recipes import RECIPES
 
 SHAPES = {(65_536, 1664, 6656): 1.25, (16_384, 4096, 16_384): 1.5}   # M tokens, K, N: times the speed of bf16, at least
 TORCHAO_TARGET = 1.08

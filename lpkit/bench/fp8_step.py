@@ -21,11 +21,11 @@ from lpkit.config import Config
 from lpkit.nn.transformer import cross_entropy
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import advance
-from lpkit.precision.recipes import RECIPES
 from lpkit.precision.transform import LowPrecision
 from lpkit.studies.advice import MEASURED, Advice, advise, case_name, catalogued
 from lpkit.techniques.machines import Machine
-from lpkit.training.assembly import build_model
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.build import initialised, transformed
 
 SIZES = ((12, 768, 12, 16), (24, 1536, 16, 8), (26, 1664, 13, 8))   # layers, width, heads, sequences of 1024 tokens
 BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")
@@ -37,7 +37,7 @@ WARM_UP = 3             # steps
 def run(rounds: int = ROUNDS) -> list[Result]:
     device = fp8_gpu()
     configs = [Config().replace({"model.layers": layers, "model.width": width, "model.heads": heads, "model.vocab": 50_304,
-                                 "model.context": 1024, "batch": batch}) for layers, width, heads, batch in SIZES]
+                                 "model.context": 1024, "global_batch": batch}) for layers, width, heads, batch in SIZES]
     name = torch.cuda.get_device_name(device)
     return compare(configs, device, catalogued(name) or hardware.machine(str(device)), rounds, transform=_compile,
                    facts=provenance(["torch", "triton"], name))
@@ -72,7 +72,8 @@ def _race(config: Config, device: torch.device, on: Machine, rounds: int, transf
     names = list(dict.fromkeys((BASE, *(name for name in COMPARED if runs_here(name, device)), advice.choice)))
     sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     rng = torch.Generator(device).manual_seed(0)
-    tokens = torch.randint(m.vocab, (WARM_UP + rounds, config.batch, m.context + 1), device=device, generator=rng)
+    tokens = torch.randint(m.vocab, (WARM_UP + rounds, config.global_batch, m.context + 1), device=device,
+                           generator=rng)
     updates = {name: _update(config, name, tokens, transform) for name in names}
     seconds, curves = steps_in_turns(updates, WARM_UP + rounds, warm_up=WARM_UP, sync=sync)
     losses = {name: curve[-1] for name, curve in curves.items()}
@@ -92,7 +93,7 @@ def _update(config: Config, name: str, tokens: torch.Tensor,
     """A function that takes one step on `tokens[step]`, and returns its loss."""
     recipe, device = RECIPES[name], tokens.device
     low = (LowPrecision(recipe=recipe, backend=BACKENDS["scaled_mm"]),) if recipe.products else ()
-    model = build_model(config, device, transforms=low)
+    model = transformed(initialised(config, device), low)
     transform(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 

@@ -175,6 +175,11 @@ def steps_in_turns(updates: Mapping[str, Callable[[int], Item]], steps: int, *, 
     return dict(zip(updates, seconds)), results
 
 
+def runs_by_step(runs: Mapping[str, Any]) -> dict[str, Callable[[int], float]]:
+    """For `steps_in_turns`: each `Training` takes its update, and returns the loss."""
+    return {name: lambda step, run=run: run.update(step).loss.item() for name, run in runs.items()}
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     collecting = gc.isenabled()

@@ -22,34 +22,35 @@ from lpkit.config import Config
 from lpkit.files import resource
 from lpkit.measure.tracking import ROWS
 from lpkit.predict import memory, parameter_count
-from lpkit.predict.recipes import LOW
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
 from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.recipes import RECIPES
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
 RULES = {"formula": "closed form", "traced": "trace", "accelerate": "accelerate", "deepspeed": "DeepSpeed", "classic": "16 P +"}
 TRACE, TRACE_SECONDS, RANKS, CALL_SECONDS, FASTER = 0.01, 60, 1024, 200e-6, 100
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
-GPT2 = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128, "batch": 4}
+CAST = tuple(name for name, recipe in RECIPES.items() if recipe.products)
+GPT2 = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128, "global_batch": 4}
 LLAMA = {**GPT2, "model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
          "model.tied": False, "model.init": "llama", "model.mlp_width": 384, "model.kv_heads": 2}
 STYLES = {"gpt2": GPT2, "llama": LLAMA}
-LARGER = {"model.layers": 12, "model.width": 768, "model.heads": 12, "model.context": 1024, "batch": 8, "model.vocab": 50_304}
+LARGER = {"model.layers": 12, "model.width": 768, "model.heads": 12, "model.context": 1024, "global_batch": 8, "model.vocab": 50_304}
 SHAPES: dict[str, dict[str, Any]] = {
-    "as it is": {}, "deep": {"model.layers": 10}, "wide, few tokens": {"model.width": 512, "model.context": 64, "batch": 1},
-    "long": {"model.context": 1024, "batch": 1}, "accumulated": {"batch": 8, "accumulate": 4},
-    "vocabulary 8k": {"model.vocab": 8192}, "vocabulary 128k": {"model.vocab": 128_256, "batch": 1, "model.width": 64},
+    "as it is": {}, "deep": {"model.layers": 10}, "wide, few tokens": {"model.width": 512, "model.context": 64, "global_batch": 1},
+    "long": {"model.context": 1024, "global_batch": 1}, "accumulated": {"global_batch": 8, "grad_accum_steps": 4},
+    "vocabulary 8k": {"model.vocab": 8192}, "vocabulary 128k": {"model.vocab": 128_256, "global_batch": 1, "model.width": 64},
 }
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "recompute block": {"memory.recompute": "block"},
-    "recompute every 2nd": {"memory.recompute": "block", "memory.recompute_every": 2},
+    "recompute every 2nd": {"memory.recompute": "block", "memory.recompute.every": 2},
     "recompute selective": {"memory.recompute": "selective"},
-    "chunked loss": {"memory.loss": "chunked", "memory.loss_chunk": 64, "model.vocab": 4096},
-    "8-bit moments": {"optimizer.name": "adamw-8bit", "model.context": 32},
-    "update in backward": {"memory.update": "in-backward", "optimizer.clip": 0, "model.context": 32},
+    "chunked loss": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 4096},
+    "8-bit moments": {"memory.moment_format": "int8", "model.context": 32},
+    "update in backward": {"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "model.context": 32},
 }
 
 
@@ -59,11 +60,11 @@ def configs(larger: dict[str, Any] | None = None) -> Iterator[tuple[str, Config]
         cases = [*((f"{precision}, {name}", {"precision.recipe": precision, **changes})
                    for precision in ("fp32", "bf16") for name, changes in SHAPES.items()),
                  *((f"{recipe}, {name}", {"precision.recipe": recipe, **SHAPES[name]})
-                   for recipe in LOW for name in ("as it is", "accumulated")),
+                   for recipe in CAST for name in ("as it is", "accumulated")),
                  *((f"{recipe}, {name}", {"precision.recipe": recipe, **changes})
                    for recipe in ("bf16", "fp8-tensorwise") for name, changes in TECHNIQUES.items()),
                  *((f"{recipe}, recompute selective, sdpa", {"precision.recipe": recipe, "memory.recompute": "selective",
-                                                             "model.attention": "sdpa"}) for recipe in LOW)]
+                                                             "model.attention": "sdpa"}) for recipe in CAST)]
         for name, changes in cases:
             yield f"{style}, {name}", Config().replace({**shape, **(larger or {}), **changes})
 
@@ -86,7 +87,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     seconds = [paired(NAME, ours=[call[0].ours_median], peer=[1.0], peer_name="a second", better="lower", unit="s",
                       target=CALL_SECONDS, case="one call of the closed form", facts=facts)] if call else []
     start = time.perf_counter()
-    predict_trace(preset("llama-8b").replace({"batch": RANKS, "accumulate": 1}), RANKS)
+    predict_trace(preset("llama-8b").replace({"global_batch": RANKS, "grad_accum_steps": 1}), RANKS)
     world = paired(NAME, ours=[time.perf_counter() - start], peer=[1.0], peer_name="a second", better="lower", unit="s",
                    target=TRACE_SECONDS, case=f"llama-8b traced on {RANKS:,} ranks", facts=facts)
     times = [error("step time, median", "predicted_seconds", 0.1, of="step_seconds")] if gpu else []
@@ -102,8 +103,8 @@ def _case(name: str, config: Config, here: Any) -> dict[str, Any]:
     found = measure.memory(config)
     said = memory(config, here, attention=found.chosen["attention"].used)
     m, count = config.model, parameter_count(config.model)
-    tokens = config.batch // config.accumulate * m.T
-    dtype = {"fp32": "float32"}.get(config.precision.recipe, "bfloat16")
+    tokens = config.global_batch // config.grad_accum_steps * m.T
+    dtype = {"fp32": "float32"}.get(config.precision.recipe.name, "bfloat16")
     korthikanti = m.L * tokens * m.D * (34 + 5 * m.H * m.T / m.D)
     timed = {} if here.kind == "cpu" else {"step_seconds": measure.step(config).step_seconds,
                                            "predicted_seconds": step_time(config, here).step_seconds}
@@ -123,7 +124,7 @@ def _mem_tracker(config: Config):
 
     def once() -> None:
         tracker = MemTracker()
-        tracker.track_external(bench.model, bench.optimizer)
+        tracker.track_external(bench.model, bench.training.optimizer)
         with tracker:
             bench.train()
 
@@ -136,7 +137,7 @@ def page(measured: list[dict[str, Any]]) -> str:
     """docs/ledger.md from the files that `lpkit bench ledger --out data/measured` wrote."""
     config = preset(EXAMPLE).replace({"precision.recipe": "fp8-delayed"})
     variants = [memory(config, "h200", precision="bf16-master"), memory(config, "h200", layout=Layout(shard=8)),
-                memory(config.replace({"memory.recompute": "block", "optimizer.name": "adamw-8bit"}), "h200"),
+                memory(config.replace({"memory.recompute": "block", "memory.moment_format": "int8"}), "h200"),
                 memory(config, "h200")]      # the last word is the plain one's
     example = {row.name: row for one in variants for row in one.rows}
     lines = [HEAD.strip(), "", "## Rows", "", f"With the most that each is for `{EXAMPLE}` under fp8-delayed on one H200; what it "
@@ -189,7 +190,7 @@ Errors are signed: +5% means that a rule says 5% more than was measured. On a CP
 PyTorch's operations make, as the tracker counts them; what a kernel takes and gives back inside one operation is not in it
 (up to 3% more by PyTorch's profiler, `measure.memory(config, count=True)`). On a GPU it is the allocator's count. Shards are
 held to a trace of FSDP2, within 4% (`tests/test_predict.py`); tensor, pipeline and context ranks by arithmetic alone.
-Activations away (`memory.saved`) are within 10%. This page is made by `make ledger`.
+Activations away (`memory.activation_offload`) are within 10%. This page is made by `make ledger`.
 """
 
 

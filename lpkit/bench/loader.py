@@ -83,7 +83,7 @@ def _race(path: Path, B: int, T: int, rounds: int) -> list[Result]:
 
     def check():
         for step in range(3):
-            for mine, theirs in zip(policy.batch(step), stack_windows(tokens, torch.from_numpy(policy.starts(step)), T),
+            for mine, theirs in zip(policy.batch(step).tensors, stack_windows(tokens, torch.from_numpy(policy.starts(step)), T),
                                     strict=True):
                 assert torch.equal(mine, theirs), f"step {step} differs from the naive loop"
 

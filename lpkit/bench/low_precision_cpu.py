@@ -10,10 +10,9 @@ the losses were found equal bit for bit.
 
 import statistics
 
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance, steps_in_turns
-from lpkit.bench.train_cpu import _update
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance, runs_by_step, steps_in_turns
 from lpkit.config import Config
-from lpkit.training.assembly import assemble
+from lpkit.training.training import Training
 
 RECIPES = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
 LEAST_STEPS = 20
@@ -25,13 +24,12 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     steps = max(rounds, LEAST_STEPS)
     base = Config().replace({"system.device": "cpu", "steps": steps})
     names = ["bf16", *RECIPES]
-    jobs = {name: assemble(base.replace({"precision.recipe": name})) for name in names}
-    updates = {name: _update(job) for name, job in jobs.items()}
+    runs = {name: Training.build(base.replace({"precision.recipe": name})) for name in names}
     # the first step compiles the casts and touches the memory: it is not timed
-    seconds, losses = steps_in_turns(updates, steps + 1, warm_up=1)
+    seconds, losses = steps_in_turns(runs_by_step(runs), steps + 1, warm_up=1)
     last = {name: statistics.fmean(values[-5:]) for name, values in losses.items()}
     results, facts = [], provenance(["torch"]) | {
-        "losses": last, "steps": steps, "backends": {name: jobs[name].chosen["backend"].used for name in names}}
+        "losses": last, "steps": steps, "backends": {name: runs[name].decisions.choices["backend"].used for name in names}}
     for name, target in RECIPES.items():
         if abs(last[name] / last["bf16"] - 1) > LOSS_TOLERANCE:
             raise AssertionError(f"after {steps} steps {name} is at {last[name]:.4f}, bf16 at {last['bf16']:.4f}: "
@@ -43,10 +41,12 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def cached(steps: int) -> Result:
-    """`precision.weights=cached` beside `cast`."""
-    base = Config().replace({"system.device": "cpu", "steps": steps, "precision.recipe": CACHED, "accumulate": MICRO_BATCHES})
-    updates = {weights: _update(assemble(base.replace({"precision.weights": weights}))) for weights in ("cast", "cached")}
-    seconds, losses = steps_in_turns(updates, steps + 1, warm_up=1)
+    """`precision.cache_weight_casts=true` beside `cast`."""
+    base = Config().replace({"system.device": "cpu", "steps": steps, "precision.recipe": CACHED,
+                             "grad_accum_steps": MICRO_BATCHES})
+    runs = {name: Training.build(base.replace({"precision.cache_weight_casts": name == "cached"}))
+            for name in ("cast", "cached")}
+    seconds, losses = steps_in_turns(runs_by_step(runs), steps + 1, warm_up=1)
     if losses["cast"] != losses["cached"]:
         raise AssertionError(f"losses are {losses['cached']} with cached weights, {losses['cast']} without")
     return paired("low-precision-cpu", ours=seconds["cached"], peer=seconds["cast"], peer_name="weights cast each time",

@@ -6,7 +6,7 @@ from torch import Tensor
 from lpkit.bench.harness import ROUNDS, Result, race
 from lpkit.bench.qdq import rotating, same_bits
 from lpkit.kernels import cast
-from lpkit.precision.formats import FORMATS
+from lpkit.techniques.formats import FORMATS
 
 SHAPE = (1024, 4096)
 BUFFERS = 4             # of inputs and of outputs each: 128 MiB pass by before one comes back

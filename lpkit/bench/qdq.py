@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpkit.bench.harness import ROUNDS, Result, race
 from lpkit.kernels import cast
-from lpkit.precision.formats import FORMATS
+from lpkit.techniques.formats import FORMATS
 
 SIZE = 4 * 2**20        # float32 values: 16 MiB
 BUFFERS = 8             # of inputs and of outputs each: 256 MiB pass by before one comes back

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from lpkit.bench.harness import Result, paired, provenance
 from lpkit.machine_facts import cores
-from lpkit.precision.recipes import RECIPES
 from lpkit.presets import preset
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import train
 
 STEPS, SEEDS = 300, 3

@@ -15,7 +15,7 @@ from typing import Any
 
 from lpkit.bench.browser import Notebook, chromium, chromium_path, served
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 NOTEBOOK = "01_memory_math"
 KERNEL_SECONDS, PAGE_SECONDS = 0.050, 0.150

@@ -7,11 +7,10 @@ losses of all three must be the same bit for bit.
 
 import statistics
 
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance, steps_in_turns
-from lpkit.bench.train_cpu import _update
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance, runs_by_step, steps_in_turns
 from lpkit.config import Config
 from lpkit.measure import telemetry
-from lpkit.training.assembly import assemble
+from lpkit.training.training import Training
 
 EVERY = 20
 TARGETS = {"attached, off": 1.01, "every 20 steps": 1.05}      # times the seconds of the steps without
@@ -26,16 +25,16 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 def _race(recipe: str, rounds: int) -> list[Result]:
     config = CONFIG.replace({"precision.recipe": recipe, "steps": rounds * EVERY + 2})
-    jobs = [assemble(config) for _ in range(3)]
-    jobs[1:] = [telemetry.attach(job, None, every=every) for job, every in zip(jobs[1:], (FAR, EVERY))]
+    runs = {name: Training.build(config) for name in ("never", *TARGETS)}
+    _, sampling = (telemetry.attach(runs[name], None, every=every) for name, every in zip(TARGETS, (FAR, EVERY)))
     # the first step warms up, and so does the first sample
-    updates = dict(zip(("never", *TARGETS), map(_update, jobs)))
-    seconds, losses = steps_in_turns(updates, rounds * EVERY + 1, warm_up=1)
+    seconds, losses = steps_in_turns(runs_by_step(runs), rounds * EVERY + 1, warm_up=1)
     for step, each in enumerate(zip(*losses.values()), 1):
         if len(set(each)) > 1:
-            raise AssertionError(f"telemetry changed the loss of step {step}: {dict(zip(updates, each))}")
-    means = {name: [statistics.fmean(each[i:i + EVERY]) for i in range(0, len(each), EVERY)] for name, each in seconds.items()}
-    facts = provenance(["torch"]) | {"rows": telemetry.ROWS, "recipes_compared": len(jobs[2].data.telemetry.samples[0].others)}
+            raise AssertionError(f"telemetry changed the loss of step {step}: {dict(zip(runs, each))}")
+    means = {name: [statistics.fmean(each[i:i + EVERY]) for i in range(0, len(each), EVERY)]
+             for name, each in seconds.items()}
+    facts = provenance(["torch"]) | {"rows": telemetry.ROWS, "recipes_compared": len(sampling.samples[0].others)}
     return [paired("telemetry", ours=means[name], peer=means["never"], better="lower", peer_name="never attached",
                    target=target, case=f"{name}, cpu-3m, {recipe}", facts=facts)
             for name, target in reversed(TARGETS.items())]

@@ -13,7 +13,7 @@ def machine(target: str):
     ConfigError."""
     from pathlib import Path
 
-    from lpkit.config import ConfigError
+    from lpkit.errors import ConfigError
     from lpkit.techniques import machines
 
     if target == "this":

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.tables import text_table
 
 
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.bench import BENCHES
     from lpkit.bench.harness import summary
-    from lpkit.contracts import pick
+    from lpkit.errors import pick
 
     names = list(BENCHES) if args.all else args.names
     if not names:

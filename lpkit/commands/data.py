@@ -38,8 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.contracts import pick
     from lpkit.datasets import TOKENIZERS, byte_unigram_entropy, open_tokens, prepare, prepare_into
+    from lpkit.errors import pick
 
     if args.action == "show":
         files = open_tokens(args.folder)

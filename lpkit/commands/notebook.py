@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import ConfigError, convert, parse_settings
+from lpkit.config import convert, parse_settings
+from lpkit.errors import ConfigError
 from lpkit.tables import text_table
 
 OUT = Path("runs") / "notebooks"

@@ -8,12 +8,16 @@ import argparse
 import math
 from typing import Any
 
-from lpkit.config import ConfigError
+from lpkit.config import parse_settings
+from lpkit.errors import ConfigError
 from lpkit.tables import text_table
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
+# Settings that change a plan: these, and the model's but for three.
+USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history", "precision.cache_weight_casts")
+USED_GROUPS, UNUSED_MODEL = ("memory.", "model."), ("model.norm_eps", "model.rope_theta", "model.init")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline", help="for the run: 12h, 30d, 2w")
     parser.add_argument("--devices", type=int, help="how many; by default powers of two are searched")
     parser.add_argument("--precision", action="append", metavar="NAME",
-                        help="bf16-master (default), bf16, fp32, or a recipe that casts; repeatable")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-8bit, momentum, sgd: the state it keeps")
+                        help="bf16, fp32, a recipe that casts, or bf16-master, the ZeRO paper's setting; "
+                             "by default the config's; repeatable")
+    parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; "
+                                            "by default the config's")
     parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
     parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
@@ -46,7 +52,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--top must be 1 or more, got {args.top}")
     if args.budget is None and args.deadline is None and args.devices is None:
         raise ConfigError("a plan needs a limit: give --budget, --deadline or --devices")
-    config = resolve(args.model, [*args.set, *([f"model.context={args.context}"] if args.context is not None else [])])
+    settings = list(args.set)
+    if args.context is not None:
+        settings.append(f"model.context={args.context}")
+    config = resolve(args.model, settings)
+    _refuse_unused(parse_settings(args.set))
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
     found = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),
@@ -59,6 +69,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.show is not None and not 1 <= args.show <= len(found.options):
         raise ConfigError(f"--show {args.show}: there are {len(found.options)} plans; choose from 1 to {len(found.options)}")
     return {"model": args.model, **found.to_dict(max(args.top, args.show or 1)), "show": args.show}
+
+
+def _refuse_unused(settings: dict[str, str]) -> None:
+    """A setting that changes nothing is an error."""
+    for key in settings:
+        if key in USED or (key.startswith(USED_GROUPS) and key not in UNUSED_MODEL):
+            continue
+        raise ConfigError(f"plan does not use {key}: it searches layouts and micro-batches, and --tokens "
+                          f"says how long to train; leave it out. It uses model sizes, "
+                          f"memory, {', '.join(USED)}")
 
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
@@ -107,7 +127,7 @@ def _with_batch(config, tokens: float):
         near = " or ".join(f"{n * context:,}" for n in (below, below + 1) if n)
         raise ConfigError(f"--batch-tokens {tokens:,.0f} is not a whole number of sequences of {context:,} tokens; "
                           f"nearest: {near}")
-    return replace(config, batch=int(tokens // context), accumulate=1)
+    return replace(config, global_batch=int(tokens // context), grad_accum_steps=1)
 
 
 def text(result: dict[str, Any]) -> str:

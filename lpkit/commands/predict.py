@@ -3,18 +3,20 @@
 import argparse
 from typing import Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
     parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or `this`: measure this one")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s to assume (default 0.4)")
+    parser.add_argument("--devices", type=int, help="data-parallel; by default the config's parallel group")
+    parser.add_argument("--mfu", type=float, help="one share of the peak FLOP/s to assume for the whole step; by "
+                        "default each operation has its own")
     parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that fits")
     parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-pure (weights in 16 bits); by default the config's")
-    parser.add_argument("--optimizer", help="adamw, adamw-8bit, momentum, sgd: the state it keeps; by default the config's")
+    parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by default the config's")
     parser.add_argument("--recompute", help="none, selective, block: what runs again in backward; by default the "
                         "config's, or the first of these that fits")
     parser.add_argument("--measure", action="store_true", help="also run an update here, and put both side by side")
@@ -46,25 +48,31 @@ def _measured(config: Config) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
+    import itertools
+    from textwrap import wrap
+
     from lpkit.predict.units import duration, quantity
 
     a, machine = result["assumptions"], result["machine"]
     held = f"of {quantity(machine['memory_bytes'], 'bytes')}" + ("" if result["fits"] else ": does not fit")
     rows = [(row["name"], quantity(row["bytes"], "bytes"), row["formula"]) for row in result["rows"]]
     width = max(len(name) for name, *_ in rows) + 2
+    phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
+                       for name, seconds in result["phases"].items() if seconds)
     lines = [
         f"{result['target']} on {result['devices']} x {machine['title']}",
         "",
         f"  {'parameters':<{width}}{quantity(result['parameters']):>10}",
         f"  {'FLOPs per token':<{width}}{quantity(result['flops_per_token'], 'FLOPs'):>10}  forward and backward",
         "",
-        f"  per device: precision {a['precision']}, ZeRO stage {a['zero']}, recompute {a['recompute']} "
-        f"({a['layout_why']})",
+        f"  per device: {a['layout']}, precision {a['precision']}, ZeRO stage {a['zero']}, recompute "
+        f"{a['recompute']}", f"  ({a['layout_why']})",
         *(f"  {name:<{width}}{size:>10}  {formula}" for name, size, formula in rows),
         f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; {result['peak_moment']}",
         "",
-        f"  {'step':<{width}}{duration(result['step_seconds']):>10}  at MFU {a['mfu']:g} of "
-        f"{quantity(a['peak_flops_per_device'], 'FLOP/s')} {a['dtype']}",
+        f"  {'step':<{width}}{duration(result['step_seconds']):>10}  MFU {result['mfu']:.2f} of "
+        f"{quantity(a['peak_flops_per_device'], 'FLOP/s')} {a['dtype']}"
+        + (", assumed" if a["mfu"] else f"; {phases}"),
         f"  {'tokens/s':<{width}}{quantity(result['tokens_per_second']):>10}",
         f"  {'run':<{width}}{duration(result['run_seconds']):>10}  {a['steps']:,} steps",
     ]
@@ -76,7 +84,8 @@ def text(result: dict[str, Any]) -> str:
                      f"${result['cost_per_million_tokens']:.3g} per million tokens")
     if result["measured"]:
         lines += _beside(result["measured"])
-    return "\n".join([*lines, "", *(f"  {source}" for source in result["sources"])])
+    sources = [wrap(source, 150, initial_indent="  ", subsequent_indent="    ") for source in result["sources"]]
+    return "\n".join([*lines, "", *itertools.chain(*sources)])
 
 
 def _beside(measured: dict[str, Any]) -> list[str]:

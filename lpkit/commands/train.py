@@ -13,7 +13,8 @@ from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
 from pathlib import Path
 
-from lpkit.config import ConfigError, parse_settings
+from lpkit.config import parse_settings
+from lpkit.errors import ConfigError
 from lpkit.tables import text_table
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}

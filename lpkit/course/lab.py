@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.files import resource
 
 FIRST = "notebooks/00_start_here.ipynb"

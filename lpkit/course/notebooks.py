@@ -34,7 +34,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
-from lpkit.config import ConfigError, convert, nearest
+from lpkit.config import convert
+from lpkit.errors import ConfigError, nearest
 from lpkit.files import resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
 

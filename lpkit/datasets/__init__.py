@@ -1,7 +1,7 @@
 """Corpora, tokenizers, token files and the order in which tokens are seen.
 
     files = prepare(DataConfig(), vocab=256)                # text -> token files, once
-    policy = POLICIES["random-windows"](tokens=files.train, batch=16, context=256, seed=0)
+    policy = RandomWindows(tokens=files.train, batch=16, context=256, seed=0)
     x, y = policy.batch(step)                               # (B, T) int64, from the step alone
 
 Only the policies need torch, so they load on first use.
@@ -19,7 +19,7 @@ from lpkit.datasets.tokens import (
     read_header,
 )
 
-_POLICIES = ("POLICIES", "RandomWindows", "SequentialWindows", "SpreadWindows")
+_POLICIES = ("RandomWindows", "SequentialWindows", "SpreadWindows")
 __all__ = [
     "TOKENIZERS",
     "TokenFiles",

@@ -11,10 +11,9 @@ from abc import abstractmethod
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor
 
-from lpkit.config import ConfigError
-from lpkit.contracts import DataPolicy
+from lpkit.contracts import Batch, DataPolicy
+from lpkit.errors import ConfigError
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter
@@ -39,10 +38,10 @@ class Windows(DataPolicy):
     def starts(self, step: int) -> np.ndarray:
         """(B,) int64: where the windows of this step start, each in 0 ... N - T - 1."""
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """x and y, each (B, T) int64, contiguous; they share memory with nothing, so both may be changed in place."""
+    def batch(self, step: int) -> Batch:
+        """Contiguous tensors that share memory with nothing: both may be changed in place."""
         windows = self._windows[self.starts(step)]      # (B, T + 1) in the file's width: the only random access
-        return (torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64)))
+        return Batch(torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64)))
 
 
 class RandomWindows(Windows):
@@ -89,9 +88,6 @@ class SpreadWindows(SequentialWindows):
 
     def starts(self, step: int) -> np.ndarray:
         return np.arange(step * self.B, (step + 1) * self.B) % self.count * self._stride % self.count * self.T
-
-
-POLICIES = {"random-windows": RandomWindows, "sequential-windows": SequentialWindows, "spread-windows": SpreadWindows}
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 PIECE_CHARS = 1 << 18       # of a text file, read at once
 # of a text file that stands alone, given to one split: 1 MB of text makes about 60

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lpkit.config import ConfigError
-from lpkit.contracts import Tokenizer, pick
+from lpkit.contracts import Tokenizer
+from lpkit.errors import ConfigError, pick
 from lpkit.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"

@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from lpkit.config import ConfigError, DataConfig
-from lpkit.contracts import Tokenizer, pick
+from lpkit.config import DataConfig
+from lpkit.contracts import Tokenizer
 from lpkit.datasets import sources
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
+from lpkit.errors import ConfigError, pick
 from lpkit.files import sync, write_atomically
 
 FORMAT = "lpkit-tokens"

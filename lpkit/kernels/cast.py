@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lpkit.config import ConfigError
-from lpkit.contracts import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.kernels import native
 
 if TYPE_CHECKING:

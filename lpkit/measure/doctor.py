@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.nn.attention import plain
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.recipes import RECIPES
+from lpkit.techniques.recipes import RECIPES
 
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
              "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",

@@ -29,10 +29,10 @@ from torch import nn
 from lpkit.measure.doctor import reason
 from lpkit.precision.backends import BACKENDS, HARDWARE, Library
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
-from lpkit.precision.recipes import RECIPES, Recipe
-from lpkit.precision.scaled import Cast, Scaled, quantise, reference
+from lpkit.precision.scaled import Scaled, quantise, reference
 from lpkit.tables import markdown_table
 from lpkit.techniques.machines import CATALOGUE
+from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 FEATURES = ("forward", "backward", "compile", "recompute", "accumulate")
 PROBE_SECONDS = 90.0

@@ -1,7 +1,7 @@
 """What number formats do to the tensors of a run: the numbers of every operand, as it was cast and as others would cast it.
 
-    job = telemetry.attach(assemble(config), run_dir, every=20)     # then fit(job, run_dir)
-    telemetry.read(run_dir)                                         # a list of Samples
+    telemetry.attach(training, run_dir, every=20)   # then fit(training, run_dir)
+    telemetry.read(run_dir)                         # a list of Samples
 
 Needs no cooperation of a layer: on a sampled step a hook on each nn.Linear sees x, w and dy, and the casts of a recipe
 (rows of data) are applied to them on the side. Between samples there are no hooks. Nothing here draws from a random
@@ -28,19 +28,22 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError, nearest
-from lpkit.contracts import DataPolicy, Step, pick
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
-from lpkit.precision.formats import FORMATS, format_of
+from lpkit.precision.linear import HISTORY_RULES
 from lpkit.precision.linear import ROLES as OPERANDS
-from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe
-from lpkit.precision.scaled import ALL, TRANSFORMS, Cast, quantise
+from lpkit.precision.scaled import TRANSFORMS, quantise
+from lpkit.techniques.formats import FORMATS, format_of
+from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
+
+if TYPE_CHECKING:
+    from lpkit.training.training import Training
 
 FILE = "telemetry.jsonl"
 ROWS = 32               # of each tensor, for the statistics that are not exact over all of it
@@ -51,9 +54,6 @@ ROLES = {               # the product in which a tensor is looked at, and the op
     "x.T": ("dw", "x"), "w.T": ("dx", "w"), "dy.T": ("dw", "g"),
 }
 TENSOR_OF = {"x": "x", "w": "w", "g": "dy"}
-
-JobLike = TypeVar("JobLike")    # a trainer.Job: anything frozen with `model`, `step` and `data`
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
@@ -210,9 +210,9 @@ def exponents(x: Tensor) -> dict[int, int]:
     return {code - 127: count for code, count in enumerate(counts) if count and 0 < code < 255}
 
 
-def compute_cast(dtype: torch.dtype | None) -> Cast:
+def compute_cast(dtype: str | None) -> Cast:
     """The cast of an operand that no recipe scales: to the dtype of the product."""
-    name = next(f.name for f in FORMATS.values() if f.torch_dtype == str(dtype or torch.float32).removeprefix("torch."))
+    name = next(f.name for f in FORMATS.values() if f.torch_dtype == (dtype or "float32"))
     return Cast(format=name, scale="none")
 
 
@@ -226,7 +226,7 @@ def cast_of(recipe: Recipe, role: str) -> Cast:
 
 @dataclass(kw_only=True)
 class Telemetry:
-    """Samples `model` every `every` steps: step 1, 1 + every, ... `onto(job)` wraps the two seams of a Job.
+    """Samples `model` every `every` steps: step 1, 1 + every, ... `watch` is a watcher of a Training.
 
     layers:          patterns of names of Linears; None: all
     roles:           of ROLES
@@ -264,25 +264,16 @@ class Telemetry:
         if self.path is not None:
             _mend(self.path)
 
-    def onto(self, job: JobLike) -> JobLike:
-        """The same job, looked at."""
-        return replace(job, step=self.around(job.step), data=self.counting(job.data))
-
-    def around(self, step: Step) -> Step:
-        """The same step, looked at when it is time."""
-        def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            if (self.step - 1) % self.every:
-                return step(model, x, y)
-            with self._hooks(), _eagerly(model):
-                loss = step(model, x, y)
-            self._write()
-            return loss
-
-        return watched
-
-    def counting(self, data: DataPolicy) -> DataPolicy:
-        """The same batches; says which step is next, so that a resumed run samples the steps of an uninterrupted one."""
-        return _Counting(data, self)
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """Around forward and backward of `step`, from 0: looks when it is time."""
+        if step % self.every:
+            yield
+            return
+        self.step = step + 1
+        with self._hooks(), _eagerly(self.model):
+            yield
+        self._write()
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -296,14 +287,16 @@ class Telemetry:
 
     def _forward(self, name: str, done: set[tuple[str, str]]) -> Callable[..., None]:
         """The first micro-batch counts; a forward that is recomputed is the first one again."""
+        @torch.compiler.disable     # what looks is not part of any graph
         def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
+            dtype = out.dtype       # alone: a closure over `out` would keep it until backward, and itself in a cycle
             for tensor, value in (("x", args[0]), ("w", module.weight)):
                 if (name, tensor) not in done:
                     done.add((name, tensor))
-                    self._sample(name, module, tensor, value, out.dtype)
+                    self._sample(name, module, tensor, value, dtype)
             if out.requires_grad and (name, "dy") not in done:
                 done.add((name, "dy"))
-                out.register_hook(lambda dy: self._sample(name, module, "dy", dy, out.dtype))
+                out.register_hook(lambda dy: self._sample(name, module, "dy", dy, dtype))
 
         return look
 
@@ -356,18 +349,12 @@ class Telemetry:
         self._batch = []
 
 
-class _Counting(DataPolicy):
-    def __init__(self, data: DataPolicy, telemetry: Telemetry):
-        self.data, self.telemetry = data, telemetry
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        self.telemetry.step = step + 1
-        return self.data.batch(step)
-
-
-def attach(job: JobLike, run_dir: str | Path | None = None, **settings: Any) -> JobLike:
-    """`job` with telemetry: `fit` it into the same `run_dir`. Settings are those of `Telemetry`. Raises ConfigError."""
-    return Telemetry(model=job.model, path=None if run_dir is None else Path(run_dir) / FILE, **settings).onto(job)
+def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
+    """Watch `training`: `fit` it into the same `run_dir`. Settings are those of `Telemetry`. Raises ConfigError."""
+    path = None if run_dir is None else Path(run_dir) / FILE
+    telemetry = Telemetry(model=training.model, path=path, **settings)
+    training.watchers.append(telemetry.watch)
+    return telemetry
 
 
 def read(path: str | Path) -> list[Sample]:
@@ -428,7 +415,6 @@ def _mend(path: Path) -> None:
 
 
 def _eagerly(model: nn.Module) -> AbstractContextManager:
-    """Hooks are not seen by what was compiled without them."""
-    if getattr(model, "_compiled_call_impl", None) is None:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    """What was compiled before a hook was there does not call it. The model may be compiled, or a method of it."""
+    compiled = [model._compiled_call_impl, *(getattr(value, "_torchdynamo_orig_callable", None) for value in vars(model).values())]
+    return torch.compiler.set_stance("force_eager") if any(compiled) else nullcontext()

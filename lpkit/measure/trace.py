@@ -31,21 +31,23 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lpkit import hardware, measure
-from lpkit.config import Config, ConfigError, flat
+from lpkit.config import Config, flat
 from lpkit.contracts import Choice, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
-from lpkit.memory.loss import LOSSES
 from lpkit.nn import attention
 from lpkit.optim import moments
 from lpkit.precision import scaled
+from lpkit.precision.compute import compute_dtype
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory, micro_batch
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
-from lpkit.training.assembly import Decided, decide
+from lpkit.techniques.memory import rows_of
+from lpkit.training.build import Decisions, decide
 
 ASSUMED_RECIPE = "bf16"     # what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
 
@@ -66,20 +68,20 @@ def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None 
     if layout.devices > 1:
         _refuse_what_does_not_shard(config)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
-    config = config.replace({"batch": sequences * pieces, "accumulate": pieces})
-    decided = _decide(config, device)
+    config = config.replace({"global_batch": sequences * pieces, "grad_accum_steps": pieces})
+    decisions = _decide(config, device)
     with _world(layout, device) as mesh, _fake_step(device):
-        shard = () if mesh is None else (Shard(mesh=mesh, compute=decided.recipe.compute, zero=layout.zero,
-                                               entry=LOSSES[config.memory.loss].entry),)
+        shard = () if mesh is None else (Shard(mesh=mesh, compute=compute_dtype(decisions.recipe), zero=layout.zero,
+                                               entry=rows_of(config)["cross_entropy"].entry),)
         # sharded parameters are gathered in the compute dtype, and autocast would have nothing to do
-        recipe = replace(decided.recipe, compute=None) if shard else decided.recipe
-        bench = measure.Bench(config, decided=replace(decided, recipe=recipe), more=shard)
+        recipe = replace(decisions.recipe, compute=None) if shard else decisions.recipe
+        bench = measure.Bench(config, decisions=replace(decisions, recipe=recipe), more=shard)
         bench.train()
         with bench.tracker() as tracker:
-            tracker.hold(bench.batch, "batch")
+            tracker.hold(bench.batch.tensors, "batch")
             tracker.hold(_gathered(bench.model), "gathered weights")
-            bench.train(tracker.optimizing)
-        return tracker.footprint(chosen=decided.chosen, where=f"traced on {layout}, {device}, {bench.how}")
+            bench.train(tracker)
+        return tracker.footprint(chosen=decisions.choices, where=f"traced on {layout}, {device}, {bench.how}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class Shard(Transform):
         return model
 
 
-WHOLE_ALONE = {"optimizer.name": "adamw", "memory.parameters": "fp32", "memory.optimizer_state": "device"}
+WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32", "memory.optimizer_state": "device"}
 
 
 def _refuse_what_does_not_shard(config: Config) -> None:
@@ -121,7 +123,7 @@ def _gathered(model: nn.Module) -> Iterator[Tensor]:
             yield from parameter.all_gather_outputs
 
 
-def _decide(config: Config, device: str) -> Decided:
+def _decide(config: Config, device: str) -> Decisions:
     """As the run decides, but without a device to ask or to race on."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"a trace is of the operations of cpu or cuda, not {device!r}")
@@ -130,17 +132,17 @@ def _decide(config: Config, device: str) -> Decided:
                           "the same tensors but for RMSNorm's, or install a CUDA build (it needs no GPU)")
     asked = config.precision.recipe
     used = ASSUMED_RECIPE if asked == "auto" else asked
-    decided = decide(config.replace({"system.device": "cpu", "system.compile": False, "precision.recipe": used}))
-    chosen = decided.chosen | {"device": Choice(asked=device, used=device, why="traced")}
+    decisions = decide(config.replace({"system.device": "cpu", "system.compile": False, "precision.recipe": used}))
+    chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
     if asked == "auto":
         chosen["precision"] = Choice(asked=asked, used=used, why="assumed: a run decides by a race where it runs")
     if device == "cuda":
         chosen["attention"] = attention.choose(config.model.attention, device_type=device, context=config.model.context,
-                                               recipe="fp32" if decided.recipe.compute is None else "bf16")
+                                               recipe="fp32" if decisions.recipe.compute is None else "bf16")
         if config.precision.backend == "auto":
-            chosen["backend"] = Choice(asked="auto", used="scaled_mm" if decided.recipe.products else "pytorch",
+            chosen["backend"] = Choice(asked="auto", used="scaled_mm" if decisions.recipe.products else "pytorch",
                                        why="assumed: a GPU that multiplies these formats")
-    return replace(decided, device=torch.device(device), chosen=chosen)
+    return replace(decisions, device=torch.device(device), choices=chosen)
 
 
 @contextmanager

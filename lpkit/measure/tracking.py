@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from lpkit.contracts import Choice, Place
+from lpkit.contracts import Choice, StatePlacement
 from lpkit.memory.files import Slot, Slots
 from lpkit.precision.linear import scaled_linears
 
@@ -115,7 +115,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-                 device: torch.device | str = "cpu", *, place: Place = Place()):    # noqa: B008
+                 device: torch.device | str = "cpu", *, place: StatePlacement = StatePlacement()):    # noqa: B008
         super().__init__()
         self.place = place      # of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type

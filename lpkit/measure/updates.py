@@ -7,8 +7,8 @@ beside them the best of several tries (what it can do: `lpkit.hardware`).
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import psutil
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
-from lpkit.config import Config, ConfigError
-from lpkit.contracts import Choice, Transform, pick
+from lpkit.config import Config
+from lpkit.contracts import Batch, Choice, Transform
+from lpkit.errors import ConfigError, pick
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.memory.rows import asked
-from lpkit.precision.linear import advance
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import Product, products
-from lpkit.predict.roofline import Floor, step_floor
-from lpkit.predict.time import step_time
+from lpkit.predict.time import StepTime, step_floor, step_time
 from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
-from lpkit.training.assembly import Decided, build, decide
+from lpkit.training.build import Decisions, decide
+from lpkit.training.training import RandomTokens, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +82,21 @@ class StepMeasurement:
 def step(config: Config, *, device: str | None = None, rounds: int = 5) -> StepMeasurement:
     """Build the model of `config`, update it `rounds` times on random tokens, and count and time what happens."""
     bench = Bench(config, device)
-    bench.update()   # the optimizer makes its state in the first one
-    saved = saved_bytes(bench.model, lambda: bench.loss(*(t.clone() for t in bench.pieces[0])))
-    bench.loss(*bench.pieces[0]).backward()
+    training, (piece, *_) = bench.training, bench.batch.chunk(config.grad_accum_steps)
+    bench.train()   # the optimizer makes its state in the first one
+    saved = saved_bytes(bench.model, lambda: training.loss(bench.model, Batch(*(t.clone() for t in piece.tensors))))
+    training.forward_backward(bench.batch)
     held = {
         "weights": sum(p.nbytes for p in bench.model.parameters()),
-        "optimizer state": sum(t.nbytes for state in bench.optimizer.state.values() for t in state.values() if torch.is_tensor(t)),
+        "optimizer state": sum(t.nbytes for state in training.optimizer.state.values() for t in state.values() if torch.is_tensor(t)),
         "gradients": sum(p.grad.nbytes for p in bench.model.parameters() if p.grad is not None),    # used up in backward
         "weight copies": saved.weight_copy_bytes,
         "activations": saved.total_bytes - saved.operations["loss"],
         "logits and loss": saved.operations["loss"],
     }
-    bench.optimizer.zero_grad(set_to_none=True)
+    training.optimizer.zero_grad(set_to_none=True)
     with bench.tracker() as tracker:
-        bench.update()
+        bench.train()
     peak = tracker.footprint().peak_bytes
     forward, backward, optimize = map(statistics.median, zip(*(bench.update() for _ in range(rounds))))
     return StepMeasurement(
@@ -117,14 +118,14 @@ def memory(config: Config, *, device: str | None = None, count: bool = False) ->
     if gpu:
         hardware.reset_peak(bench.device)
     with bench.tracker() as tracker:
-        tracker.hold(bench.batch, "batch")
-        bench.train(tracker.optimizing)
+        tracker.hold(bench.batch.tensors, "batch")
+        bench.train(tracker)
     counted, reserved = ((hardware.peak_bytes(bench.device), torch.cuda.max_memory_reserved(bench.device)) if gpu
                          else (None, None))
     held = sum(tracker.now().values())
     if count and not gpu:
         counted = held + _counted_peak(bench.train)
-    return tracker.footprint(counted_bytes=counted, reserved_bytes=reserved, chosen=bench.chosen, where=bench.where)
+    return tracker.footprint(counted_bytes=counted, reserved_bytes=reserved, chosen=bench.decisions.choices, where=bench.where)
 
 
 def _counted_peak(update: Callable[[], object]) -> int:
@@ -196,7 +197,7 @@ def _rows_of(profiler: profile, config: Config, device: torch.device, whole: flo
 def _labels(config: Config) -> dict[tuple[int, ...], str]:
     """The Linears by the three sizes of their product, in order of size: its two gradients have the same."""
     labels: dict[tuple[int, ...], str] = {}
-    for p in products(config.model, batch=config.batch // config.accumulate):
+    for p in products(config.model, batch=config.global_batch // config.grad_accum_steps):
         if not p.pairs:
             size = tuple(sorted((p.M, p.N, p.K)))
             labels[size] = f"{labels[size]}, {p.name}" if size in labels else p.name
@@ -224,7 +225,7 @@ class RooflineMeasurement:
 
     machine: Machine                    # best ceilings
     product_seconds: dict[Product, float]   # best time of one call, forward and backward, each alone
-    floors: tuple[Floor, ...]           # by round
+    floors: tuple[StepTime, ...]           # by round
     phases: tuple[tuple[float, float, float], ...]   # forward, backward, optimizer seconds by round
     disturbed: float                    # share of the CPUs' time that other processes took meanwhile
     precision: Choice
@@ -233,7 +234,8 @@ class RooflineMeasurement:
 
     @property
     def floor_seconds(self) -> dict[str, float]:
-        return self._medians([(f.forward_seconds, f.backward_seconds, f.optimizer_seconds) for f in self.floors])
+        phases = ("forward", "backward", "optimizer")
+        return self._medians(tuple(floor.phases[name] for name in phases) for floor in self.floors)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -262,7 +264,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     dtype = bench.precision.used
     pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
     squares, (sweep, moved) = hardware.squares(dtype, bench.device), hardware.triad(bench.device)
-    forward = products(config.model, batch=config.batch // config.accumulate)
+    forward = products(config.model, batch=config.global_batch // config.grad_accum_steps)
     group = {p: () if p.group == 1 else (p.group,) for p in (*forward, *(g for p in forward for g in p.backward()))}
     alone = {p: hardware.product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
     phases, others, begun = [], _others_seconds(), time.perf_counter()
@@ -323,20 +325,17 @@ def refuse_compiled(config: Config) -> None:
 
 
 class Bench:
-    """The model, optimizer and step of a run, and random tokens: one update, timed by phase or as the trainer does it."""
+    """A Training on random tokens: one update as a run makes it, or timed by phase."""
 
-    def __init__(self, config: Config, device: str | None = None, *, decided: Decided | None = None,
+    def __init__(self, config: Config, device: str | None = None, *, decisions: Decisions | None = None,
                  more: tuple[Transform, ...] = ()):
         refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device, "system.compile": False})
-        decided = decided or decide(config)
-        self.built = build(config, decided, more=more)
-        self.model, self.optimizer, self.device = self.built.model, self.built.optimizer, decided.device
-        self.chosen = decided.chosen
-        self.precision, self.attention = decided.chosen["precision"], decided.chosen["attention"]
-        self.batch = x, y = [torch.randint(config.model.vocab, (config.batch, config.model.context), device=self.device)
-                             for _ in range(2)]
-        self.pieces = list(zip(x.chunk(config.accumulate), y.chunk(config.accumulate)))
+        self.decisions = decisions or decide(config)
+        self.device = self.decisions.device
+        self.training = Training.build(config, data=RandomTokens(config, self.device), decisions=self.decisions, more=more)
+        self.model, self.batch = self.training.model, self.training.batch(0)
+        self.precision, self.attention = (self.decisions.choices[key] for key in ("precision", "attention"))
         self.how = f"{self.precision.used}, {self.attention.used} attention"
 
     @property
@@ -344,33 +343,26 @@ class Bench:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
         return f"{name}, {self.how}"
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.built.loss(self.model, x, y) / len(self.pieces)
-
     def update(self) -> tuple[float, float, float]:
-        """Forward, backward and optimizer seconds."""
-        forward = backward = 0.0
-        for piece in self.pieces:
+        """Forward, backward and optimizer seconds; the clock waits for the device before and after each."""
+        spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+
+        @contextmanager
+        def timed(phase: str) -> Iterator[None]:
             start = self._now()
-            loss = self.loss(*piece)
-            middle = self._now()
-            loss.backward()
-            advance(self.model)
-            forward, backward = forward + middle - start, backward + self._now() - middle
-        start = self._now()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return forward, backward, self._now() - start
+            yield
+            spent[phase] += self._now() - start
+
+        self.training.update(0, phases=timed)
+        return tuple(spent.values())
 
     def tracker(self) -> Tracker:
-        return Tracker(self.model, self.optimizer, self.device, place=self.built.place)
+        return Tracker(self.model, self.training.optimizer, self.device, place=self.training.state_placement)
 
-    def train(self, optimizing: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
-        """As the trainer does it, `optimizing` around what follows the last backward; the loss."""
-        loss = self.built.step(self.model, *self.batch)
-        with optimizing():
-            self.built.finish()
-        return loss
+    def train(self, tracker: Tracker | None = None) -> Tensor:
+        """As the loop does it; the loss. `tracker` is told when the optimizer is at work."""
+        at_work = {} if tracker is None else {"optimizer": tracker.optimizing}
+        return self.training.update(0, phases=lambda phase: at_work.get(phase, nullcontext)()).loss
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 

@@ -14,95 +14,103 @@ rounding: of the exponential, and of the head's gradient, a sum over pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from lpkit.config import MemoryConfig
-from lpkit.contracts import Loss
-from lpkit.memory.row import Row
+from lpkit.contracts import Batch, Loss
 from lpkit.nn.transformer import cross_entropy
+from lpkit.techniques.memory import Chunked
+from lpkit.techniques.row import Settings
+
+# Of the rows of `lpkit.techniques.memory.CROSS_ENTROPY`.
+
+def full(settings: Settings, autocast: AbstractContextManager) -> Loss:
+    return partial(full_cross_entropy, autocast=autocast)
 
 
-def whole(model: nn.Module, x: Tensor, y: Tensor, *, autocast: AbstractContextManager) -> Tensor:
-    """Mean nats per token; x and y (B, T)."""
+def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
+    return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens)
+
+
+def full_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager) -> Tensor:
+    """Mean nats per token, weighted where the batch has weights."""
     with autocast:
-        logits = model(x)
-    return cross_entropy(logits, y)
+        logits = model(batch.tokens)
+    if batch.weights is None:
+        return cross_entropy(logits, batch.targets)
+    nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
+    weights = batch.weights.flatten().float()
+    return (nats * weights).sum() / _total(weights)
 
 
-def chunked(model: nn.Module, x: Tensor, y: Tensor, *, autocast: AbstractContextManager, chunk: int) -> Tensor:
+def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager, chunk: int) -> Tensor:
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
+    weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
-        return linear_cross_entropy(model.hidden(x).flatten(0, 1), model.head, y.flatten(), chunk)
+        h = model.hidden(batch.tokens).flatten(0, 1)
+        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights)
 
 
-def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int) -> Tensor:
-    """Mean nats per token of head(h), float32 (); h (N, D), y (N,)."""
+def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int, weights: Tensor | None = None) -> Tensor:
+    """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, head, chunk, *head.parameters())
-    return torch.stack([_nats(_log_softmax(head(part)), at) for part, at in _pieces(h, y, chunk)]).sum() / len(y)
+        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, *head.parameters())
+    nats = [_nats(_log_softmax(head(part)), at, w) for part, at, w in _pieces(h, y, weights, chunk)]
+    return torch.stack(nats).sum() / _total(weights, len(y))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, head: nn.Module, chunk: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
+                *parameters: Tensor) -> Tensor:
         dh, dp, nats = torch.empty_like(h), None, []
         start = 0
-        for part, at in _pieces(h, y, chunk):
+        for part, at, w in _pieces(h, y, weights, chunk):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 logits = head(part)
             g = _log_softmax(logits.detach())
-            nats.append(_nats(g, at))
+            nats.append(_nats(g, at, w))
             g.exp_()
             g[torch.arange(len(at), device=at.device), at] -= 1
+            if w is not None:
+                g *= w[:, None]
             d_part, *d = torch.autograd.grad(logits, (part, *parameters), g.to(logits.dtype))
             dh[start:start + len(at)] = d_part
             dp = [one.float() for one in d] if dp is None else [total.add_(one) for total, one in zip(dp, d)]
             start += len(at)
             del logits, g, d    # before the next piece's are made
         ctx.save_for_backward(dh, *dp)
-        ctx.dtypes = [p.dtype for p in parameters]
-        return torch.stack(nats).sum() / len(y)
+        ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
+        return torch.stack(nats).sum() / ctx.total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
         dh, *dp = ctx.saved_tensors
-        g = g / len(dh)
-        return dh.mul_(g), None, None, None, *(d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes))
+        g = g / ctx.total
+        return dh.mul_(g), None, None, None, None, *(d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes))
 
 
-def _pieces(h: Tensor, y: Tensor, chunk: int) -> zip:
-    return zip(h.split(chunk), y.split(chunk))
+def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
+    targets = y.split(chunk)
+    return zip(h.split(chunk), targets, [None] * len(targets) if weights is None else weights.split(chunk))
+
+
+def _total(weights: Tensor | None, tokens: int = 0) -> Tensor | int:
+    """What the sum of the nats is divided by. A micro-batch whose weights are all zero has the loss 0, not 0 / 0."""
+    return tokens if weights is None else weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.float(), -1)
 
 
-def _nats(log_probabilities: Tensor, y: Tensor) -> Tensor:
-    return -log_probabilities.gather(1, y[:, None]).sum()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossRow(Row):
-    """How the loss is computed, and which method of the model it calls: that is the one to compile; None: the model."""
-
-    make: Callable[[MemoryConfig, AbstractContextManager], Loss]
-    entry: str | None
-
-
-LOSSES = {
-    "whole": LossRow(make=lambda m, autocast: partial(whole, autocast=autocast), entry=None,
-                     why="all logits at once"),
-    "chunked": LossRow(make=lambda m, autocast: partial(chunked, autocast=autocast, chunk=m.loss_chunk), entry="hidden",
-                       why="gradients of hidden states and head are made in the forward pass, a piece of the tokens at a "
-                           "time (Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009)"),
-}
+def _nats(log_probabilities: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+    nats = -log_probabilities.gather(1, y[:, None])
+    return nats.sum() if weights is None else (nats[:, 0] * weights).sum()

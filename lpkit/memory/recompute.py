@@ -16,9 +16,9 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lpkit.config import MemoryConfig
 from lpkit.contracts import Stage, Transform
-from lpkit.memory.row import Row
+from lpkit.techniques.memory import Budget, EveryBlock
+from lpkit.techniques.row import Settings
 
 aten = torch.ops.aten
 # Products of weights and fused attention. Batched products are not kept: they are attention in pieces, whose scores are
@@ -62,24 +62,24 @@ def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recomputation(Row):
+class Recomputation:
     """What becomes of the model, and of the backend that compiles it."""
 
-    transforms: Callable[[MemoryConfig], tuple[Transform, ...]] = lambda m: ()
-    compiler: Callable[[MemoryConfig], str | Callable] = lambda m: "inductor"
+    transforms: tuple[Transform, ...] = ()
+    compiler: str | Callable = "inductor"
 
 
-RECOMPUTE = {
-    "none": Recomputation(why="everything is kept"),
-    "block": Recomputation(
-        transforms=lambda m: (Recompute(every=m.recompute_every),),
-        why="a block keeps its input alone and runs again in backward (Chen et al. 2016, arXiv:1604.06174)"),
-    "selective": Recomputation(
-        transforms=lambda m: (Recompute(every=m.recompute_every, keep=PRODUCTS + ATTENTION),),
-        why="results of weight products and of fused attention are kept, what is cheap is made again "
-            "(Korthikanti et al. 2022, arXiv:2205.05198)"),
-    "budget": Recomputation(
-        compiler=lambda m: partial(within, m.recompute_budget),
-        why="torch.compile chooses what to make again, https://pytorch.org/blog/activation-checkpointing-techniques/",
-        needs_compile="whose graph it divides"),
-}
+def nothing(settings: Settings) -> Recomputation:
+    return Recomputation()
+
+
+def block(settings: EveryBlock) -> Recomputation:
+    return Recomputation(transforms=(Recompute(every=settings.every),))
+
+
+def selective(settings: EveryBlock) -> Recomputation:
+    return Recomputation(transforms=(Recompute(every=settings.every, keep=PRODUCTS + ATTENTION),))
+
+
+def within_budget(settings: Budget) -> Recomputation:
+    return Recomputation(compiler=partial(within, settings.budget))

@@ -1,51 +1,43 @@
-"""The families side by side, under their names in `MemoryConfig`, and what a run may have of them together."""
+"""What a run uses of the memory techniques that its Config asks for, on a device, and why."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from lpkit.config import Config, ConfigError, MemoryConfig
-from lpkit.contracts import Choice, pick
-from lpkit.memory.loss import LOSSES
-from lpkit.memory.parameters import PARAMETERS
-from lpkit.memory.recompute import RECOMPUTE
-from lpkit.memory.row import Row
-from lpkit.memory.saved import SAVED
-from lpkit.memory.state import STATES
-from lpkit.memory.update import UPDATES
+from lpkit.config import Config, MemoryConfig
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError
+from lpkit.techniques.memory import Technique, check, rows_of
+from lpkit.techniques.recipes import Recipe
 
-MEMORY = {"recompute": RECOMPUTE, "saved": SAVED, "loss": LOSSES, "parameters": PARAMETERS, "optimizer_state": STATES,
-          "update": UPDATES}
 PLAIN = MemoryConfig()
+PLACED = ("activation_offload", "optimizer_state")      # whose implementation says where it lies on a device
 
 
-def rows_of(config: Config) -> dict[str, Any]:
-    """The row of each family. Raises ConfigError for a name that there is not."""
-    return {key: pick(table, getattr(config.memory, key), f"memory.{key}") for key, table in MEMORY.items()}
-
-
-def asked(config: Config) -> dict[str, Row]:
+def asked(config: Config) -> dict[str, Technique]:
     """Those that are not PyTorch's own way."""
-    return {key: row for key, row in rows_of(config).items() if getattr(config.memory, key) != getattr(PLAIN, key)}
+    return {key: row for key, row in rows_of(config).items()
+            if getattr(config.memory, key).name != getattr(PLAIN, key).name}
 
 
-def choose(config: Config, recipe: Any, device: torch.device) -> dict[str, Choice]:
-    """What is used of what was asked for, and why. Raises ConfigError for what cannot be together."""
+def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
+    """What is used of what was asked for, and why. Raises ConfigError for rows that cannot be beside one another."""
+    check(config, recipe)
     chosen = {}
     for key, row in asked(config).items():
-        name = getattr(config.memory, key)
-        if problem := row.problem(config, recipe):
-            raise ConfigError(f"memory.{key}={name} {problem}")
-        chosen[key] = row.choice(name, device)
+        name, used, why = getattr(config.memory, key).name, "", ""
+        if key in PLACED:
+            place = row.load()(device)
+            used, why = place.used, place.why
+        source = f" ({row.source})" if row.source else ""
+        chosen[key] = Choice(asked=name, used=used or name, why=why or f"{row.why}{source}")
     return chosen
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
     """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for, or neither can be."""
     for key, row in asked(config).items():
-        name = f"memory.{key}={getattr(config.memory, key)}"
+        name = f"memory.{key}={getattr(config.memory, key).name}"
         if row.eager and choice.used == "on":
             if choice.asked != "auto":
                 raise ConfigError(f"{name} does not go with system.compile=true: {row.eager}; set system.compile=false")

@@ -26,11 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lpkit.contracts import Stage, Transform
 from lpkit.memory import files
-from lpkit.memory.row import Row
+from lpkit.techniques.memory import GROUP
 
-GROUP = 256         # numbers that share a least and a largest
-FEW = 32            # tensors with less than 1/FEW of the numbers of the block's input stay
-AHEAD = 4           # tensors that are brought while one is used
+MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
+PREFETCH_DEPTH = 4          # tensors that are brought while one is used
 PASSES_ON = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0", "ViewBackward0",
              "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
@@ -51,7 +50,7 @@ class Store:
         return True
 
 
-class Copy(Store):
+class CpuCopyStore(Store):
     """Somewhere else in the memory of the CPU."""
 
     def put(self, t: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class Copy(Store):
         return put
 
 
-class Host(Store):
+class HostStore(Store):
     """Pinned memory of the CPU, by a stream of its own, in order."""
 
     @dataclass
@@ -73,20 +72,20 @@ class Host(Store):
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
 
-    def put(self, t: Tensor) -> Host.Away:
+    def put(self, t: Tensor) -> HostStore.Away:
         self.stream.wait_stream(torch.cuda.current_stream(t.device))
         pinned = torch.empty_like(t, device="cpu", pin_memory=True)
         with torch.cuda.stream(self.stream):
             pinned.copy_(t, non_blocking=True)
         t.record_stream(self.stream)        # its memory is free for others when the copy is done
-        return Host.Away(pinned, t.device)
+        return HostStore.Away(pinned, t.device)
 
-    def expect(self, put: Host.Away) -> None:
+    def expect(self, put: HostStore.Away) -> None:
         if put.back is None:
             with torch.cuda.stream(self.stream):
                 put.back = put.pinned.to(put.device, non_blocking=True), self.stream.record_event()
 
-    def get(self, put: Host.Away) -> Tensor:
+    def get(self, put: HostStore.Away) -> Tensor:
         self.expect(put)
         (t, there), put.back = put.back, None
         current = torch.cuda.current_stream(t.device)
@@ -95,7 +94,7 @@ class Host(Store):
         return t
 
 
-class Disk(Store):
+class DiskStore(Store):
     """A file without a name, written and read by a thread beside the computation."""
 
     @dataclass
@@ -108,17 +107,17 @@ class Disk(Store):
     def __init__(self):
         self.file = files.Slots()
 
-    def put(self, t: Tensor) -> Disk.Away:
-        return Disk.Away(self.file.write(t.detach().cpu().view(-1).view(torch.uint8)), t.dtype, t.shape, t.device)
+    def put(self, t: Tensor) -> DiskStore.Away:
+        return DiskStore.Away(self.file.write(t.detach().cpu().view(-1).view(torch.uint8)), t.dtype, t.shape, t.device)
 
-    def expect(self, put: Disk.Away) -> None:
+    def expect(self, put: DiskStore.Away) -> None:
         self.file.expect(put.slot)
 
-    def get(self, put: Disk.Away) -> Tensor:
+    def get(self, put: DiskStore.Away) -> Tensor:
         return self.file.read(put.slot).view(put.dtype).view(put.shape).to(put.device)
 
 
-class GpuDisk(Store):
+class GpuDiskStore(Store):
     """GPUDirect Storage: the file and the GPU's memory without the CPU's between them (NVIDIA's kvikio)."""
 
     @dataclass
@@ -131,13 +130,13 @@ class GpuDisk(Store):
 
         self.file = files.Slots(open_again=partial(kvikio.CuFile, flags="r+"))
 
-    def put(self, t: Tensor) -> GpuDisk.Away:
+    def put(self, t: Tensor) -> GpuDiskStore.Away:
         slot = self.file.slot(t.nbytes)
         torch.cuda.current_stream(t.device).synchronize()       # the library reads when it is told, not when streams agree
         self.file.again.write(t.view(-1).view(torch.uint8), t.nbytes, slot.offset)
-        return GpuDisk.Away(slot, partial(torch.empty, t.shape, dtype=t.dtype, device=t.device))
+        return GpuDiskStore.Away(slot, partial(torch.empty, t.shape, dtype=t.dtype, device=t.device))
 
-    def get(self, put: GpuDisk.Away) -> Tensor:
+    def get(self, put: GpuDiskStore.Away) -> Tensor:
         t = put.like()
         torch.cuda.current_stream(t.device).synchronize()       # whoever had this memory before is done with it
         self.file.again.read(t.view(-1).view(torch.uint8), t.nbytes, put.slot.offset)
@@ -145,7 +144,7 @@ class GpuDisk(Store):
 
 
 @dataclass(frozen=True)
-class Few(Store):
+class QuantizedStore(Store):
     """`bits` of 8, 4 or 2 a number, and 8 bytes for each group."""
 
     bits: int
@@ -161,16 +160,16 @@ class Few(Store):
     def takes(self, t: Tensor) -> bool:
         return t.is_floating_point() and t.element_size() > 1
 
-    def put(self, t: Tensor) -> Few.Away:
+    def put(self, t: Tensor) -> QuantizedStore.Away:
         flat = t.detach().reshape(-1).float()
         groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
         least, most = groups.aminmax(dim=1, keepdim=True)
         scale = (most - least) / (2**self.bits - 1)
         steps = (groups - least).div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
         codes = steps.add_(torch.rand_like(steps)).floor_().clamp_(max=2**self.bits - 1).to(torch.uint8)
-        return Few.Away(self._pack(codes), scale, least, t.dtype, t.shape)
+        return QuantizedStore.Away(self._pack(codes), scale, least, t.dtype, t.shape)
 
-    def get(self, put: Few.Away) -> Tensor:
+    def get(self, put: QuantizedStore.Away) -> Tensor:
         values = self._unpack(put.codes).float().mul_(put.scale).add_(put.least)
         return values.view(-1)[:put.shape.numel()].to(put.dtype).view(put.shape)
 
@@ -188,50 +187,50 @@ class Few(Store):
 # ---- what goes, and once
 
 @dataclass(eq=False)
-class Parcel:
+class SavedTensor:
     """One tensor that is away; `before`: the one that went before it, which backward wants next."""
 
     put: Any
-    before: Callable[[], Parcel | None]
+    before: Callable[[], SavedTensor | None]
 
 
 @dataclass(frozen=True)
-class Ticket:
+class SavedTensorRef:
     """What autograd keeps: a parcel, and how this operation saw it."""
 
-    parcel: Parcel
+    parcel: SavedTensor
     order: tuple[int, ...]      # of the dimensions, the slowest first
     shape: torch.Size           # in that order
 
 
 @dataclass(eq=False)
-class Counter:
+class SavedTensorOffloader:
     """Sends the tensors of one model's blocks to `store`."""
 
     store: Store
     parcels: dict[int, dict[tuple, weakref.ref]] = field(default_factory=dict)      # by storage, by view
     storages: dict[int, weakref.ref] = field(default_factory=dict)
-    last: Callable[[], Parcel | None] = lambda: None
+    last: Callable[[], SavedTensor | None] = lambda: None
 
-    def pack(self, least: int, t: Tensor) -> Tensor | Ticket:
-        if t.numel() * FEW < least or t.nbytes > t.untyped_storage().nbytes() or not self.store.takes(t) or _of_weight(t):
+    def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
+        if t.numel() * MIN_SHARE_OF_INPUT < least or t.nbytes > t.untyped_storage().nbytes() or not self.store.takes(t) or _of_weight(t):
             return t
         order = tuple(sorted(range(t.ndim), key=t.stride, reverse=True))
         dense = t.detach().permute(order)
-        return Ticket(self._parcel(dense), order, dense.shape)
+        return SavedTensorRef(self._parcel(dense), order, dense.shape)
 
-    def unpack(self, kept: Tensor | Ticket) -> Tensor:
+    def unpack(self, kept: Tensor | SavedTensorRef) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         near = kept.parcel
-        for _ in range(AHEAD):
+        for _ in range(PREFETCH_DEPTH):
             if (near := near.before()) is None:
                 break
             self.store.expect(near.put)
         back = sorted(range(len(kept.order)), key=kept.order.__getitem__)
         return self.store.get(kept.parcel.put).view(kept.shape).permute(back)
 
-    def _parcel(self, t: Tensor) -> Parcel:
+    def _parcel(self, t: Tensor) -> SavedTensor:
         """Of a dense view of a storage, one, as long as both live."""
         storage = t.untyped_storage()
         at = storage._cdata
@@ -240,7 +239,7 @@ class Counter:
         view = (t.storage_offset(), t.numel(), t.dtype, t._version, *(() if t.is_contiguous() else (t.shape, t.stride())))
         parcel = self.parcels[at].get(view, lambda: None)()
         if parcel is None:
-            parcel = Parcel(self.store.put(t.contiguous()), self.last)
+            parcel = SavedTensor(self.store.put(t.contiguous()), self.last)
             self.last = self.parcels[at][view] = weakref.ref(parcel)
         return parcel
 
@@ -259,58 +258,71 @@ def _of_weight(t: Tensor) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Transform):
+class OffloadActivations(Transform):
     """What each block saves goes to `store`, in place."""
 
     store: Callable[[torch.device], Store]
     stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        counter = Counter(self.store(next(model.parameters()).device))
+        counter = SavedTensorOffloader(self.store(next(model.parameters()).device))
         for block in model.blocks:
             block.forward = partial(_forward, block.forward, counter)
         return model
 
 
-def _forward(forward: Callable[..., Tensor], counter: Counter, x: Tensor, *rest) -> Tensor:
+def _forward(forward: Callable[..., Tensor], counter: SavedTensorOffloader, x: Tensor, *rest) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
     with saved_tensors_hooks(partial(counter.pack, x.numel()), counter.unpack):
         return forward(x, *rest)
 
 
+# Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: the store on a device, and what is said of it there.
+
 @dataclass(frozen=True, kw_only=True)
-class SavedRow(Row):
-    transforms: Callable[[], tuple[Transform, ...]]
-    eager: str = "its hooks move what each operation saves, and a compiled model has other operations"
+class Place:
+    """`store`: None leaves activations where they were made. `used` and `why` are recorded; empty: as the row says."""
+
+    store: Callable[[torch.device], Store] | None = None
+    used: str = ""
+    why: str = ""
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        return () if self.store is None else (OffloadActivations(store=self.store),)
 
 
-def _host(device: torch.device) -> tuple[str, str] | None:
-    return None if device.type == "cuda" else ("cpu", "copied: the device is the CPU, so the copies lie beside what they "
-                                                      "were copied from, and this shows what is moved and not what it frees")
+def on_device(device: torch.device) -> Place:
+    return Place()
 
 
-def _disk(device: torch.device) -> tuple[str, str]:
+def on_host(device: torch.device) -> Place:
+    if device.type == "cuda":
+        return Place(store=HostStore)
+    return Place(store=lambda device: CpuCopyStore(), used="cpu", why=(
+        "copied: the device is the CPU, so the copies lie beside what they were copied from, and this shows what is moved "
+        "and not what it frees"))
+
+
+def on_disk(device: torch.device) -> Place:
+    where = files.Scratch.where()
     if device.type == "cuda" and files.has_kvikio():
-        return "disk", f"by GPUDirect Storage, in {files.Scratch.where()} (kvikio is here)"
-    direct = "past the page cache (O_DIRECT)" if files.allows_direct() else \
-        "through the page cache: this filesystem has no O_DIRECT"
-    return "disk", f"{direct}, in {files.Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)"
+        return Place(store=lambda device: GpuDiskStore(), used="disk", why=f"by GPUDirect Storage, in {where} (kvikio is here)")
+    direct = "through the page cache: this filesystem has no O_DIRECT"
+    if files.allows_direct():
+        direct = "past the page cache (O_DIRECT)"
+    return Place(store=lambda device: DiskStore(), used="disk",
+                 why=f"{direct}, in {where} (Rajbhandari et al. 2021, arXiv:2104.07857)")
 
 
-def _few(bits: int) -> SavedRow:
-    return SavedRow(transforms=lambda: (Saved(store=lambda device: Few(bits)),),
-                    why=f"{bits} bits a number and 8 bytes for each {GROUP}, rounded stochastically "
-                        f"(Chen et al. 2021, arXiv:2104.14129)")
+def int8(device: torch.device) -> Place:
+    return Place(store=lambda device: QuantizedStore(8))
 
 
-SAVED = {
-    "device": SavedRow(transforms=lambda: (), why="where they were made", eager=""),
-    "cpu": SavedRow(
-        transforms=lambda: (Saved(store=lambda device: Host(device) if device.type == "cuda" else Copy()),),
-        why="pinned memory, copied beside the computation and brought back before backward asks", here=_host),
-    "disk": SavedRow(
-        transforms=lambda: (Saved(store=lambda device: GpuDisk() if device.type == "cuda" and files.has_kvikio() else Disk()),),
-        why="a file", here=_disk),
-    **{f"int{bits}": _few(bits) for bits in (8, 4, 2)},
-}
+def int4(device: torch.device) -> Place:
+    return Place(store=lambda device: QuantizedStore(4))
+
+
+def int2(device: torch.device) -> Place:
+    return Place(store=lambda device: QuantizedStore(2))

@@ -1,50 +1,45 @@
-"""When parameters meet their gradients: after the whole backward pass, or each as soon as it has its own.
+"""When parameters are updated: after the whole backward pass, or each as soon as it has its gradient.
 
-A row makes `finish() -> grad_norm`, which the trainer calls after forward and backward: whatever is left of the update.
+Each makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lpkit.config import Config
-from lpkit.memory.row import Row
-
-Finish = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
+OptimizerStep = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
 
 
-def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> Finish:
+def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> OptimizerStep:
     """Clip by the global norm, step, and free every gradient. clip=0: no clipping."""
     return partial(_after, optimizer, parameters, clip or math.inf)
 
 
 def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = _total(torch._foreach_norm(gradients, 2, torch.float32) if gradients else ())
+    norm = _global_norm(torch._foreach_norm(gradients, 2, torch.float32) if gradients else ())
     nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
 
 
-def _total(norms: Sequence[Tensor]) -> Tensor:
-    """Of all from that of each, float32 (); 0 where there is none. As clip_grad_norm_, which would answer in bf16 for bf16."""
+def _global_norm(norms: Sequence[Tensor]) -> Tensor:
+    """From the norm of each gradient, float32 (); 0 where there is none. clip_grad_norm_ would answer in bf16 for bf16."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class InBackward:
-    """Each parameter is updated as soon as backward has its gradient, which is freed at once: the gradients of a whole
-    model are never there together (LOMO, Lv et al. 2023, https://arxiv.org/abs/2306.09782).
+    """Each parameter is updated as soon as backward has its gradient, which is freed at once: a model's
+    gradients never exist all together (LOMO, Lv et al. 2023, https://arxiv.org/abs/2306.09782).
 
-    The same updates, bit for bit, as after: the optimizer is shown one parameter at a time. So is the norm.
+    The updates and the norm are those of `after`, bit for bit: the optimizer sees one parameter at a time.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float):
@@ -56,43 +51,15 @@ class InBackward:
 
     def _update(self, p: nn.Parameter) -> None:
         self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
-        every = self.optimizer.param_groups
+        all_groups = self.optimizer.param_groups
         self.optimizer.param_groups = [{**self.group[p], "params": [p]}]
         try:
             self.optimizer.step()
         finally:
-            self.optimizer.param_groups = every
+            self.optimizer.param_groups = all_groups
         p.grad = None
 
     def __call__(self) -> Tensor:
         norms = [self.norms[p] for p in self.parameters if p in self.norms]
         self.norms.clear()
-        return _total(norms)
-
-
-def _in_backward_problem(config: Config, recipe: Any) -> str:
-    if config.accumulate > 1:
-        return f"uses a gradient before the next micro-batch could add to it, but accumulate={config.accumulate}; set " \
-               f"accumulate=1, or memory.update=after"
-    if config.optimizer.clip:
-        return f"cannot clip by a norm that is known when every gradient is gone, but optimizer.clip=" \
-               f"{config.optimizer.clip}; set optimizer.clip=0, or memory.update=after"
-    if recipe.loss_scaling:
-        return "cannot skip an update whose overflow is known when half of it is done; choose precision.recipe=bf16, or " \
-               "memory.update=after"
-    return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update(Row):
-    make: Callable[[Optimizer, list[nn.Parameter], float], Finish]
-    gradients: int      # of every parameter at once: 1, or 0
-
-
-UPDATES = {
-    "after": Update(make=after, gradients=1, why="gradients are clipped by their global norm, so all must be there"),
-    "in-backward": Update(make=InBackward, gradients=0, why="each gradient is used and freed as soon as it is there "
-                                               "(Lv et al. 2023, arXiv:2306.09782)",
-                          problem=_in_backward_problem,
-                          eager="a compiled backward pass hands out every gradient at its end"),
-}
+        return _global_norm(norms)

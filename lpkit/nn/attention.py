@@ -1,4 +1,4 @@
-"""Attention backends: the same function, computed differently.
+"""Attention backends: the same function, computed differently. `lpkit.techniques.blocks.ATTENTION` has their rows.
 
 A backend is any `contracts.Attend`: (q, k, v) -> out with q (B, H, T, E), k and v (B, G, T, E), causal.
 `plain` is the definition; every other backend is tested against it.
@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lpkit.contracts import Choice
+from lpkit.contracts import Attend, Choice
+from lpkit.errors import pick
 from lpkit.kernels.blocked_attention import BlockedAttention
+from lpkit.techniques.blocks import ATTENTION, choose_attention
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,15 +42,12 @@ def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
-BACKENDS = {"plain": plain, "sdpa": sdpa, "blocked": blocked}
-BLOCKED_CONTEXT = 1024   # tokens; beyond, the kept probabilities cost more memory than the speed is worth
+def backend(name: str) -> Attend:
+    """Raises ConfigError for an unknown name."""
+    return pick(ATTENTION, name, "model.attention").load()
 
 
 def choose(asked: str, *, device_type: str, recipe: str, context: int) -> Choice:
-    """What `model.attention=auto` means here. See `lpkit bench attention-cpu`."""
-    if asked != "auto":
-        return Choice(asked=asked, used=asked, why="asked for")
-    if device_type == "cpu" and recipe != "fp32" and context <= BLOCKED_CONTEXT:
-        return Choice(asked=asked, used="blocked", why="PyTorch's CPU flash kernel computes in float32 whatever it is "
-                                                       "given; blocks of low-precision products are faster")
-    return Choice(asked=asked, used="sdpa", why="PyTorch picks the fastest fused kernel for this device and dtype")
+    """What `model.attention=auto` means here."""
+    used, why = choose_attention(asked, device=device_type, low_precision=recipe != "fp32", context=context)
+    return Choice(asked=asked, used=used, why=why)

@@ -29,4 +29,3 @@ def llama(model: nn.Module) -> None:
     _normal(model, std=0.02, residual_std=0.02)
 
 
-INITS = {"gpt2": gpt2, "llama": llama}

@@ -1,4 +1,4 @@
-"""Norms, positions and MLPs: the choices of a `ModelConfig`, one table each."""
+"""Norms, positions and MLPs: what the rows of `lpkit.techniques.blocks` name."""
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +81,3 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:   # (B,
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)   # under autocast, x may be narrower
-
-
-NORMS = {"layernorm": layernorm, "rmsnorm": rmsnorm}
-POSITIONS = {"learned": LearnedPositions, "rope": RotaryPositions}
-MLPS = {"gelu": GeluMLP, "swiglu": SwigluMLP}

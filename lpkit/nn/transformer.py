@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError, ModelConfig
+from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
+from lpkit.errors import ConfigError
 from lpkit.nn.attention import last_token, sdpa
-from lpkit.nn.layers import MLPS, NORMS, POSITIONS, rotate
+from lpkit.nn.layers import rotate
+from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
 class KVCache:
@@ -30,25 +32,32 @@ class KVCache:
 
 class Attention(nn.Module):
     """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its value), so that
-    an even split of the rows over devices is an even split of the heads."""
+    an even split of the rows over devices is an even split of the heads. With `qk_norm`, each head's q and k have an
+    RMSNorm of their own before rotation (Qwen3, https://arxiv.org/abs/2505.09388)."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
-        self.qkv = nn.Linear(config.D, (config.H + 2 * config.G) * config.E, bias=config.bias)
-        self.out = nn.Linear(config.D, config.D, bias=config.bias)
+        self.qkv = nn.Linear(config.D, (config.H + 2 * config.G) * config.E, bias=config.biased_qkv)
+        self.out = nn.Linear(config.H * config.E, config.D, bias=config.bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int) -> Tensor:   # (B, T, D) -> (B, T, D)
-        B, T, D = x.shape
+        B, T, _ = x.shape
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
-        q, k, v = (t.reshape(B, T, -1, self.E).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.reshape(B, T, -1, self.E) for t in (q, k, v))
+        if self.q_norm is not None:     # under autocast their results may be wider than v
+            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, rotation), rotate(k, rotation)
         attend = self.attend
         if cache is not None:
             k, v = cache.extend(layer, k, v)
             attend = self.attend if cache.length == 0 else last_token
-        return self.out(attend(q, k, v).transpose(1, 2).reshape(B, T, D))
+        return self.out(attend(q, k, v).transpose(1, 2).reshape(B, T, -1))
 
 
 class Block(nn.Module):
@@ -56,7 +65,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
-        norm, mlp = NORMS[config.norm], MLPS[config.mlp]
+        norm, mlp = NORMS[config.norm].load(), MLPS[config.mlp].load()
         self.norm1, self.attention = norm(config), Attention(config, attend)
         self.norm2, self.mlp = norm(config), mlp(config)
 
@@ -72,9 +81,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.V, config.D)
-        self.positions = POSITIONS[config.position](config)
-        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.L))
-        self.norm = NORMS[config.norm](config)
+        self.positions = POSITIONS[config.position].load()(config)
+        block = BLOCKS[config.block].load()
+        self.blocks = nn.ModuleList(block(config, attend) for _ in range(config.L))
+        self.norm = NORMS[config.norm].load()(config)
         self.head = nn.Linear(config.D, config.V, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight

@@ -1,8 +1,9 @@
-"""How AdamW's two moments rest between updates: in float32, or in 8 bits with a scale for each block.
+"""How moments are stored between updates: in float32, or in 8 bits with a scale for each block.
 
-8 bits: each block of 256 is divided by its largest magnitude, and each number becomes the nearest of 256 values whose
-spacing grows with their size, so that seven decades are there with two digits at the top. The second moment is never
-negative and needs no sign (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861, section 2).
+8 bits: each block of 256 is divided by its largest magnitude, and each number becomes the nearest of 256
+values whose spacing grows with their size, so that seven decades are there with two digits at the top.
+The second moment is never negative and needs no sign (Dettmers et al. 2022,
+https://arxiv.org/abs/2110.02861, section 2).
 """
 
 from __future__ import annotations
@@ -14,62 +15,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256     # numbers that share a scale
+from lpkit.techniques.optimizers import BLOCK
+
 DECADES = 7
 
 
-class Form(ABC):
-    """`slots` are the names under which a checkpoint holds the tensors."""
+class MomentCodec(ABC):
+    """A checkpoint holds the tensors of a slot under its name and one of `suffixes`."""
 
-    slots: tuple[str, ...]
-    bytes_per_param: float
-
-    @abstractmethod
-    def zeros(self, p: Tensor) -> list[Tensor]:
-        """The tensors of two moments that are zero, on the device of p."""
+    suffixes: tuple[str, ...]
 
     @abstractmethod
-    def decode(self, tensors: list[Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Both moments in float32, to be updated in place."""
+    def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
+        """The tensors of a slot of zeros, on the device of p."""
 
     @abstractmethod
-    def encode(self, tensors: list[Tensor], m: Tensor, v: Tensor) -> None:
-        """Write them back into `tensors`."""
+    def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
+        """float32, to be updated in place."""
+
+    @abstractmethod
+    def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
+        """Write it back into `tensors`."""
 
 
-class Float32(Form):
-    slots = ("exp_avg", "exp_avg_sq")
-    bytes_per_param = 8
+class Float32(MomentCodec):
+    suffixes = ("",)
 
-    def zeros(self, p: Tensor) -> list[Tensor]:
-        return [torch.zeros_like(p, dtype=torch.float32) for _ in self.slots]
+    def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
+        return [torch.zeros_like(p, dtype=torch.float32)]
 
-    def decode(self, tensors: list[Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:
-        return tensors[0], tensors[1]
+    def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
+        return tensors[0]
 
-    def encode(self, tensors: list[Tensor], m: Tensor, v: Tensor) -> None:
-        pass    # they are the tensors
+    def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
+        pass    # it is the tensor
 
 
-class Blocks8(Form):
-    slots = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-    bytes_per_param = 2 * (1 + 4 / BLOCK)
+class BlockwiseInt8(MomentCodec):
+    suffixes = ("", "_scale")
 
-    def zeros(self, p: Tensor) -> list[Tensor]:
-        blocks = -(-p.numel() // BLOCK)
-        return [made for signed in (True, False) for made in (
-            torch.full(p.shape, int(levels(signed).tolist().index(0.0)), dtype=torch.uint8, device=p.device),
-            torch.zeros(blocks, dtype=torch.float32, device=p.device))]
+    def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
+        zero = levels(signed).tolist().index(0.0)
+        codes = torch.full(p.shape, zero, dtype=torch.uint8, device=p.device)
+        return [codes, torch.zeros(-(-p.numel() // BLOCK), dtype=torch.float32, device=p.device)]
 
-    def decode(self, tensors: list[Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:
-        m, m_scale, v, v_scale = tensors
-        return from_blocks(m, m_scale, signed=True), from_blocks(v, v_scale, signed=False)
+    def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
+        return from_blocks(*tensors, signed=signed)
 
-    def encode(self, tensors: list[Tensor], m: Tensor, v: Tensor) -> None:
-        for i, (moment, signed) in enumerate(((m, True), (v, False))):
-            codes, scale = to_blocks(moment, signed=signed)
-            tensors[2 * i].copy_(codes)
-            tensors[2 * i + 1].copy_(scale)
+    def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
+        for stored, new in zip(tensors, to_blocks(moment, signed=signed), strict=True):
+            stored.copy_(new)
 
 
 def to_blocks(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

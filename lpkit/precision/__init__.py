@@ -1,6 +1,6 @@
 """Low precision: number formats, scaling recipes, the Linear that runs under one, and who multiplies.
 
-    from lpkit.precision import RECIPES, resolve, ScaledLinear, LowPrecision, BACKENDS
+    from lpkit.precision import ScaledLinear, LowPrecision, BACKENDS
 
 Names are imported when they are asked for.
 """
@@ -9,9 +9,9 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "FORMATS": "formats", "format_of": "formats",
-    "Cast": "scaled", "Scaled": "scaled", "quantise": "scaled", "product": "scaled", "reference": "scaled",
-    "RECIPES": "recipes", "Recipe": "recipes", "resolve": "recipes",
+
+    "Scaled": "scaled", "quantise": "scaled", "product": "scaled", "reference": "scaled",
+
     "ScaledLinear": "linear", "weights_cached": "linear", "weight_cache_bytes": "linear", "LowPrecision": "transform",
     "BACKENDS": "backends", "choose": "backends",
 }

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError
-from lpkit.contracts import Choice, pick
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError, pick
 from lpkit.kernels.cast import Noise
 from lpkit.precision import scaled
-from lpkit.precision.formats import format_of
 from lpkit.precision.linear import Float16Linear, ScaledLinear
-from lpkit.precision.recipes import RECIPES, Recipe
-from lpkit.precision.scaled import ALL, Cast, Scaled, quantise
+from lpkit.precision.scaled import Scaled, quantise
+from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import ALL, RECIPES, Cast, Recipe
 
 
 class Backend(ABC):
@@ -83,7 +83,7 @@ class Emulated(Backend):
 
 def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
     """Few CPUs multiply float16; PyTorch then takes 15 times bf16's time."""
-    return recipe.compute == torch.float16 and device.type == "cpu"
+    return recipe.compute == "float16" and device.type == "cpu"
 
 
 # Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least compute capability and

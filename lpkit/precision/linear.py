@@ -27,13 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
-from lpkit.precision.recipes import HISTORY_RULES, PRODUCTS, RECIPES, Recipe, untiled
-from lpkit.precision.scaled import SCALES, Cast, Scaled
+from lpkit.precision.scaled import Scaled
+from lpkit.techniques.recipes import PRODUCTS, RECIPES, SCALES, Cast, Recipe, untiled
 
 FLOAT32 = 4                 # bytes
 ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
+HISTORY_RULES = {           # which scale a history of amaxes gives; the newest comes first
+    "max": lambda history: history.amax(-1),
+    "most-recent": lambda history: history[..., 0],
+}
 
 
 class Arithmetic(Protocol):
@@ -183,8 +187,8 @@ _apply_eager = torch.compiler.disable(_apply)
 def refuse(name: str, problem: str, sizes: dict[str, int]) -> None:
     """Raise ConfigError with the recipes that would do."""
     fits = [name for name, recipe in RECIPES.items() if recipe.products and not untiled(recipe, sizes)]
-    raise ConfigError(f"{name}: {problem}; set precision.pad=true, keep it in 16 bits with precision.keep={name}, or use "
-                      f"{' or '.join(fits)}")
+    raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, keep it in 16 bits with "
+                      f"precision.recipe.high_precision_layers={name}, or use {' or '.join(fits)}")
 
 
 def _of_weight(made: Scaled) -> Scaled:

@@ -24,32 +24,11 @@ from torch import Tensor
 
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
-from lpkit.precision.formats import Format, format_of
+from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.recipes import HADAMARD, SCALES, Cast
 
-ALL = 0               # a block side of ALL spans the whole axis
 TINY = 2.0**-100      # an all-zero block gets a finite scale
-HADAMARD = 16         # elements of the contracted axis that are mixed
 
-
-@dataclass(frozen=True, kw_only=True)
-class Cast:
-    """How one operand (rows, contracted axis) becomes `Scaled`: names of `formats`, SCALES and TRANSFORMS."""
-
-    format: str
-    block: tuple[int, int] = (ALL, ALL)   # elements that share a scale
-    scale: str = "float32"
-    rounding: str = "nearest-even"
-    transform: str = "none"
-
-    @property
-    def tile(self) -> tuple[int, ...]:
-        """What the rows and the contracted axis must be multiples of; 1 for a side of ALL."""
-        return (self.block[0] or 1, self.block[1] or 1, HADAMARD if self.transform != "none" else 1)
-
-    @property
-    def transposes(self) -> bool:
-        """Whether the cast of x.T is the cast of x, transposed, so that one serves two products."""
-        return self.block[0] == self.block[1] and self.transform == "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
@@ -110,22 +89,8 @@ def _none(amax: Tensor, to: Format) -> Scales:
     return torch.ones_like(amax), None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleRule:
-    make: Callable[[Tensor, Format], Scales]
-    folds: bool               # scale times value has at most bf16's 8 significant bits
-    fused: str | None = None  # the kernel's name for it, where scale and values are found in one pass
-    levels: int = 1           # 2: one more scale for the tensor, in float32
-    identity: bool = False    # no scale at all: overflow is infinite, as in the format's own arithmetic
-
-
-SCALES = {
-    "float32": ScaleRule(make=_float32, folds=False),
-    "power-of-two": ScaleRule(make=_up, folds=True, fused="rceil"),
-    "power-of-two-floor": ScaleRule(make=_floor, folds=True, fused="floor"),
-    "e4m3": ScaleRule(make=_e4m3, folds=True, levels=2),
-    "none": ScaleRule(make=_none, folds=False, identity=True),
-}
+MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {   # by the names of `lpkit.techniques.recipes.SCALES`
+    "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3, "none": _none}
 
 
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
@@ -180,7 +145,7 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32, amax:
     found, nonfinite = kernel.amax(x, cast.block)
     # A history that is still empty decides nothing, and does not hide a NaN that is there now.
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
-    scale, tensor = rule.make(torch.where(used.isfinite(), used, torch.nan), to)
+    scale, tensor = MAKE_SCALES[cast.scale](torch.where(used.isfinite(), used, torch.nan), to)
     fold = fold and rule.folds
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lpkit.config import ConfigError
 from lpkit.contracts import Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend
 from lpkit.precision.linear import refuse
-from lpkit.precision.recipes import Recipe, kept, untiled
+from lpkit.techniques.recipes import Recipe, kept, untiled
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
-    """Replaces each Linear but those that `recipe.keep` names. `tokens` of a micro-batch: what will not tile is refused
+    """Replaces each Linear but those that `recipe.high_precision_layers` names. `tokens` of a micro-batch: what will not tile is refused
     now. Raises ConfigError.
     """
 
@@ -27,14 +27,15 @@ class LowPrecision(Transform):
 
     def __call__(self, model: nn.Module) -> nn.Module:
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        stay = kept(linears, self.recipe.keep)
+        stay = kept(linears, self.recipe.high_precision_layers)
         for name in linears.keys() - stay:
             linear = linears[name]
             sizes = {"K": linear.in_features, "N": linear.out_features} | ({"M": self.tokens} if self.tokens else {})
             if not self.recipe.pad and (problem := untiled(self.recipe, sizes, self.backend.alignment)):
                 refuse(name, problem, sizes)
         if len(stay) == len(linears):
-            raise ConfigError(f"precision.keep={','.join(self.recipe.keep)} leaves no Linear to the recipe; keep fewer, "
+            layers = ",".join(self.recipe.high_precision_layers)
+            raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear to the recipe; name fewer, "
                               f"or choose precision.recipe=bf16")
         for name in linears.keys() - stay:
             parent, _, leaf = name.rpartition(".")

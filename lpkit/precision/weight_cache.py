@@ -7,43 +7,25 @@ them costs `weight_cache_bytes` a Linear, from the first micro-batch to the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
 
-from lpkit.config import ConfigError
-from lpkit.contracts import Choice, Step, pick
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend
-from lpkit.precision.linear import weights_cached
-from lpkit.precision.recipes import Recipe
+from lpkit.techniques.recipes import Recipe
+
+CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 
 
-def _cached(step: Step) -> Step:
-    def within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with weights_cached(model):
-            return step(model, x, y)
+def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool, forwards: int) -> Choice:
+    """Whether casts are kept, for `recipe`, the row `name`. `forwards`: of each layer in an update, recomputed ones included.
 
-    return within
-
-
-WEIGHTS: dict[str, Callable[[Step], Step]] = {"cast": lambda step: step, "cached": _cached}
-PLAIN = "cast"
-
-
-def choose(asked: str, name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool,
-           forwards: int) -> Choice:
-    """Of WEIGHTS, for `recipe`, the row `name`. `forwards`: of each layer in an update, recomputed ones included.
-
-    Raises ConfigError for an unknown name, and where no weight is cast.
+    Raises ConfigError where no weight is cast.
     """
-    pick(WEIGHTS, asked, "precision.weights")
     casts = {product: getattr(recipe, product)[1] for product in ("y", "dx") if getattr(recipe, product)}
-    if asked == PLAIN:
-        return Choice(asked=asked, used=PLAIN, why="asked for")
     if not casts:
-        raise ConfigError(f"precision.weights={asked} does not go with precision.recipe={name}: it casts no weight; "
-                          f"set precision.weights={PLAIN}, or choose a recipe of 8 or 4 bits")
+        raise ConfigError(f"precision.cache_weight_casts=true does not go with precision.recipe={name}: it casts no weight; "
+                          f"set precision.cache_weight_casts=false, or choose a recipe of 8 or 4 bits")
     stateful = recipe.delayed is not None or recipe.stochastic
     why_not = {
         "they are cast once in an update anyway: one micro-batch, nothing recomputed": forwards == 1,
@@ -56,5 +38,5 @@ def choose(asked: str, name: str, recipe: Recipe, backend: Backend, device: torc
     }
     for why, true in why_not.items():
         if true:
-            return Choice(asked=asked, used=PLAIN, why=why)
-    return Choice(asked=asked, used=asked, why=f"one cast for {forwards} forwards of an update")
+            return Choice(asked="true", used=CAST, why=why)
+    return Choice(asked="true", used=CACHED, why=f"one cast for {forwards} forwards of an update")

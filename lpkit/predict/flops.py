@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lpkit.config import ModelConfig
+from lpkit.techniques.blocks import MicroBatch, operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Product:
     calls: int
     group: int = 1   # heads times batch in attention
     pairs: bool = False   # over pairs of tokens: a causal mask leaves half of it
+    cut: str = ""         # the side of the weight that tensor parallelism cuts: column, row
 
     @property
     def flops(self) -> int:
@@ -35,6 +37,16 @@ class Product:
         """FLOPs per byte."""
         return self.flops / self.traffic_bytes(itemsize)
 
+    def on_rank(self, tensor: int, context: int) -> "Product":
+        """Of one of `tensor` ranks, each with a part of the weights and heads, and of `context` ranks, each with a part of
+        the tokens; the keys of all tokens meet the queries of some."""
+        M = self.M // context
+        if self.pairs:
+            return replace(self, M=M, group=self.group // tensor)
+        if self.cut == "column":
+            return replace(self, M=M, N=self.N // tensor)
+        return replace(self, M=M, K=self.K // tensor)
+
     def backward(self) -> tuple["Product", "Product"]:
         """The gradients of the left and of the right operand: the same three sizes, another one summed over."""
         M, N, K = self.M, self.N, self.K
@@ -45,18 +57,23 @@ class Product:
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Every matrix product of one forward pass over `batch` sequences of model.context tokens."""
-    D, E, F, G, H, L, T, V = model.D, model.E, model.F, model.G, model.H, model.L, model.T, model.V
-    M = batch * T
-    up = {"gelu": ("mlp.up", F), "swiglu": ("mlp.gate_up", 2 * F)}[model.mlp]
-    return (
-        Product(name="attention.qkv", M=M, N=(H + 2 * G) * E, K=D, calls=L),
-        Product(name="scores", M=T, N=T, K=E, calls=L, group=batch * H, pairs=True),
-        Product(name="values", M=T, N=E, K=T, calls=L, group=batch * H, pairs=True),
-        Product(name="attention.out", M=M, N=D, K=D, calls=L),
-        Product(name=up[0], M=M, N=up[1], K=D, calls=L),
-        Product(name="mlp.down", M=M, N=D, K=F, calls=L),
-        Product(name="head", M=M, N=V, K=D, calls=1),
-    )
+    ops = operations(MicroBatch(model=model, batch=batch))
+    found = []
+    for op, calls in (*((op, model.L) for op in ops.block), (ops.head, 1)):
+        if op.matmul:
+            K, N = op.matmul
+            found.append(Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls, cut=op.cut))
+        found += [Product(name=one.name, M=one.M, N=one.N, K=one.K, calls=calls, group=one.group, pairs=True)
+                  for one in op.pairs]
+    return tuple(found)
+
+
+def moved_bytes(model: ModelConfig, *, batch: int, compute_bytes: int, residual_bytes: int) -> tuple[int, int]:
+    """What everything but the products moves in one forward pass, each operation on its own, as PyTorch runs it without
+    compiling (norms, residual additions, activations, rotations, casts, the loss): of one block, and outside the blocks."""
+    ops = operations(MicroBatch(model=model, batch=batch, compute_bytes=compute_bytes, residual_bytes=residual_bytes))
+    outside = sum(op.moved_bytes for op in (ops.embed, ops.positions, ops.norm, ops.head, ops.loss))
+    return sum(op.moved_bytes for op in ops.block), outside
 
 
 Attention = Literal["full", "causal"]
@@ -87,12 +104,12 @@ def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full
     return training_flops(model, attention=attention) / model.T
 
 
-def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False, recompute: str = "none") -> int:
+def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False, blocks: bool = False) -> int:
     """What the hardware does a second time, which MFU does not count and the clock does.
 
     A flash kernel computes the scores anew in its backward pass (Dao et al. 2022, https://arxiv.org/abs/2205.14135);
-    recomputing blocks repeats their whole forward pass.
+    recomputing `blocks` repeats their whole forward pass.
     """
-    *blocks, _head = products(model, batch=batch)
-    again = sum(p.flops for p in blocks) if recompute == "block" else 0
-    return again + sum(p.flops for p in blocks if flash and p.name == "scores")
+    *inside, _head = products(model, batch=batch)
+    again = sum(p.flops for p in inside) if blocks else 0
+    return again + sum(p.flops for p in inside if flash and p.name == "scores")

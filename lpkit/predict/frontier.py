@@ -8,16 +8,16 @@ finds each config its layout.
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import plan
 from lpkit.predict.scaling import DEFAULT, LAWS, Law
 from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import quantity
-from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine, find
 
 
@@ -60,15 +60,12 @@ def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One point to be made: what is trained, where and how."""
+    """One point to be made: what is trained, in the layout of its `parallel`, and where."""
 
     name: str
     config: Config
-    layout: Layout = field(default_factory=Layout)
     machine: str | Machine = "h200"
     tokens: float
-    precision: str = "bf16-master"
-    recompute: str = "none"
 
 
 def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int], tokens: Iterable[float],
@@ -78,10 +75,9 @@ def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devic
     made, devices, tokens = [], tuple(devices), tuple(tokens)
     for (name, config), machine, count in itertools.product(configs.items(), map(find, machines), devices):
         for best in plan(config, max(tokens), machine, devices=count).options[:1]:
-            cut = replace(config, accumulate=config.batch // best.step.sequences)
-            made += [Candidate(name=f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}", config=cut,
-                               layout=best.layout, machine=machine, tokens=many, precision=best.precision,
-                               recompute=best.recompute) for many in tokens]
+            for many in tokens:
+                words = f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}"
+                made.append(Candidate(name=words, config=best.config, machine=machine, tokens=many))
     return tuple(made)
 
 
@@ -95,7 +91,7 @@ def triangle(candidates: Iterable[Candidate], *, law: Law | None = None, measure
     law, measured, made = law or LAWS[DEFAULT], measured or {}, []
     for one in candidates:
         on = find(one.machine)
-        step = step_time(one.config, on, one.layout, precision=one.precision, recompute=one.recompute)
+        step = step_time(one.config, on)
         paid = bill(step, on, one.tokens)
         if paid.cost is None:
             raise ConfigError(f"{on.title} has no price_per_hour, so {one.name} has no cost; "
@@ -108,5 +104,5 @@ def triangle(candidates: Iterable[Candidate], *, law: Law | None = None, measure
             values={"days": paid.seconds / 86_400, "dollars": paid.cost, "loss": measured.get(one.name, said.nats),
                     "tokens_per_second": step.tokens_per_second},
             facts={"machine": on.name, "devices": step.devices, "parameters": count, "tokens": one.tokens,
-                   "layout": str(one.layout), "note": "measured" if one.name in measured else said.note}))
+                   "layout": str(one.config.parallel), "note": "measured" if one.name in measured else said.note}))
     return tuple(made)

@@ -2,18 +2,22 @@
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lpkit.config import Config, ConfigError, nearest
-from lpkit.predict.activations import RECOMPUTE
-from lpkit.predict.flops import recomputed_flops, training_flops, training_flops_per_token
-from lpkit.predict.ledger import PRECISIONS, Memory, memory, micro_batch
+from lpkit.config import Config, MemoryConfig
+from lpkit.errors import ConfigError
+from lpkit.predict.flops import training_flops_per_token
+from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import parameter_count, parameters
+from lpkit.predict.roofline import flat_mfu
+from lpkit.predict.time import StepTime, bill, precision_of, step_time
 from lpkit.techniques import machines
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.memory import by_cost
 
-BLOCKED_CONTEXT = 1024   # the longest context of the CPU's blocked attention, as lpkit.nn.attention.choose
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
     "model states and sharding: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054",
@@ -23,114 +27,133 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one training step, unless a name says otherwise. Memory is per device, the rest is for all of them."""
+    """Of one training step, unless a name says otherwise. Memory is per device, the rest for all."""
 
     parameters: int
     parameters_by_part: dict[str, int]
     flops_per_token: float              # forward and backward, attention in full
     flops_per_token_causal: float       # what a causal kernel has to do
     memory: Memory
-    tokens_per_step: int
-    step_seconds: float
+    step: StepTime
+    layout: Layout
     run_seconds: float                  # all steps
     energy_wh: float | None             # all steps, at rated power
     cost: float | None                  # US dollars, all steps
+    cost_per_million_tokens: float | None
     machine: Machine
-    devices: int
     assumptions: dict[str, Any]
 
     @property
+    def devices(self) -> int:
+        return self.layout.devices
+
+    @property
+    def step_seconds(self) -> float:
+        return self.step.step_seconds
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.step.tokens
+
+    @property
     def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.step_seconds
+        return self.step.tokens_per_second
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (*SOURCES, f"machine: {self.machine.source}", f"price: {self.machine.price_source}")
+        return (*SOURCES, f"machine: {self.machine.source}", f"price: {self.machine.price_source}",
+                f"efficiency: {self.step.efficiency.source}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         m, mem = self.machine, self.memory
-        tokens = self.tokens_per_step * self.run_seconds / self.step_seconds
+        rows = {row.name: row.bytes for row in mem.rows}
         return {
             "parameters": self.parameters, "parameters_by_part": self.parameters_by_part,
-            "flops_per_token": self.flops_per_token, "flops_per_token_causal": self.flops_per_token_causal,
-            "bytes": {**{row.name: row.bytes for row in mem.rows}, "peak_bytes": mem.peak_bytes},
+            "flops_per_token": self.flops_per_token,
+            "flops_per_token_causal": self.flops_per_token_causal,
+            "bytes": {**rows, "peak_bytes": mem.peak_bytes},
             "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
             "rows": [{**asdict(row), "bytes": row.bytes} for row in mem.rows],
+            "time_rows": [row.to_dict() for row in self.step.rows], "mfu": self.step.mfu,
+            "phases": dict(self.step.phases),
             "tokens_per_second": self.tokens_per_second, "step_seconds": self.step_seconds,
             "run_seconds": self.run_seconds, "energy_wh": self.energy_wh, "cost": self.cost,
-            "cost_per_million_tokens": None if self.cost is None else self.cost / tokens * 1e6, "currency": "USD",
+            "cost_per_million_tokens": self.cost_per_million_tokens, "currency": "USD",
             "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
-                        "bytes_per_second": m.bytes_per_second, "flops": dict(m.flops), "watts": m.watts,
-                        "price_per_hour": m.price_per_hour, "source": m.source},
+                        "bytes_per_second": m.bytes_per_second, "flops": dict(m.flops),
+                        "watts": m.watts, "price_per_hour": m.price_per_hour, "source": m.source},
             "devices": self.devices, "assumptions": self.assumptions, "sources": list(self.sources),
         }
 
 
-def predict(config: Config, machine: str | Machine = "h200", devices: int = 1, *, mfu: float = 0.4,
-            precision: str | None = None, optimizer: str | None = None, zero: int | None = None,
-            recompute: str | None = None, price_per_hour: float | None = None) -> Prediction:
-    """Memory, time, energy and cost of `config` on `devices` machines, data-parallel.
+def predict(config: Config, machine: str | Machine = "h200", devices: int | None = None, *,
+            layout: Layout | None = None, mfu: float | None = None, precision: str | None = None,
+            optimizer: str | None = None, zero: int | None = None, recompute: str | None = None,
+            price_per_hour: float | None = None) -> Prediction:
+    """Memory, time, energy and cost of `config`. `plan` gives the same for the same layout.
 
-    mfu        model FLOPs utilisation to assume, before recomputation; 0.4 is a good large run (PaLM reports 0.46)
-    precision  a row of `ledger.PRECISIONS`; None: as the config asks, where "auto" is bf16 if the machine has it
-    zero       stage 0 to 3; None: the lowest stage that fits, or 3
-    recompute  a row of `activations.RECOMPUTE`; None: the config's, or the first that fits
-    A low-precision recipe counts with its bytes, and with the time of 16 bits: `lpkit advise` weighs its casts and products.
+    devices    data-parallel over so many; None: the config's `parallel`
+    layout     instead of both
+    mfu        model FLOPs utilisation to assume for the whole step; None: each operation has its own
+               efficiency, of `lpkit.predict.roofline`
+    precision  a row of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
+               has it
+    zero       stage 0 to 3 with `devices`; None: the lowest stage that fits, or 3
+    recompute  a row of `techniques.memory.RECOMPUTE`; None: the config's, or the first that fits
     Raises ConfigError.
     """
     on = machines.find(machine)
-    if not 0 < mfu <= 1:
-        raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
-    if not isinstance(devices, int) or devices < 1:
+    efficiency = None if mfu is None else flat_mfu(mfu)
+    if devices is not None and (not isinstance(devices, int) or devices < 1):
         raise ConfigError(f"devices must be a whole number, 1 or more; got {devices}")
-    asked = precision or config.precision.recipe
-    chosen = ("bf16" if "bf16" in on.flops else "fp32") if asked == "auto" else asked
-    if chosen not in PRECISIONS:
-        raise ConfigError(f"there is no precision {chosen!r}; {nearest(chosen, PRECISIONS)}")
-    low = PRECISIONS[chosen].low
-    dtype = "bf16" if low else PRECISIONS[chosen].dtype     # what a recipe's casts leave of its faster products: advise
-    peak = on.peak_flops(dtype)
-    attention = _attention(config, on, chosen)
-    price = on.price_per_hour if price_per_hour is None else price_per_hour
-    if price is not None and not 0 <= price < math.inf:
-        raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price}")
-    stages = [zero] if zero is not None else [0] if devices == 1 else [0, 1, 2, 3]
-    modes = [recompute] if recompute else [config.memory.recompute] if config.memory.recompute != "none" else RECOMPUTE
-    for again, stage in itertools.product(modes, stages):
-        held = memory(config, on, devices, precision=chosen, optimizer=optimizer, zero=stage, recompute=again,
-                      attention=attention)
+    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
+        raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price_per_hour}")
+    precision = precision_of(config, on, precision)
+    optimizer = optimizer or config.optimizer.name
+    layouts = [layout] if layout else _layouts(config, devices, zero)
+    modes: Sequence[str] = [recompute or config.memory.recompute.name]
+    if recompute is None and config.memory.recompute == MemoryConfig().recompute:
+        modes = by_cost()
+    for recompute, layout in itertools.product(modes, layouts):
+        held = memory(config, on, layout=layout, precision=precision, optimizer=optimizer,
+                      recompute=recompute)
         if held.fits:
             break
-    sequences, pieces = micro_batch(config, devices)
-    flops = (training_flops(config.model, batch=config.batch)
-             + recomputed_flops(config.model, batch=config.batch, recompute=again))
-    step_seconds = flops / (devices * peak * mfu)
-    run_seconds = step_seconds * config.steps
-    device_hours = devices * run_seconds / 3600
+    step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
+                     recompute=recompute, efficiency=efficiency)
+    paid = bill(step, on, step.tokens * config.steps, price_per_hour=price_per_hour)
+    why = "nothing that was tried fits; the leanest is shown"
+    if len(modes) == len(layouts) == 1:
+        why = "asked for"
+    elif held.fits:
+        why = "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3"
+    communication = [row for row in step.rows if row.phases.get("communication")]
     return Prediction(
         parameters=parameter_count(config.model), parameters_by_part=parameters(config.model),
         flops_per_token=training_flops_per_token(config.model),
         flops_per_token_causal=training_flops_per_token(config.model, attention="causal"),
-        memory=held, tokens_per_step=config.tokens_per_step, step_seconds=step_seconds, run_seconds=run_seconds,
-        energy_wh=None if on.watts is None else on.watts * device_hours,
-        cost=None if price is None else price * device_hours,
-        machine=on, devices=devices,
+        memory=held, step=step, layout=layout, run_seconds=paid.seconds, energy_wh=paid.energy_wh,
+        cost=paid.cost, cost_per_million_tokens=paid.per_million_tokens(paid.cost), machine=on,
         assumptions={
-            "mfu": mfu, "precision": chosen, "dtype": dtype, "peak_flops_per_device": peak, "optimizer": optimizer or config.optimizer.name,
-            "zero": stage, "recompute": again,
-            "layout_why": "asked for" if zero is not None and recompute is not None else
-            "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3" if held.fits else
-            "nothing that was tried fits; the leanest is shown",
-            "attention": attention, "layout": "data parallel",
-            "sequences_per_device": sequences, "micro_batches": pieces, "steps": config.steps,
-            "price_per_hour": price, "communication": "inside the MFU", "power": "rated, all of it, all the time",
+            "mfu": mfu, "efficiency": step.efficiency.source, "precision": precision,
+            "dtype": step.dtype, "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
+            "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,
+            "layout_why": why, "attention": step.attention, "layout": str(layout),
+            "sequences_per_device": step.sequences, "micro_batches": step.micro_batches,
+            "steps": config.steps,
+            "price_per_hour": on.price_per_hour if price_per_hour is None else price_per_hour,
+            "communication": "inside the MFU" if mfu else
+            ", ".join(row.name for row in communication) or "hidden, or none",
+            "power": "rated, all of it, all the time",
         })
 
 
-def _attention(config: Config, on: Machine, precision: str) -> str:
-    """As `lpkit.nn.attention.choose` decides."""
-    if config.model.attention != "auto":
-        return config.model.attention
-    blocked = on.kind == "cpu" and precision != "fp32" and config.model.T <= BLOCKED_CONTEXT
-    return "blocked" if blocked else "sdpa"
+def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:
+    """Data parallel, by the bytes that ZeRO's stage saves."""
+    if devices is None:
+        layout = config.parallel
+        return [layout if zero is None else replace(layout, zero=zero)]
+    stages = [zero] if zero is not None else range(4) if devices > 1 else [0]
+    return [Layout(shard=devices, zero=stage) if stage else Layout(data=devices, zero=0)
+            for stage in stages]

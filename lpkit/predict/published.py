@@ -12,7 +12,7 @@ from dataclasses import replace
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.flops import training_flops
-from lpkit.predict.precision import ASSUMED, Efficiency
+from lpkit.predict.roofline import ASSUMED, Efficiency
 from lpkit.predict.time import StepTime, calibrate, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout
@@ -52,7 +52,7 @@ def calibrated() -> Comparison:
 
 
 def _gpt(layers: int, width: int, heads: int, *, batch: int, micro: int = 1) -> Config:
-    return Config(batch=batch, accumulate=batch // micro, model=ModelConfig(
+    return Config(global_batch=batch, grad_accum_steps=batch // micro, model=ModelConfig(
         layers=layers, width=width, heads=heads, vocab=51_200, context=2048, attention="plain"))
 
 
@@ -117,7 +117,7 @@ def _torchtitan():
 
 def _sharded(model: ModelConfig, batch: int, devices: int, machine: str, recompute: str, precision: str,
              efficiency: Efficiency) -> float:
-    step = step_time(Config(batch=batch * devices, accumulate=devices, model=model), machine, Layout(shard=devices),
+    step = step_time(Config(global_batch=batch * devices, grad_accum_steps=devices, model=model), machine, Layout(shard=devices),
                      precision=precision, recompute=recompute, efficiency=efficiency)
     passes = sum(row.seconds for row in step.rows if row.name.startswith(("attention.", "mlp."))) / 3
     again = passes / 2 if recompute == "selective" else 0.0
@@ -130,7 +130,7 @@ def _llama_like(layers: int, width: int, heads: int, kv_heads: int, mlp_width: i
 
 
 def _llama_config(batch: int, context: int) -> Config:
-    return Config(batch=batch, accumulate=batch, model=_llama_like(126, 16_384, 128, 8, 53_248, 128_256, context))
+    return Config(global_batch=batch, grad_accum_steps=batch, model=_llama_like(126, 16_384, 128, 8, 53_248, 128_256, context))
 
 
 def _llama_time(config: Config, layout: Layout) -> StepTime:
@@ -142,4 +142,4 @@ def _llama_name(layout: Layout, context: int) -> str:
 
 
 def _causal(config: Config, step: StepTime) -> float:
-    return training_flops(config.model, batch=config.batch, attention="causal") / step.step_seconds / step.devices
+    return training_flops(config.model, batch=config.global_batch, attention="causal") / step.step_seconds / step.devices

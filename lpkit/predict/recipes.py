@@ -1,12 +1,14 @@
 """What the low-precision recipes hold: bytes of the operands that a Linear keeps for its backward pass.
 
 `lpkit.precision.ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of their format; the
-emulation in bf16, with power-of-two and E4M3 scales folded in. tests/test_predict.py holds the rows equal to those of
-`lpkit.precision.recipes`.
+emulation in bf16, with power-of-two and E4M3 scales folded in.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+
+from lpkit.techniques.recipes import SCALES, Recipe, scale_bytes
 
 FP32, BF16 = 4, 2
 
@@ -35,11 +37,10 @@ class Low:
         return size * sum(math.ceil(K / (block[0] or K)) * math.ceil(across / (block[1] or across))
                           for block, across in ((self.x, tokens), (self.w, N)))
 
-    def work_bytes(self, tokens: float, K: float, N: float, native: bool, *, dx: float, dw: float, final: float) -> float:
-        """The most at once while a Linear's backward runs, nothing of which is freed before its end: its gradient cast, in
+    def work_bytes(self, x: float, g: float, w: float, native: bool, *, dx: float, dw: float, final: float) -> float:
+        """Numbers of its input, of its gradient and of its weight. The most at once while a Linear's backward runs, nothing of which is freed before its end: its gradient cast, in
         both layouts where one does not serve; `dx` and `dw`, and `final`, dw as the optimizer wants it. An emulated product
         may need more: its operands in float32 where scales stay inside the sum, its result where they vary by row."""
-        g, x, w = tokens * N, tokens * K, K * N
         held = self.held_bytes(native)
         square = self.x[0] == self.x[1]
         casts = g * held * (1 if square else 2)
@@ -55,23 +56,22 @@ class Low:
         return max(most, g * held + FP32 * max(3 * g, g + 3 * w, g + w + x),
                    dx + casts + FP32 * max(3 * g, g + 3 * x, g + x + w))
 
-    def forward_bytes(self, tokens: float, K: float, N: float) -> float:
+    def forward_bytes(self, x: float, y: float, w: float) -> float:
         """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the result; where one layout
         does not serve both products, x and w as the forward casts them, x turned round (or mixed, in float32), and what
         waits for the result."""
-        x, y = tokens * K, tokens * N
         if self.x[0] == self.x[1]:
             return BF16 * (x + y)
         turned = 2 * FP32 if self.bits < 8 else BF16
-        return BF16 * (2 * x + y + N * K) + turned * x + (FP32 + BF16) * y
+        return BF16 * (2 * x + y + w) + turned * x + (FP32 + BF16) * y
 
 
-LOW = {
-    "fp8-tensorwise": Low(bits=8),
-    "fp8-delayed": Low(bits=8, history=1024),
-    "fp8-rowwise": Low(bits=8, x=(1, 0), w=(1, 0), folds=True),
-    "fp8-blockwise": Low(bits=8, x=(1, 128), w=(128, 128)),
-    "mxfp8": Low(bits=8, x=(1, 32), w=(1, 32), scale_bytes=1, folds=True),
-    "nvfp4": Low(bits=4, x=(1, 16), w=(16, 16), scale_bytes=1, folds=True, keep=("head", "last")),
-    "int8": Low(bits=8, x=(1, 0), w=(1, 0)),
-}
+@functools.cache
+def low_of(recipe: Recipe) -> Low | None:
+    """None for a recipe that casts no Linear's operands."""
+    if recipe.y is None:
+        return None
+    x = recipe.dw[1] if recipe.dw else recipe.y[0]
+    w = recipe.dx[1] if recipe.dx else recipe.y[1]
+    return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x), folds=SCALES[x.scale].folds,
+               history=recipe.history, keep=recipe.high_precision_layers)

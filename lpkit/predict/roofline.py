@@ -1,35 +1,65 @@
-"""The least time that a machine's ceilings allow: arithmetic or memory, whichever is slower, operation by operation.
+"""Seconds of one operation: arithmetic or memory, whichever is slower, at a share of the ceilings.
 
-A floor, not an estimate: every operand moves once, at the memory's bandwidth, and products run at the best rate. Only
-what stays in a cache can beat it. Bytes, FLOPs, seconds.
+An `Efficiency` says which share. FLOOR reaches every ceiling and moves every operand once: nothing
+runs faster unless its data stay in a cache. ASSUMED is what published kernels reach, REACHED is for
+ceilings that were measured on the spot, and `flat_mfu` replaces all of it by one share of the peak.
+A step is priced by one function, `lpkit.predict.time.step_time`; "floor", "estimate" and "assume
+40% MFU" are its calls with these values. Bytes, FLOP/s, seconds.
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lpkit.config import Config, ModelConfig
-from lpkit.predict.activations import FP32
-from lpkit.predict.flops import Product, products
-from lpkit.predict.ledger import PRECISIONS
-from lpkit.predict.params import parameter_count, product_weights
-from lpkit.techniques.machines import Machine
+from lpkit.errors import ConfigError
+from lpkit.techniques.machines import DTYPES, Machine
 
-ADAMW_BYTES = 7 * FP32   # a parameter: reads weight, gradient and two moments, writes weight and moments
+BF16 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Floor:
-    """The phases of one update, in seconds; and how much of them is products."""
+class Efficiency:
+    """What is reached of a datasheet."""
 
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-    product_seconds: float
+    products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
+    attention: float                    # of the 16-bit peak, by a flash kernel
+    bandwidth: float
+    casts: float                        # of the bandwidth; a CPU's casts calculate more than move
+    kernel_seconds: float               # the least that a kernel takes
+    fused: float                        # of `flops.moved_bytes`, left by a compiler
+    source: str
+    links: float = 0.8                  # of a link or a network, by a large collective
+    overlapped: bool = False            # a result is written while its sums are made
+    flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
-    @property
-    def step_seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
+
+ASSUMED = Efficiency(
+    products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78,
+              "fp8": 0.68, "int8": 0.68, "fp4": 0.6},
+    attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, fused=0.5,
+    source="assumed: 16-bit products, bandwidth and kernels as torchao's roofline has them for "
+           "H100 (0.78, 0.92, 2 us); 8-bit products 0.68, which gives torchao's published 1.39x at "
+           "(4096, 8192, 16384); 4-bit ones, attention, fusion and links are round guesses")
+REACHED = Efficiency(
+    products=dict.fromkeys(("fp32", "bf16", "fp16", "fp8", "int8", "fp4"), 1.0),
+    attention=0.5, bandwidth=1.0, casts=0.25, kernel_seconds=5e-6, fused=1.0,
+    source="ceilings that were measured here, so nothing is taken off; casts at a quarter of the "
+           "bandwidth are assumed")
+FLOOR = Efficiency(
+    products=dict.fromkeys(DTYPES, 1.0), attention=1.0, bandwidth=1.0, casts=1.0,
+    kernel_seconds=0.0, fused=ASSUMED.fused, links=1.0, overlapped=True,
+    source="a floor: every ceiling is reached, each operand moves once, kernels start at once")
+
+
+def flat_mfu(mfu: float) -> Efficiency:
+    """One share of the peak for the model's FLOPs. Raises ConfigError."""
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
+    return Efficiency(
+        products=dict.fromkeys(DTYPES, mfu), attention=mfu, bandwidth=1.0, casts=1.0,
+        kernel_seconds=0.0, fused=0.0, links=1.0, flat=mfu,
+        source=f"assumed: model FLOPs at {mfu:g} of the peak, everything else inside it "
+               "(Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311)")
 
 
 def attainable_flops(machine: Machine, dtype: str, intensity: float) -> float:
@@ -37,46 +67,14 @@ def attainable_flops(machine: Machine, dtype: str, intensity: float) -> float:
     return min(machine.peak_flops(dtype), machine.bytes_per_second * intensity)
 
 
-def product_seconds(p: Product, machine: Machine, *, dtype: str, itemsize: int) -> float:
-    return p.flops / attainable_flops(machine, dtype, p.intensity(itemsize))
-
-
-def causal_share(p: Product, model: ModelConfig) -> float:
-    """Share of the FLOPs of `p` that a causal mask leaves to do."""
-    return (model.T + 1) / (2 * model.T) if p.pairs else 1.0
-
-
-def pointwise_bytes(model: ModelConfig, *, batch: int, compute: int, stream: int) -> int:
-    """What everything but the products moves in one forward pass, each operation on its own, as PyTorch runs it
-    without compiling: norms, residual additions, activations, rotations, casts, the loss."""
-    N, D, F, L, V = batch * model.T, model.D, model.F, model.L, model.V
-    cast = stream + compute if compute < stream else 0
-    norm = 2 * D * stream + D * cast                          # read, write; once more to cast
-    residual = D * (2 * stream + compute)
-    activation = F * compute * {"gelu": 2, "swiglu": 5}[model.mlp]
-    turn = {"learned": 0, "rope": 2 * (model.H + model.G) * model.E * compute}[model.position]
-    outside = D * stream * (2 + 3) + norm + V * (2 * FP32 + (compute + FP32 if compute < FP32 else 0))
-    return N * (L * (2 * norm + 2 * residual + activation + turn) + outside)
-
-
-def step_floor(config: Config, machine: Machine, *, precision: str) -> Floor:
-    """One update of `config` on one `machine`. Attention counts only the pairs that the mask leaves."""
-    p, m = PRECISIONS[precision], config.model
-    forward, backward = products(m, batch=config.batch), []
-    for product in forward:
-        backward += product.backward()
-
-    def seconds(parts: Iterable[Product]) -> float:
-        return sum(product_seconds(part, machine, dtype=p.dtype, itemsize=p.compute) * causal_share(part, m)
-                   for part in parts)
-
-    bandwidth = machine.bytes_per_second
-    moved = pointwise_bytes(m, batch=config.batch, compute=p.compute, stream=p.stream)
-    # autocast writes each weight once more per micro-batch, and turns each weight's gradient back to float32
-    casts = product_weights(m) * (p.compute + p.weights) * config.accumulate if p.compute < p.weights else 0
-    return Floor(
-        forward_seconds=seconds(forward) + (moved + casts) / bandwidth,
-        # an operation's backward reads the gradient and what was kept, and writes a gradient: 3 where forward moved 2
-        backward_seconds=seconds(backward) + (1.5 * moved + casts) / bandwidth,
-        optimizer_seconds=ADAMW_BYTES * parameter_count(m) / bandwidth,
-        product_seconds=seconds(forward) + seconds(backward))
+def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Efficiency, *, dtype: str,
+                    bits: float, result_bytes: float = BF16) -> float:
+    """(M, K) x (K, N) with operands of `bits`. The result moves after the sum is done, unless the
+    efficiency overlaps the two."""
+    bandwidth = machine.bytes_per_second * efficiency.bandwidth
+    arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.products[dtype])
+    operands = (M * K + K * N) * bits / 8 / bandwidth
+    result = M * N * result_bytes / bandwidth
+    if efficiency.overlapped:
+        return max(arithmetic, operands + result)
+    return max(max(arithmetic, operands) + result, efficiency.kernel_seconds)

@@ -8,7 +8,7 @@ another, never with those of another corpus. A law holds where it was fitted. Ou
 import math
 from dataclasses import dataclass
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6

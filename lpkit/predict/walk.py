@@ -1,18 +1,18 @@
 """The bytes of one micro-batch, operation after operation, from the end of its forward pass to the last gradient.
 
 Autograd frees what an operation kept as soon as its backward is done, while gradients appear: what is live rises and falls
-with every operation. Blocks are alike, so what is live is a straight line from one to the next, and its peak lies in
-the last block or in the first: these two are walked, those between are added at once. tests/test_predict.py holds the
+with every operation. Each operation of `techniques.blocks` says what its backward holds; here they are folded in reverse. Blocks are
+alike, so what is live is a straight line from one to the next, and its peak lies in the last block or in the first: these
+two are walked, those between are added at once. tests/test_predict.py holds the
 walk against a measured step. Bytes; the order is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lpkit.config import ModelConfig
-from lpkit.predict.activations import FP32, TOKEN_ID, Kept
-from lpkit.predict.params import UPS
+from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
+from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Op, Operations
 
 LOSS, HEAD, LAST, FIRST = "backward begins", "head and last norm", "the last block", "the first block"
 EMBED, UPDATE = "embeddings", "optimizer works"
@@ -42,19 +42,15 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Of one device: its share of the tokens, and of each matrix."""
+class Share:
+    """What of the micro-batch and of the model one device has, and how it treats it."""
 
-    model: ModelConfig
-    batch: float            # sequences of a micro-batch
-    tokens: float           # of a micro-batch
-    shards: int             # over which each matrix is cut
+    micro_batch: MicroBatch
+    ops: Operations         # of the whole of it
+    cut: int                # devices over which each activation is cut,
+    tensor: int             # and each weight
     layers: int
-    compute: int            # bytes of a number in the products,
-    stream: int             # in the residual stream,
-    gradient: int           # of a gradient
-    fused_norm: bool
-    copied: bool            # autocast keeps a copy of each weight in the dtype of its product
+    gradient_bytes: float   # of a number of a weight's gradient
     gathers: bool           # gradients add to nothing here: they were there before, or leave at once
     sharded: bool           # gradients leave to their shards, those outside the blocks at the end
     embeds: bool            # the device has the embeddings,
@@ -62,256 +58,208 @@ class Sizes:
     low: Low | None         # how the Linears of the blocks are cast,
     last_is_kept: bool      # but for those of the last
     native: bool            # by hardware: in as many bits as the format has
-    attention: str
     packed: float = 0.0     # at work while forward puts a tensor into few bits
     fetched: float = 0.0    # what comes back for backward from elsewhere, or from few bits, at a time
 
     @property
-    def mixed(self) -> bool:
-        return self.compute < self.stream
+    def tokens(self) -> float:
+        return self.micro_batch.tokens / self.cut
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream, and of its gradient."""
+        return self.tokens * self.micro_batch.model.D * self.micro_batch.residual_bytes
+
+    @property
+    def table(self) -> float:
+        """Numbers of the embedding, and of the head."""
+        return self.ops.head.weights / self.tensor
+
+    @property
+    def waiting_table(self) -> float:
+        """Bytes of the head's gradient where it waits for that of the same table in the embedding."""
+        tied = self.micro_batch.model.tied and self.embeds
+        return self.gradient_bytes * self.table if tied else 0.0
+
+    def copies(self, weights: float) -> float:
+        """Bytes of the copy that autocast keeps of weights."""
+        mixed = self.micro_batch.mixed
+        return weights * self.micro_batch.compute_bytes if mixed else 0.0
 
 
-def walk(z: Sizes, kept: Kept, *, again: range, chunk: int = 0) -> Account:
+def walk(z: Share, kept: Kept, *, again: range, chunk: int = 0) -> Account:
     """The account of a micro-batch. Blocks with a number in `again` run once more before their backward; the loss is
     computed from `chunk` tokens at a time, 0: all."""
-    m, live = z.model, Account()
-    logits = z.tokens * m.V / z.shards
-    plain = _Block(live, z, kept, None)
-    inner = _Block(live, z, kept, z.low) if z.low else plain
-    last, head = plain if z.last_is_kept else inner, plain
+    live = Account()
+    plain = _Backward(live, z, None, kept.last)
+    inner = _Backward(live, z, z.low, kept.block) if z.low else plain
+    last = plain if z.last_is_kept else inner
+    last_again = z.layers - 1 in again
     # token ids and targets have a row of their own
     live.add(ACTIVATIONS, kept.total_bytes - kept.loss_bytes - kept.operations["embed"])
-    loss_bytes = kept.loss_bytes - TOKEN_ID * z.tokens
-    for block, number in ((last, (z.layers - 1 not in again) * 1), (inner, z.layers - 1 - len(again) + (z.layers - 1 in again))):
+    for block, number in ((last, 0 if last_again else 1), (inner, z.layers - 1 - len(again) + last_again)):
         live.add(COPIES, number * block.copied_bytes)
         live.add(LOW, number * block.low_bytes)
     live.mark(LOSS, z.packed)
     cached = len(again) * inner.copied_bytes        # autocast keeps them to the end of the forward pass
-    if z.heads and chunk:
-        _chunked(live, z, head, kept, chunk, cached)
-    elif z.heads:
-        live.mark(LOSS, cached + head.copies(m.V * m.D / z.shards) + logits * z.compute)
-        live.add(COPIES, head.copies(m.V * m.D / z.shards))
-        live.add(LOGITS, loss_bytes)
-        live.mark(LOSS, 2 * FP32 * logits)          # of the log-probabilities, and of the logits
-        live.add(LOGITS, -loss_bytes)
-        live.add(TEMPORARIES, logits * z.compute)
-        live.mark(HEAD, logits * FP32 if z.mixed else 0)
-        head.linear(HEAD, m.D, m.V / z.shards, frees=kept.operations["head"], grad=logits * z.compute, from_stream=True)
-        if z.sharded:
-            live.add(TEMPORARIES, m.V * m.D / z.shards * z.compute)
-        elif z.gathers and m.tied and z.embeds:
-            live.add(TEMPORARIES, m.V * m.D / z.shards * z.gradient)        # waits for the embedding's
-        head.norm(HEAD, kept.operations["norm"], residual=False)
-    else:
-        live.add(TEMPORARIES, inner.stream)         # from the next stage
+    if not z.heads:
+        live.add(TEMPORARIES, z.stream)             # from the next stage
         live.mark(LOSS)
-    last.backward(LAST, z.layers - 1 in again)
+    elif chunk:
+        _chunked_loss(live, z, chunk, cached, kept.operations["head"])
+        plain.fold(HEAD, z.ops.norm, kept.operations["norm"])
+    else:
+        _loss(live, z, cached, kept.loss_bytes)
+        plain.fold(HEAD, z.ops.head, kept.operations["head"])
+        if z.sharded:
+            live.add(TEMPORARIES, z.table * z.micro_batch.compute_bytes)
+        elif z.gathers:
+            live.add(TEMPORARIES, z.waiting_table)
+        plain.fold(HEAD, z.ops.norm, kept.operations["norm"])
+    last.block(LAST, kept, recompute=last_again)
     done = 1
-    if z.layers > 2 and (z.layers - 2 in again) != (z.layers - 1 in again):
-        inner.backward(LAST, z.layers - 2 in again)
+    if z.layers > 2 and (z.layers - 2 in again) != last_again:
+        inner.block(LAST, kept, recompute=z.layers - 2 in again)
         done = 2
     if z.layers > done:
-        between = range(1, z.layers - done)
+        between = z.layers - done - 1
         run = len(range(again.step, z.layers - done, again.step)) if again else 0
-        live.add(ACTIVATIONS, -run * kept.again_bytes - (len(between) - run) * kept.block_bytes)
-        live.add(COPIES, -(len(between) - run) * inner.copied_bytes)
-        live.add(LOW, -(len(between) - run) * inner.low_bytes)
-        live.add(GRADIENTS, 0 if z.gathers else len(between) * inner.gradient_bytes)
-        inner.backward(FIRST, 0 in again)
+        live.add(ACTIVATIONS, -run * kept.again_bytes - (between - run) * kept.block_bytes)
+        live.add(COPIES, -(between - run) * inner.copied_bytes)
+        live.add(LOW, -(between - run) * inner.low_bytes)
+        live.add(GRADIENTS, 0 if z.gathers else between * inner.gradient_bytes)
+        inner.block(FIRST, kept, recompute=0 in again)
     if z.embeds:
         _embeddings(live, z)
     return live
 
 
-def _chunked(live: Account, z: Sizes, head: "_Block", kept: Kept, chunk: int, cached: float) -> None:
-    """Gradients of the hidden states and of the head are made in the forward pass, while a piece's logits are there."""
-    m = z.model
-    table, pieces = m.V * m.D / z.shards, -(-z.tokens // chunk)
-    logits = min(chunk, z.tokens) * m.V / z.shards
-    hidden = z.tokens * m.D * z.stream
-    live.add(ACTIVATIONS, -kept.operations["head"])
-    live.add(LOGITS, hidden)                        # both gradients
+def _loss(live: Account, z: Share, cached: float, loss_bytes: float) -> None:
+    """Leaves with the gradient of the logits."""
+    s = z.micro_batch
+    logits = z.tokens * s.model.V
+    copies = z.copies(z.table)
+    live.mark(LOSS, cached + copies + logits * s.compute_bytes)
+    live.add(COPIES, copies)
+    live.add(LOGITS, loss_bytes - TOKEN_ID * z.tokens)
+    live.mark(LOSS, 2 * FP32 * logits)              # of the log-probabilities, and of the logits
+    live.add(LOGITS, TOKEN_ID * z.tokens - loss_bytes)
+    live.add(TEMPORARIES, logits * s.compute_bytes)
+    live.mark(HEAD, logits * FP32 if s.mixed else 0)
+
+
+def _chunked_loss(live: Account, z: Share, chunk: int, cached: float, head_bytes: float) -> None:
+    """Gradients of the hidden states and of the head are made in the forward pass, while a chunk's logits are there.
+    Leaves with the first."""
+    s, table = z.micro_batch, z.table
+    chunks = -(-z.tokens // chunk)
+    logits = min(chunk, z.tokens) * s.model.V
+    narrow = s.compute_bytes if s.mixed else 0
+    live.add(ACTIVATIONS, -head_bytes)
+    live.add(LOGITS, z.stream)                      # both gradients
     live.add(GRADIENTS, FP32 * table)
-    narrow = z.compute if z.mixed else 0
-    live.mark(LOSS, hidden + cached + head.copies(table) + max(
-        logits * (2 * FP32 + narrow) - (FP32 * table if pieces == 1 else 0),
-        logits * (FP32 + z.compute + narrow) + table * (narrow + (FP32 if pieces > 1 else 0))))
-    live.add(LOGITS, -hidden)
+    live.mark(LOSS, z.stream + cached + z.copies(table) + max(
+        logits * (2 * FP32 + narrow) - (FP32 * table if chunks == 1 else 0),
+        logits * (FP32 + s.compute_bytes + narrow) + table * (narrow + (FP32 if chunks > 1 else 0))))
+    live.add(LOGITS, -z.stream)
     live.add(GRADIENTS, -FP32 * table)
-    live.add(TEMPORARIES, hidden)
-    if not z.gathers:
-        live.add(GRADIENTS, z.gradient * table)
-    elif m.tied and z.embeds:
-        live.add(TEMPORARIES, z.gradient * table)
-    head.norm(HEAD, kept.operations["norm"], residual=False)
+    live.add(TEMPORARIES, z.stream)
+    if z.gathers:
+        live.add(TEMPORARIES, z.waiting_table)
+    else:
+        live.add(GRADIENTS, z.gradient_bytes * table)
 
 
-def _embeddings(live: Account, z: Sizes) -> None:
+def _embeddings(live: Account, z: Share) -> None:
     """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
-    m = z.model
-    table = m.V * m.D / z.shards * z.gradient
-    stream = z.tokens * m.D * z.stream
-    positions = {"learned": m.T * m.D * z.gradient, "rope": 0}[m.position]
+    table, positions = z.table * z.gradient_bytes, z.ops.positions.params * z.gradient_bytes
+    tied = z.micro_batch.model.tied and z.heads
     if not z.gathers:
         live.add(GRADIENTS, positions)
     live.mark(EMBED, table + positions)
-    live.add(TEMPORARIES, -stream)
-    live.mark(EMBED, (2 if m.tied and z.heads else 1) * table)
+    live.add(TEMPORARIES, -z.stream)
+    live.mark(EMBED, 2 * table if tied else table)
     if not z.gathers:
-        live.add(GRADIENTS, 0 if m.tied and z.heads else table)
+        live.add(GRADIENTS, 0 if tied else table)
     live.now[ACTIVATIONS] = live.now[COPIES] = live.now[TEMPORARIES] = 0.0
 
 
-class _Block:
-    """The backward of one block, into a shared account."""
+class _Backward:
+    """The backward of one operation after the other, into a shared account."""
 
-    def __init__(self, live: Account, z: Sizes, kept: Kept, low: Low | None):
-        m = z.model
-        self.live, self.z, self.low, self.mixed = live, z, low, z.mixed
-        self.again_bytes, self.block = kept.again_bytes, kept.block if low is z.low else kept.last
-        self.stream = z.tokens * m.D * z.stream                 # the gradient of the residual stream
-        self.narrow = z.tokens * m.D * z.compute                # one that a product takes or gives
-        self.qkv = (m.H + 2 * m.G) * m.E / z.shards
-        self.up = UPS[m.mlp] * m.F / z.shards
-        self.weights = (m.D * self.qkv, m.D * m.D / z.shards, m.D * self.up, m.F * m.D / z.shards)
-        self.copied_bytes = 0 if low else sum(map(self.copies, self.weights))
-        self.low_bytes = sum(map(self.low_copy, self.weights)) if low else 0.0
-        biases = (self.qkv + m.D + self.up + m.D) * m.bias
-        self.gains = ({"layernorm": 1 + m.bias, "rmsnorm": 1}[m.norm] * 2 * m.D + biases) * z.gradient
-        self.gradient_bytes = sum(self.weights) * z.gradient + self.gains
-        self.row = ACTIVATIONS
+    def __init__(self, live: Account, z: Share, low: Low | None, saved: Mapping[str, float]):
+        self.live, self.z, self.low, self.saved, self.row = live, z, low, saved, ACTIVATIONS
+        linears = z.ops.linears
+        weights = sum(op.weights for op in linears) / z.tensor
+        self.copied_bytes = 0.0 if low else z.copies(weights)
+        self.low_bytes = weights * low.held_bytes(z.native) if low else 0.0
+        small = sum((op.params - op.weights) / (z.tensor if op.cut == "column" else 1) for op in z.ops.block)
+        self.small_gradient_bytes = small * z.gradient_bytes        # of gains and biases
+        self.gradient_bytes = weights * z.gradient_bytes + self.small_gradient_bytes
 
-    def copies(self, weight: float) -> float:
-        return weight * self.z.compute if self.z.copied else 0.0
-
-    def low_copy(self, weight: float) -> float:
-        return weight * self.low.held_bytes(self.z.native)
-
-    def backward(self, moment: str, recompute: bool) -> None:
+    def block(self, moment: str, kept: Kept, *, recompute: bool) -> None:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
-        z, m, live, block = self.z, self.z.model, self.live, self.block
+        z, live, unused = self.z, self.live, 0.0
         self.row = AGAIN if recompute else ACTIVATIONS
         if recompute:       # its input is there already, and so is what it kept: of that, the last result is never fetched
-            unused = self.narrow if self.again_bytes > self.stream and not self.low else 0
-            live.add(ACTIVATIONS, self.stream + unused - self.again_bytes)
-            live.add(AGAIN, sum(block.values()) - self.stream)
+            final = z.ops.linears[-1]
+            if kept.again_bytes > z.stream and not self.low:
+                unused = final.result_bytes / z.cut
+            live.add(ACTIVATIONS, z.stream + unused - kept.again_bytes)
+            live.add(AGAIN, sum(self.saved.values()) - z.stream)
             live.add(COPIES, self.copied_bytes)
             live.add(LOW, self.low_bytes)
-            live.mark(moment, self.low.forward_bytes(z.tokens, m.F / z.shards, m.D) if self.low and not z.native else 0)
+            emulated = self.low and not z.native
+            live.mark(moment, self.low.forward_bytes(*self.numbers(final)) if emulated else 0)
         live.add(TEMPORARIES, z.fetched)
-        f = z.tokens * m.F / z.shards * z.compute
-        self.narrowed()
-        self.linear(moment, m.F / z.shards, m.D, frees=block["mlp.down"], grad=self.narrow if self.mixed else 0)
-        {"gelu": self.gelu, "swiglu": self.swiglu}[m.mlp](moment, f, block["mlp"])
-        up = "mlp.up" if "mlp.up" in block else "mlp.gate_up"
-        self.linear(moment, m.D, self.up, frees=block[up], grad=z.tokens * self.up * z.compute, from_stream=True)
-        self.norm(moment, block["norm2"])
-        self.narrowed()
-        self.linear(moment, m.D / z.shards, m.D, frees=block.get("attention.out", 0), grad=self.narrow if self.mixed else 0)
-        ATTENTION[z.attention](self, moment)
-        grad = z.tokens * self.qkv * z.compute
-        live.mark(moment, grad)                     # their parts and the whole
-        self.linear(moment, m.D, self.qkv, frees=block["attention.qkv"], grad=grad, from_stream=True)
-        self.norm(moment, block["norm1"])
+        for op in reversed(z.ops.block):
+            self.fold(moment, op, self.saved.get(op.name, 0.0))
         live.add(TEMPORARIES, -z.fetched)
         if not z.gathers:
-            live.add(GRADIENTS, self.gains)
+            live.add(GRADIENTS, self.small_gradient_bytes)
         if recompute:
-            live.add(ACTIVATIONS, -self.stream - unused)
-            live.add(AGAIN, self.stream)
+            live.add(ACTIVATIONS, -z.stream - unused)
+            live.add(AGAIN, z.stream)
 
-    def narrowed(self) -> None:
-        if self.mixed:
-            self.live.add(TEMPORARIES, self.narrow)
+    def fold(self, moment: str, op: Op, saved_bytes: float) -> None:
+        """One operation's backward: it frees the `saved_bytes` of its own."""
+        live, cut = self.live, self.z.cut
+        if op.matmul:
+            self.linear(moment, op, saved_bytes)
+        for hold in op.backward:
+            live.mark(moment, hold.nbytes / cut)
+            live.add(self.row, -hold.frees * saved_bytes)
+            live.add(TEMPORARIES, hold.grows / cut)
 
-    def linear(self, moment: str, K: float, N: float, *, frees: float, grad: float, from_stream: bool = False) -> None:
-        """A product's two gradients. `grad` is freed after it, with the input and the weight's copy; the input's gradient
-        stays in TEMPORARIES."""
-        z, live, weight, cast = self.z, self.live, K * N, self.low
-        dx, dw = z.tokens * K * z.compute, weight * z.compute
-        wide = z.tokens * K * z.stream if from_stream and self.mixed else dx
-        final = weight * z.gradient
-        if cast is None:
+    def numbers(self, op: Op) -> tuple[float, float, float]:
+        """Of a Linear's input, of its output and of its weight."""
+        K, N = op.matmul
+        return self.z.tokens * K, self.z.tokens * N, op.weights / self.z.tensor
+
+    def linear(self, moment: str, op: Op, saved_bytes: float) -> None:
+        """A product's two gradients. That of its output is freed after it, with the saved input and the weight's copy, unless
+        the residual stream needs it still; the input's gradient stays in TEMPORARIES."""
+        z, live, low, s = self.z, self.live, self.low, self.z.micro_batch
+        x, y, weight = self.numbers(op)
+        dx, dw, dy, final = x * s.compute_bytes, weight * s.compute_bytes, y * s.compute_bytes, weight * z.gradient_bytes
+        wide = x * s.residual_bytes if op.reads_residual and s.mixed else dx
+        if op.writes_residual and not s.mixed:
+            dy = 0.0
+        if low is None:
             live.mark(moment, dx + dw)
         else:       # one autograd.Function: nothing is freed before its end
-            live.mark(moment, cast.work_bytes(z.tokens, K, N, z.native, dx=wide, dw=dw, final=final if self.mixed else 0))
-        live.add(TEMPORARIES, dx - grad)
-        live.add(self.row, -frees)
-        if cast is None:
-            live.add(COPIES, -self.copies(weight))
+            live.mark(moment, low.work_bytes(x, y, weight, z.native, dx=wide, dw=dw, final=final if s.mixed else 0))
+        live.add(TEMPORARIES, dx - dy)
+        live.add(self.row, -saved_bytes)
+        if low is None:
+            live.add(COPIES, -z.copies(weight))
         else:
-            live.add(LOW, -self.low_copy(weight))
-        if self.mixed:
-            if cast is None:
-                live.mark(moment, dw + max(final, wide if from_stream else 0) + (wide - dx if from_stream else 0))
+            live.add(LOW, -weight * low.held_bytes(z.native))
+        if s.mixed:
+            if low is None:
+                live.mark(moment, dw + max(final, wide if op.reads_residual else 0) + wide - dx)
             live.add(TEMPORARIES, wide - dx)
         if not z.gathers:
             live.add(GRADIENTS, final)
-        elif not self.mixed:
+        elif not s.mixed:
             live.mark(moment, final)
-
-    def gelu(self, moment: str, f: float, frees: float) -> None:
-        self.live.mark(moment, f)
-        self.live.add(self.row, -frees)
-
-    def swiglu(self, moment: str, f: float, frees: float) -> None:
-        live = self.live
-        live.mark(moment, 2 * f)                    # of silu(gate) and of up
-        live.add(self.row, -frees / 3)
-        live.add(TEMPORARIES, f)
-        live.mark(moment, f)
-        live.add(self.row, -frees * 2 / 3)
-        live.mark(moment, 2 * f)                    # side by side again
-
-    def norm(self, moment: str, frees: float, *, residual: bool = True) -> None:
-        """Takes its output's gradient from TEMPORARIES, leaves its input's, summed with the residual stream's."""
-        z, live, S = self.z, self.live, self.stream
-        unfused = z.model.norm == "rmsnorm" and not z.fused_norm
-        if unfused:                                 # in float32, one operation at a time
-            wide = z.tokens * z.model.D * FP32
-            live.mark(moment, 2 * wide)
-            live.add(self.row, -wide)
-            live.mark(moment, (3 if residual else 4) * wide)
-            frees -= wide
-        else:
-            live.mark(moment, S)
-        live.add(self.row, -frees)
-        if residual:
-            live.mark(moment, S)
-            live.add(TEMPORARIES, -S)
-        live.mark(moment, 0)
-
-    # Attention. Each takes the gradient of its output and leaves those of q, k and v: an entry for each backend.
-
-    def _attended(self, moment: str, work: float, out: float) -> None:
-        live, m, z = self.live, self.z.model, self.z
-        live.mark(moment, work)
-        live.add(self.row, -self.block["attention"])
-        live.add(TEMPORARIES, out - self.narrow)
-        if m.position == "rope":                    # in float32, and halves turned round
-            q = z.tokens * m.H * m.E / z.shards
-            live.mark(moment, q * (2 * z.stream + z.compute))
-        live.add(TEMPORARIES, z.tokens * self.qkv * z.compute - out)
-
-    def sdpa(self, moment: str) -> None:
-        grads = self.z.tokens * self.qkv * self.z.compute
-        self._attended(moment, grads, grads)
-
-    def blocked(self, moment: str) -> None:
-        """Groups repeated to all heads; the last 128 queries meet every key."""
-        z, m = self.z, self.z.model
-        queries = min(128, m.T)
-        scores = z.batch * m.H * queries * m.T * z.compute
-        grads = 3 * self.narrow
-        self._attended(moment, grads + 2 * scores + self.narrow * queries / m.T, grads)
-
-    def plain(self, moment: str) -> None:
-        z, m = self.z, self.z.model
-        scores = z.batch * m.H * m.T * m.T * z.compute
-        grads = 3 * self.narrow
-        self._attended(moment, self.narrow + 2 * scores, grads)
-
-
-ATTENTION: dict[str, Callable[[_Block, str], None]] = {
-    "sdpa": _Block.sdpa, "blocked": _Block.blocked, "plain": _Block.plain}

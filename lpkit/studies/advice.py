@@ -3,9 +3,10 @@
     advise(config, "h200")                          by formula, in a millisecond
     advise(config, machine, train=lpkit.train)      and by short real runs on this machine, several seeds each
 
-The formula is `lpkit.predict.precision`: products, casts, and everything that stays, shape by shape. What a machine
-reaches of its datasheet is, in this order: a recorded `fp8-linear` bench of that machine in data/measured; else an
-assumption with its source. A recorded `fp8-step` bench of the same model replaces the prediction altogether.
+The formula is `lpkit.predict.precision`: the step that `lpkit plan` prices, with the recipe's casts
+and without. What a machine reaches of its datasheet is, in this order: a recorded `fp8-linear` bench
+of that machine in data/measured; else an assumption with its source. A recorded `fp8-step` bench of
+the same model replaces the prediction altogether.
 
 A recipe with fewer bits is taken only when its step is WORTH times as fast: a step in 8 bits teaches a little less, and
 what counts is the time to an equal loss.
@@ -22,33 +23,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config, ConfigError
-from lpkit.contracts import pick
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.formats import format_of
-from lpkit.precision.recipes import RECIPES, kept, resolve
-from lpkit.precision.recipes import Recipe as Row
-from lpkit.precision.scaled import SCALES, Cast
+from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
-from lpkit.predict.flops import Product, products
-from lpkit.predict.precision import (
-    ASSUMED,
-    REACHED,
-    Efficiency,
-    Operand,
-    Recipe,
-    StepCost,
-    cast_passes,
-    emulated,
-    linear_cost,
-    step_cost,
-)
+from lpkit.predict.flops import Product
+from lpkit.predict.params import of
+from lpkit.predict.precision import StepCost, emulated, step_cost
+from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
+from lpkit.techniques.formats import format_of
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import RECIPES, SCALES, Cast, kept, resolve
+from lpkit.techniques.recipes import Recipe as Row
 
 BASES = ("bf16", "fp16", "fp32")
 WORTH = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
@@ -56,8 +48,6 @@ WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 202
 MEASURED = resource("data/measured")
 SCALE_BYTES = {"float32": 4, "power-of-two": 1, "power-of-two-floor": 1, "e4m3": 1, "none": 0}
 CATALOGUED = {"mxfp8": "fp8", "nvfp4": "fp4"}       # a recipe's dtype, by the name of its row in a datasheet
-RESULT_BYTES = {"int8": 4 + 4 + 2}      # torch._int_mm writes int32; scaling reads it and writes 16 bits
-FINE_SHARE = {"fp8": 0.8}       # of its efficiency, where float32 scales are finer than a tensor: between both rowwise figures
 EAGER = 12      # traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log, rowwise
 NOISY = 7       # the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
 WINDOW = 5      # steps whose mean loss counts as the loss of a moment
@@ -117,31 +107,31 @@ class Advice:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """For `html_table(*advice.table())`, and for the command."""
-        return (("recipe", "runs", "step", "speed", "Linears", "casts", "memory"),
-                [(p.recipe, p.status, duration(p.cost.step_seconds), f"{p.speedup:.2f}x", f"{p.cost.linear_speedup:.2f}x",
-                  f"{_cast_share(p.cost):.0%}", _signed(p.cost.more_bytes)) for p in self.plans])
-
-    def shapes(self, recipe: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Each Linear of the model under one recipe."""
-        return (("product", "M x N x K", "calls", "16 bits", "products", "casts", "speed"),
-                [(one.name, f"{one.M} x {one.N} x {one.K}", f"{one.calls}", duration(one.base_seconds),
-                  duration(one.product_seconds), duration(one.cast_seconds), f"{one.speedup:.2f}x")
-                 for one in self[recipe].cost.linears])
+        """For `html_table(*advice.table())`."""
+        rows = []
+        for p in self.plans:
+            cost = p.cost
+            casts = sum(one.calls * one.cast_seconds for one in cost.linears) / cost.step_seconds
+            rows.append((p.recipe, p.status, duration(cost.step_seconds), f"{p.speedup:.2f}x",
+                         f"{cost.linear_speedup:.2f}x", f"{casts:.0%}", _signed(cost.more_bytes)))
+        return ("recipe", "runs", "step", "speed", "Linears", "casts", "memory"), rows
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        plans = [{**{key: value for key, value in asdict(plan).items() if key != "cost"}, "speedup": plan.speedup,
-                  "step_seconds": plan.cost.step_seconds, "base_step_seconds": plan.cost.base_step_seconds,
-                  "share": plan.cost.share, "linear_speedup": plan.cost.linear_speedup,
-                  "bytes": dict(plan.cost.bytes), "more_bytes": plan.cost.more_bytes,
-                  "rest_seconds": dict(plan.cost.rest_seconds),
-                  "linears": [{**asdict(one), "speedup": one.speedup} for one in plan.cost.linears]}
-                 for plan in self.plans]
-        return {"sentence": self.sentence, "choice": self.choice, "base": self.base, "machine": self.machine,
-                "plans": plans, "measured": [{**asdict(one), "speedup": one.speedup} for one in self.measured],
-                "efficiency": {**asdict(self.efficiency), "products": dict(self.efficiency.products)},
-                "sources": list(self.sources)}
+        plans = []
+        for plan in self.plans:
+            cost, facts = plan.cost, asdict(replace(plan, cost=None))
+            facts.pop("cost")
+            linears = [{**asdict(one), "speedup": one.speedup} for one in cost.linears]
+            plans.append({
+                **facts, "speedup": plan.speedup, "step_seconds": cost.step_seconds,
+                "base_step_seconds": cost.base_step_seconds, "share": cost.share,
+                "linear_speedup": cost.linear_speedup, "bytes": dict(cost.bytes),
+                "more_bytes": cost.more_bytes, "rest_seconds": cost.rest_seconds, "linears": linears})
+        measured = [{**asdict(one), "speedup": one.speedup} for one in self.measured]
+        return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
+                "machine": self.machine, "plans": plans, "measured": measured,
+                "efficiency": asdict(self.efficiency), "sources": list(self.sources)}
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -152,27 +142,21 @@ class Advice:
                 f"</table><p>{escape(self.efficiency.source)}</p>")
 
 
-def _cast_share(cost: StepCost) -> float:
-    return sum(one.calls * one.cast_seconds for one in cost.linears) / cost.step_seconds
-
-
 def _signed(nbytes: float) -> str:
     return f"{'-' if nbytes < 0 else '+'}{quantity(abs(nbytes), 'bytes')}" if nbytes else "0"
 
 
 def describe(name: str, row: Row, config: Config) -> Recipe:
-    """A row of `recipes` in the words of the formulas, as hardware runs it. Raises ConfigError for a `keep` that matches no
-    Linear."""
-    names = {f"blocks.{i}.{p.name}": p.name for i in range(config.model.L) for p in _linears(config) if p.name != "head"}
+    """A row of `recipes` in the words of the formulas, as hardware runs it. Raises ConfigError for a
+    `keep` that matches no Linear."""
+    linears = [op.name for op in of(config.model).linears]
+    names = {f"blocks.{i}.{linear}": linear for i in range(config.model.L) for linear in linears}
     names["head"] = "head"
-    stay = [names[full] for full in kept(names, row.keep)] if row.products else []
+    stay = [names[full] for full in kept(names, row.high_precision_layers)] if row.products else []
     casts = {product: tuple(map(_operand, pair)) for product, pair in row.products.items()}
-    # scales of one byte are applied by the tensor cores themselves, float32 ones between them
-    fine = any(operand.block != (0, 0) and operand.scale_bytes == 4 for pair in casts.values() for operand in pair)
-    return Recipe(name=name, dtype=CATALOGUED.get(row.dtype, row.dtype), casts=casts,
-                  product_share=FINE_SHARE.get(row.dtype, 1.0) if fine else 1.0,
-                  history=row.delayed.history if row.delayed else 0, result_bytes=RESULT_BYTES.get(row.dtype, 2),
-                  kept={product: stay.count(product) for product in set(stay)})
+    return on_hardware(name, CATALOGUED.get(row.dtype, row.dtype), casts,
+                       history=row.delayed.history if row.delayed else 0,
+                       kept={product: stay.count(product) for product in set(stay)})
 
 
 def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
@@ -189,10 +173,6 @@ def _operand(cast: Cast) -> Operand:
     wide = cast.block[1] == 0 or cast.block[1] > 32     # a scale of its own; those of MX and NVFP4 are one byte
     return Operand(bits=format_of(cast.format).bits, block=cast.block, transposes=cast.transposes,
                    scale_bytes=4 if wide else SCALE_BYTES[cast.scale])
-
-
-def _linears(config: Config) -> list[Product]:
-    return [p for p in products(config.model, batch=config.batch // config.accumulate) if not p.pairs]
 
 
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None, base: str | None = None,
@@ -213,7 +193,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     plans = []
     for name in recipes or [name for name, row in RECIPES.items() if row.products]:
         try:
-            row = resolve(replace(config.precision, recipe=name))
+            row = resolve(name if config.precision.recipe.name != name else config.precision.recipe)
         except ConfigError:
             if recipes:
                 raise
@@ -327,7 +307,7 @@ def _same_device(name: str, on: Machine) -> bool:
 
 def case_name(recipe: str, config: Config) -> str:
     """Of a case of `bench fp8-step`."""
-    m, sequences = config.model, config.batch // config.accumulate
+    m, sequences = config.model, config.global_batch // config.grad_accum_steps
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"
 
 
@@ -364,8 +344,8 @@ def measure(config: Config, base: str, recipes: Sequence[str], train: Train, *, 
     """
     if seeds < 1 or steps < 2 * WINDOW:
         raise ConfigError(f"measuring takes at least 1 seed and {2 * WINDOW} steps, got {seeds} and {steps}")
-    short = {"steps": steps, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "optimizer.schedule": "constant",
-             "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps // 10)}
+    short = {"steps": steps, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "schedule": "constant",
+             "schedule.warmup_steps": min(config.schedule.warmup_steps, steps // 10)}
     curves: dict[str, list[tuple[list[float], float]]] = {}
     with tempfile.TemporaryDirectory(prefix="lpkit-advise-") as folder:
         for seed in range(seeds):
@@ -425,19 +405,23 @@ META_H100 = replace(machines.CATALOGUE["h100"], bytes_per_second=2.4e12)    # of
 
 def claims() -> Comparison:
     """Published speed-ups as `measured`, the formula's beside them. The second fixed the assumed FP8 efficiency, both of
-    rowwise together its FINE_SHARE."""
-    head = dict.fromkeys(("head",), 1)
-    tensorwise = replace(_TENSORWISE, kept=head)
+    rowwise together `casts.FINE_SHARE`."""
+    tensorwise = replace(_TENSORWISE, kept={"head": 1})
     row = Operand(bits=8, block=(1, 0))
-    rowwise = replace(tensorwise, casts=dict.fromkeys(tensorwise.casts, (row, row)), product_share=FINE_SHARE["fp8"])
-    linear = lambda M, K, N: linear_cost(Product(name="Linear", M=M, N=N, K=K, calls=1), tensorwise, META_H100).speedup
-    from lpkit.config import ModelConfig
+    rowwise = on_hardware("rowwise", "fp8", dict.fromkeys(tensorwise.casts, (row, row)), kept={"head": 1})
+    nanochat = Config(global_batch=16, model=ModelConfig(
+        layers=26, width=1664, heads=13, vocab=32_768, context=2048, tied=False))
+    llama = Config(global_batch=1, model=ModelConfig(
+        layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14_336, vocab=128_256, context=8192,
+        norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False))
 
-    nanochat = Config(batch=16, model=ModelConfig(layers=26, width=1664, heads=13, vocab=32_768, context=2048, tied=False))
-    llama = Config(batch=1, model=ModelConfig(
-        layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14_336, vocab=128_256, context=8192, norm="rmsnorm",
-        position="rope", mlp="swiglu", bias=False, tied=False))
-    step = lambda config, recipe: step_cost(config, recipe, machines.CATALOGUE["h100"]).speedup
+    def linear(M: int, K: int, N: int) -> float:
+        product = Product(name="Linear", M=M, N=N, K=K, calls=1)
+        return linear_cost(product, tensorwise, META_H100).speedup
+
+    def step(config: Config, recipe: Recipe) -> float:
+        return step_cost(config, recipe, machines.CATALOGUE["h100"]).speedup
+
     log = "nanochat dev/LOG.md 2026-02-02, 8 x H100, torch 2.9, torchao 0.15"
     table = "torchao README, 8 x H100, FSDP2, torch 2.7, torchao 0.10"
     return Comparison(tuple(Compared(name=name, formula=ours, measured=theirs, unit="times", where=where)

@@ -7,22 +7,21 @@ A fresh model's loss hardly depends on its layers, so each seed is first trained
 continue from there, on the same batches, and differ in what is promoted to 16 bits alone. Deterministic.
 """
 
-import copy
+import functools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from lpkit.config import Config, ConfigError, nearest
-from lpkit.contracts import pick
-from lpkit.measure.telemetry import Sample, Telemetry
+from lpkit.config import Config
+from lpkit.errors import ConfigError, nearest, pick
+from lpkit.measure import telemetry
+from lpkit.measure.telemetry import Sample
 from lpkit.precision.linear import scaled_linears
-from lpkit.precision.recipes import RECIPES
 from lpkit.studies.faults import FAULTS, NUDGES, Finding, Plant, Unit, hidden, plant, promote, search, units
-from lpkit.training.assembly import assemble
-from lpkit.training.loop import Job, update
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.training import Training
 
 
 def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: int = 120, steps: int = 8) -> Finding:
@@ -35,26 +34,30 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
         raise ConfigError(f"there is no recipe or fault {suspect!r}; {nearest(suspect, [*RECIPES, *FAULTS])}")
     recipe = suspect if planted is None else pick(FAULTS, planted.fault, "fault").recipe
     config = config.replace({"precision.recipe": recipe, "precision.backend": "auto", "steps": warm_steps + steps,
-                             "optimizer.schedule": "constant", "system.compile": False,
-                             # a copy of a job has no hooks, streams and files of its own
-                             "memory.saved": "device", "memory.optimizer_state": "device", "memory.update": "after"})
-    jobs = [warmed(config.replace({"seed": config.seed + seed}), warm_steps) for seed in range(seeds)]
-    candidates = units(jobs[0].model) if jobs else []
-    if jobs and not candidates:
+                             "schedule": "constant", "system.compile": False,
+                             # a copy of a training has no hooks, streams and files of its own
+                             "memory.activation_offload": "device", "memory.optimizer_state": "device",
+                             "memory.optimizer_step": "after"})
+
+    @functools.cache
+    def start(seed: int) -> Training:
+        return warmed(config.replace({"seed": config.seed + seed}), warm_steps)
+
+    candidates = units(start(0).model) if seeds > 0 else []
+    if seeds > 0 and not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a recipe of 8 or 4 bits")
 
     def loss(promoted: Sequence[Unit], seed: int, nudge: int) -> float:
-        job = jobs[seed]
-        model, optimizer, finish = copy.deepcopy((job.model, job.optimizer, job.finish))    # together: they share parameters
+        training = start(seed).copy()
         if nudge:
-            for p in model.parameters():
+            for p in training.model.parameters():
                 p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)
         if planted is not None:
-            plant(model, planted)
-        job = replace(job, model=promote(model, promoted), optimizer=optimizer, finish=finish)
+            plant(training.model, planted)
+        promote(training.model, promoted)
         nothing = math.log(config.model.vocab)      # what a run that breaks is worth: it knows nothing
         return statistics.fmean(min(value, nothing) if math.isfinite(value) else nothing
-                                for value in train(job, warm_steps, warm_steps + steps))
+                                for value in train(training, warm_steps, warm_steps + steps))
 
     name = suspect if planted is None else f"{planted.fault} in {recipe}"
     return search(name, candidates, loss, seeds=seeds)
@@ -62,36 +65,31 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
 
 def watched(config: Config, planted: Plant, *, every: int = 5) -> list[Sample]:
     """Train `config` with a fault in it, under the fault's recipe, and return what the telemetry saw; no other trace."""
-    job = assemble(config.replace({"precision.recipe": FAULTS[planted.fault].recipe, "system.compile": False}))
-    plant(job.model, planted)
-    telemetry = Telemetry(model=job.model, every=every)
-    train(telemetry.onto(job), 0, config.steps)
-    return telemetry.samples
+    training = Training.build(config.replace({"precision.recipe": FAULTS[planted.fault].recipe, "system.compile": False}))
+    plant(training.model, planted)
+    seen = telemetry.attach(training, every=every)
+    train(training, 0, config.steps)
+    return seen.samples
 
 
 def hide(config: Config, fault: str, seed: int) -> Plant:
     """`fault` in a layer of `config`'s model that only `seed` knows. Raises ConfigError for an unknown fault."""
     recipe = pick(FAULTS, fault, "fault").recipe
-    return hidden(assemble(config.replace({"precision.recipe": recipe, "system.compile": False})).model, fault, seed)
+    return hidden(Training.build(config.replace({"precision.recipe": recipe, "system.compile": False})).model, fault, seed)
 
 
-def warmed(config: Config, steps: int) -> Job:
-    """The job of `config`, after `steps` of training with every product in 16 bits."""
-    job = assemble(config)
-    recipes = {layer: layer.recipe for layer in scaled_linears(job.model)}
-    promote(job.model, units(job.model))
-    train(job, 0, steps)
+def warmed(config: Config, steps: int) -> Training:
+    """The training of `config`, after `steps` with every product in 16 bits."""
+    training = Training.build(config)
+    recipes = {layer: layer.recipe for layer in scaled_linears(training.model)}
+    promote(training.model, units(training.model))
+    train(training, 0, steps)
     for layer, recipe in recipes.items():
         layer.recipe = recipe
-    return job
+    return training
 
 
-def train(job: Job, first: int, last: int) -> list[float]:
+def train(training: Training, first: int, last: int) -> list[float]:
     """Steps `first` to `last`, nothing kept but the losses: nats per token."""
-    config, losses = job.config, []
-    for step in range(first, last):
-        x, y = job.data.batch(step)
-        for group in job.optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * job.schedule(step)
-        losses.append(update(job, x.to(job.device), y.to(job.device))[0])
+    losses = [training.update(step).loss for step in range(first, last)]
     return torch.stack(losses).tolist() if losses else []

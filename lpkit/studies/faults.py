@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lpkit.config import ConfigError, nearest
-from lpkit.contracts import pick
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.precision.linear import Arithmetic, ScaledLinear, scaled_linears
-from lpkit.precision.recipes import PRODUCTS, Delayed, Recipe
-from lpkit.precision.scaled import TRANSFORMS, Cast, Scaled, spread
+from lpkit.precision.scaled import TRANSFORMS, Scaled, spread
+from lpkit.techniques.recipes import PRODUCTS, Cast, Delayed, Recipe
 
 OUTLIER = 2.0**18       # times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8
 STALE = 64.0            # times smaller was the tensor whose amax is still used
@@ -226,7 +225,13 @@ def promote(model: nn.Module, which: Sequence[Unit]) -> nn.Module:
     return model
 
 
-# ---- the search ---------------------------------------------------------------------------------------------------------------
+# ---- the search ---------------------------------------------------------------------------------
+
+# Student's t, 97.5%, for 2 seeds, 3, ...: so many standard errors from a mean, chance is ruled out.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
+CLEAR = 4.0     # a gap of fewer noises is none
+MORE = 3        # times as many seeds as were asked for: the most that are drawn
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -235,6 +240,17 @@ class Trial:
     promoted: tuple[Unit, ...]
     loss: float                 # nats per token
     recovery: float             # 0: as bad as with nothing promoted; 1: as good as with everything
+    error: float                # of the recovery: half of its 95% interval
+
+    @property
+    def kept(self) -> bool:
+        """It brings back more than half, beyond chance."""
+        return self.recovery - self.error > 0.5
+
+    @property
+    def dropped(self) -> bool:
+        """It brings back less than half, beyond chance."""
+        return self.recovery + self.error < 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,37 +258,55 @@ class Finding:
     """Where it is, and how sure that is."""
 
     suspect: str
-    culprits: tuple[Unit, ...]      # the smallest set that halving reaches
+    culprits: tuple[Unit, ...]      # the smallest set that halving reaches, or cannot divide
     units: int                      # low-precision products in the model
     gap: float                      # nats per token that low precision costs, mean over seeds
-    noise: float                    # nats per token between runs in 16 bits that differ by one rounding of the start, rms
-    recovery: float                 # of the gap, by promoting the culprits alone
-    without: float                  # by promoting everything else
+    noise: float                    # nats per token between runs that start one rounding apart
+    alone: Trial                    # promoting the culprits alone
+    rest: Trial                     # promoting everything else
     seeds: int
     runs: int
     path: tuple[Trial, ...]
 
     @property
+    def recovery(self) -> float:
+        return self.alone.recovery
+
+    @property
+    def without(self) -> float:
+        return self.rest.recovery
+
+    @property
     def effect(self) -> float:
         """The gap in units of the noise."""
-        return self.gap / self.noise if self.noise else math.copysign(math.inf, self.gap) if self.gap else 0.0
+        if self.noise:
+            return self.gap / self.noise
+        return math.copysign(math.inf, self.gap) if self.gap else 0.0
 
     @property
     def certainty(self) -> str:
-        """low: no gap beyond noise, or one that is spread over several layers or comes back by promoting others too."""
+        """low: no gap beyond noise, or seeds that do not agree on one layer and no other."""
         layers = {name for name, _ in self.culprits}
-        if self.effect < CLEAR or len(layers) > 1 or self.recovery < 0.5 or self.without > 0.5:
+        if self.effect < CLEAR or len(layers) > 1 or not self.alone.kept or not self.rest.dropped:
             return "low"
         return "high" if self.effect > 2 * CLEAR and self.recovery > 0.8 and self.without < 0.2 else "medium"
 
     def __str__(self) -> str:
-        cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the noise between runs "
-                f"({self.noise:.1g})")
+        cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the "
+                f"noise between runs ({self.noise:.1g})")
         after = f"certainty {self.certainty}, {self.runs} runs of {self.seeds} seeds"
         if self.effect < CLEAR:
             return f"Nothing to find: {cost}; {after}."
-        return (f"{named(self.culprits)}: {cost}; promoting it to 16 bits brings back {self.recovery:.0%} of that, promoting "
-                f"everything else {self.without:.0%}; {after}.")
+        back = f"{self.recovery:.0%} (+-{self.alone.error:.0%}) of that"
+        others = f"promoting everything else {self.without:.0%} (+-{self.rest.error:.0%})"
+        if self.certainty == "low":
+            layers = list(dict.fromkeys(name for name, _ in self.culprits))
+            where = layers[0]
+            if len(layers) > 1:
+                where = f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
+            return f"Cannot tell: {cost}; promoting {where} brings back {back}, {others}; {after}."
+        where = named(self.culprits)
+        return f"{where}: {cost}; promoting it brings back {back}, {others}; {after}."
 
 
 def named(which: Sequence[Unit]) -> str:
@@ -281,51 +315,92 @@ def named(which: Sequence[Unit]) -> str:
     return ", ".join(f"{name} ({', '.join(product for layer, product in which if layer == name)})" for name in layers)
 
 
-CLEAR = 4.0     # a gap of fewer noises is none
 Loss = Callable[[Sequence[Unit], int, int], float]      # of a short run: what is promoted, number of the seed and of the nudge
-NUDGES = (torch.bfloat16, torch.float16)                # to which a start is rounded, so that two runs drift apart as runs do
+NUDGES = (torch.bfloat16, torch.float16)                # of a start: two such runs drift as runs do
 
 
 def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 3) -> Finding:
-    """Promote halves, keep the half that brings the loss back; first of the layers, then of one layer's products.
+    """Promote halves and keep the half that brings the loss back: of the layers, then of products.
 
-    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, n from a copy rounded to NUDGES[n - 1].
-    At most seeds * (5 + 2 log2(layers) + 4) runs; 4 seeds where nothing is lost. Raises ConfigError for no seeds.
+    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, n from a copy that is
+    rounded to NUDGES[n - 1]. Runs are compared seed by seed. While chance may have decided on a
+    layer, another seed is drawn, up to MORE * seeds. A set whose halves still cannot be told apart
+    is the answer; so are products of one layer that the seeds drawn so far do not tell apart.
+    With k seeds drawn, at most k * (5 + 2 log2(layers) + 4) runs; 4 * seeds where nothing is lost.
+    Raises ConfigError for no seeds.
     """
     if seeds < 1:
         raise ConfigError(f"a search needs at least 1 seed, got {seeds}")
-    everything, path, numbers = tuple(all_units), [], range(seeds)
-    runs = 0
+    everything, most = tuple(all_units), MORE * seeds
+    runs = _Runs(loss, everything, seeds)
+    drift = runs.gained(everything, everything, nudge=1) + runs.gained((), (), nudge=2)
+    runs.noise = math.sqrt(statistics.fmean(d * d for d in drift))
+    found, others, path = everything, (), []
+    if runs.gap > max(0.0, CLEAR * runs.noise):
+        while len(found) > 1:
+            several = len({name for name, _ in found}) > 1
+            path += runs.judged(_halves(found), most if several else runs.drawn)
+            if not path[-1].kept:
+                break       # it takes both, or chance decides
+            found = path[-1].promoted
+        others = tuple(unit for unit in everything if unit not in found)
+        path += runs.judged([others], most)
+    return Finding(suspect=suspect, culprits=found, units=len(everything), gap=runs.gap,
+                   noise=runs.noise, alone=runs.trial(found), rest=runs.trial(others),
+                   seeds=runs.drawn, runs=len(runs.known), path=tuple(path))
 
-    def mean(promoted: Sequence[Unit]) -> float:
-        nonlocal runs
-        runs += seeds
-        return statistics.fmean(loss(promoted, seed, 0) for seed in numbers)
 
-    def trial(promoted: Sequence[Unit]) -> Trial:
-        value = mean(promoted)
-        return Trial(promoted=tuple(promoted), loss=value, recovery=(low - value) / gap)
+class _Runs:
+    """The runs of one search, each made once, and what they say about sets of products."""
 
-    low, high = mean(()), [loss(everything, seed, 0) for seed in numbers]
-    drift = [loss(everything, seed, nudge + 1) - high[seed] for seed in numbers for nudge in range(len(NUDGES))]
-    runs += seeds + len(drift)
-    gap, noise = low - statistics.fmean(high), math.sqrt(statistics.fmean(d * d for d in drift))
-    finding = Finding(suspect=suspect, culprits=everything, units=len(everything), gap=gap, noise=noise, recovery=1.0,
-                      without=0.0, seeds=seeds, runs=runs, path=())
-    if finding.effect < CLEAR:
-        return finding
-    found = Trial(promoted=everything, loss=low - gap, recovery=1.0)
-    while len(found.promoted) > 1:
-        for half in _halves(found.promoted):
-            path.append(trial(half))
-            if path[-1].recovery > 0.5:
-                found = path[-1]
-                break
-        else:
-            break       # it takes both
-    rest = trial([unit for unit in everything if unit not in found.promoted])
-    return replace(finding, culprits=found.promoted, recovery=found.recovery, without=rest.recovery, runs=runs,
-                   path=(*path, rest))
+    def __init__(self, loss: Loss, everything: tuple[Unit, ...], drawn: int):
+        self.loss, self.everything, self.drawn, self.noise = loss, everything, drawn, 0.0
+        self.known: dict[tuple[tuple[Unit, ...], int, int], float] = {}
+
+    def losses(self, promoted: tuple[Unit, ...], nudge: int = 0) -> list[float]:
+        keys = [(promoted, seed, nudge) for seed in range(self.drawn)]
+        for key in keys:
+            if key not in self.known:
+                self.known[key] = self.loss(*key)
+        return [self.known[key] for key in keys]
+
+    def gained(self, worse: tuple[Unit, ...], better: tuple[Unit, ...], nudge: int = 0
+               ) -> list[float]:
+        """Nats per token, seed by seed."""
+        return [a - b for a, b in zip(self.losses(worse, nudge), self.losses(better))]
+
+    @property
+    def gap(self) -> float:
+        return statistics.fmean(self.gained((), self.everything))
+
+    def error(self, values: list[float]) -> float:
+        """Half of the 95% interval of their mean. Differences spread at least as nudged runs do."""
+        count = len(values)
+        if count < 2:
+            return math.inf
+        spread = max(statistics.stdev(values), math.sqrt(2) * self.noise)
+        return STUDENT[min(count - 2, len(STUDENT) - 1)] * spread / math.sqrt(count)
+
+    def trial(self, promoted: tuple[Unit, ...]) -> Trial:
+        """Recovery is a ratio of two means; its error is that of what the ratio leaves over."""
+        gaps, back = self.gained((), self.everything), self.gained((), promoted)
+        recovery = sum(back) / sum(gaps) if sum(gaps) else math.nan
+        left = [b - recovery * gap for b, gap in zip(back, gaps)]
+        error = self.error(left) / abs(self.gap) if self.gap else math.nan
+        return Trial(promoted=promoted, loss=statistics.fmean(self.losses(promoted)),
+                     recovery=recovery, error=error)
+
+    def judged(self, sets: Sequence[tuple[Unit, ...]], most: int) -> list[Trial]:
+        """Trials of the sets, up to the first that is kept; more seeds while chance decides."""
+        while True:
+            trials = []
+            for promoted in sets:
+                trials.append(self.trial(promoted))
+                if trials[-1].kept:
+                    return trials
+            if self.drawn >= most or all(one.dropped for one in trials):
+                return trials
+            self.drawn += 1
 
 
 def _halves(which: tuple[Unit, ...]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:

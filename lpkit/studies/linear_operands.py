@@ -1,6 +1,6 @@
 """The tensors of a real training step, and what a number format makes of them: measured, and expected by formula.
 
-    found = operands(assemble(config), steps=40)        # {"weights": [...], "activations": [...], "gradients": [...]}
+    found = operands(Training.build(config), steps=40)      # {"weights": [...], "activations": [...], "gradients": [...]}
     sqnr_db(x, fmt)   expected_sqnr_db(fmt, crest=crest(x))
     zero_share(x, fmt)   expected_zero_share(fmt, sigma=...)
 
@@ -11,30 +11,27 @@ error that is uniform over a spacing d has the energy d^2 / 12); Widrow and Koll
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.kernels import cast
-from lpkit.precision.formats import Format
+from lpkit.techniques.formats import Format
+from lpkit.training.training import Training
 
 ROLES = ("weights", "activations", "gradients")
 
 
-def operands(job: Any, *, steps: int) -> dict[str, list[Tensor]]:
-    """Train `job` (a trainer.Job) for `steps` updates; then what each nn.Linear multiplies in the next one.
+def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
+    """Make `steps` updates; then what each nn.Linear multiplies in the next one.
 
     By role, one float32 tensor a layer: its weights, its input, and the gradient of its output.
     """
     if steps < 1:
         raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 or more, got {steps}")
     for step in range(steps):
-        for group in job.optimizer.param_groups:
-            group["lr"] = job.config.optimizer.lr * job.schedule(step)
-        _step(job, step)
-        job.finish()
+        training.update(step)
     found: dict[str, list[Tensor]] = {role: [] for role in ROLES}
 
     def keep(role: str, x: Tensor) -> None:
@@ -45,19 +42,14 @@ def operands(job: Any, *, steps: int) -> dict[str, list[Tensor]]:
         keep("activations", inputs[0])
         y.register_hook(lambda dy: keep("gradients", dy))
 
-    hooks = [layer.register_forward_hook(forward) for layer in job.model.modules() if isinstance(layer, nn.Linear)]
+    hooks = [layer.register_forward_hook(forward) for layer in training.model.modules() if isinstance(layer, nn.Linear)]
     try:
-        _step(job, steps)
+        training.forward_backward(training.batch(steps))
     finally:
         for hook in hooks:
             hook.remove()
-        job.optimizer.zero_grad(set_to_none=True)
+        training.optimizer.zero_grad(set_to_none=True)
     return found
-
-
-def _step(job: Any, step: int) -> None:
-    x, y = (t.to(job.device) for t in job.data.batch(step))
-    job.step(job.model, x, y)
 
 
 def sqnr_db(x: Tensor, fmt: Format) -> float:

@@ -17,7 +17,8 @@ import torch
 
 from lpkit import measure
 from lpkit.config import Config
-from lpkit.contracts import pick
+from lpkit.contracts import Batch
+from lpkit.errors import pick
 from lpkit.measure.tracking import Footprint
 from lpkit.predict import Machine, Memory, memory
 from lpkit.predict.time import step_time
@@ -43,21 +44,21 @@ INFINITY, ACTNN = "Rajbhandari et al. 2021, arXiv:2104.07857", "Chen et al. 2021
 TECHNIQUES: dict[str, Technique] = {
     PLAIN: Technique(),
     "recompute": Technique(settings={"memory.recompute": "block"}, source=CHECKPOINTS),
-    "recompute, every 2nd": Technique(settings={"memory.recompute": "block", "memory.recompute_every": 2}, source=CHECKPOINTS),
+    "recompute, every 2nd": Technique(settings={"memory.recompute": "block", "memory.recompute.every": 2}, source=CHECKPOINTS),
     "selective": Technique(settings={"memory.recompute": "selective"}, source="Korthikanti et al. 2022, arXiv:2205.05198"),
-    "chunked loss": Technique(settings={"memory.loss": "chunked", "memory.loss_chunk": 256}, exact=False,
+    "chunked loss": Technique(settings={"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256}, exact=False,
                               source="Hsu et al. 2024, arXiv:2410.10989"),
-    "update in backward": Technique(settings={"memory.update": "in-backward"}, source="Lv et al. 2023, arXiv:2306.09782"),
-    "8-bit moments": Technique(settings={"optimizer.name": "adamw-8bit"}, exact=False, flops=False,
+    "update in backward": Technique(settings={"memory.optimizer_step": "in-backward"}, source="Lv et al. 2023, arXiv:2306.09782"),
+    "8-bit moments": Technique(settings={"memory.moment_format": "int8"}, exact=False, flops=False,
                                source="Dettmers et al. 2021, arXiv:2110.02861"),
     "moments on disk": Technique(settings={"memory.optimizer_state": "disk"}, flops=False, source=INFINITY),
-    "saved on the host": Technique(settings={"memory.saved": "cpu"}, flops=False, source=OFFLOAD),
-    "saved on disk": Technique(settings={"memory.saved": "disk"}, flops=False, source=INFINITY),
-    **{f"saved in {bits} bits": Technique(settings={"memory.saved": f"int{bits}"}, exact=False, flops=False, source=ACTNN)
+    "saved on the host": Technique(settings={"memory.activation_offload": "cpu"}, flops=False, source=OFFLOAD),
+    "saved on disk": Technique(settings={"memory.activation_offload": "disk"}, flops=False, source=INFINITY),
+    **{f"saved in {bits} bits": Technique(settings={"memory.activation_offload": f"int{bits}"}, exact=False, flops=False, source=ACTNN)
        for bits in (8, 4, 2)},
     "the four together": Technique(
-        settings={"memory.recompute": "block", "memory.loss": "chunked", "memory.loss_chunk": 256,
-                  "memory.update": "in-backward", "optimizer.name": "adamw-8bit"},
+        settings={"memory.recompute": "block", "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256,
+                  "memory.optimizer_step": "in-backward", "memory.moment_format": "int8"},
         exact=False, flops=False, source="recompute, chunked loss, update in backward, 8-bit moments"),
 }
 
@@ -109,7 +110,7 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
     benches = {name: measure.Bench(with_technique(config, name), device) for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     for bench in benches.values():
-        bench.batch = benches[PLAIN].batch
+        bench.training.data.drawn = benches[PLAIN].batch
     torch.manual_seed(config.seed)      # of stochastic rounding
     # the loss is read at the end, so that the device has finished
     runners = [lambda name=name: losses[name].append(benches[name].train().item()) for name in names]
@@ -123,18 +124,17 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
 def gradient_errors(config: Config, names: Iterable[str], *, device: str | None = None) -> dict[str, float]:
     """|g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
     plain = measure.Bench(config, device)
-    want = _gradient(plain)
+    want = _gradient(plain, plain.batch)
     errors = {}
     for name in names:
         bench = measure.Bench(with_technique(config, name), device)
-        bench.batch = plain.batch
-        errors[name] = ((_gradient(bench) - want).norm() / want.norm()).item()
+        errors[name] = ((_gradient(bench, plain.batch) - want).norm() / want.norm()).item()
     return errors
 
 
-def _gradient(bench: measure.Bench) -> torch.Tensor:
+def _gradient(bench: measure.Bench, batch: Batch) -> torch.Tensor:
     torch.manual_seed(0)
-    bench.built.step(bench.model, *bench.batch)
+    bench.training.forward_backward(batch)
     return torch.cat([p.grad.flatten().float() for p in bench.model.parameters()])
 
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lpkit.contracts import pick
-from lpkit.precision.formats import FORMATS
+from lpkit.errors import pick
+from lpkit.techniques.formats import FORMATS
+from lpkit.training.training import Training
 
 BF16_MANTISSA = FORMATS["bf16"].mantissa_bits
 BINS = 200      # of |w|, for the integral
@@ -45,7 +45,7 @@ STORES: dict[str, Callable[[Tensor], Tensor]] = {   # what becomes of a weight a
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A short training whose weights are stored as one of STORES; all arithmetic is the job's own."""
+    """A short training whose weights are stored as one of STORES; all arithmetic is the run's own."""
 
     losses: tuple[float, ...]
     lost_share: float           # of the last update of all matrices: too small for a bf16 weight
@@ -53,18 +53,17 @@ class Stored:
     update: float               # root mean square of that update
 
 
-def train(job: Any, store: str, *, steps: int) -> Stored:
-    """Train `job` (a trainer.Job) for `steps` updates at a constant learning rate. Raises ConfigError for a store."""
+def train(training: Training, store: str, *, steps: int) -> Stored:
+    """`steps` updates at a constant learning rate. Raises ConfigError for an unknown store."""
+    training = replace(training, schedule=lambda step: 1.0)
     become, losses = pick(STORES, store, "way to store weights"), []
-    matrices = [p for p in job.model.parameters() if p.ndim == 2]
+    matrices = [p for p in training.model.parameters() if p.ndim == 2]
     for step in range(steps):
         before = [p.detach().clone() for p in matrices] if step == steps - 1 else []
-        x, y = (t.to(job.device) for t in job.data.batch(step))
-        losses.append(job.step(job.model, x, y).item())
-        job.finish()
+        losses.append(training.update(step).loss.item())
         updated = [p.detach().clone() for p in matrices] if before else []
         with torch.no_grad():
-            for p in job.model.parameters():
+            for p in training.model.parameters():
                 p.copy_(become(p))
     return Stored(losses=tuple(losses), lost_share=lost_share(before, updated), sigma=_rms(before),
                   update=_rms([b - a for a, b in zip(before, updated)]))

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpkit.precision.formats import Format, format_of
-from lpkit.precision.recipes import RECIPES
-from lpkit.precision.scaled import Cast, quantise
+from lpkit.precision.scaled import quantise
+from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.recipes import RECIPES, Cast
 
 SHAPE = (256, 512)
 SHOWN = (32, 128)       # of a picture

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import Sample
 from lpkit.precision import backends
-from lpkit.precision.recipes import RECIPES, Recipe
-from lpkit.precision.scaled import Cast
 from lpkit.studies.advice import MEASURED, Advice
 from lpkit.studies.outliers import expected_db
+from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 BASE, AGAIN = "bf16", "bf16 with another seed"
 TENSORS = ("x", "w", "dy")
@@ -62,7 +62,7 @@ def casts(recipe: Recipe) -> dict[str, Cast]:
 
 def predicted_db(recipe: Recipe, config: Config) -> float:
     """Of a product, by formula: operands are Gaussian, of the size of the MLP's. No outliers, no heavy tails."""
-    tokens = config.batch // config.accumulate * config.model.T
+    tokens = config.global_batch // config.grad_accum_steps * config.model.T
     shapes = {"x": (tokens, config.model.D), "w": (config.model.F, config.model.D), "dy": (tokens, config.model.F)}
     return product_db(_share(expected_db(cast, shapes[name], outlier=LARGEST)) * (STOCHASTIC if cast.rounding == "stochastic" else 1)
                       for name, cast in casts(recipe).items())

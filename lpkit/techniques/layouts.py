@@ -15,8 +15,12 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lpkit.config import Config, ConfigError
+from lpkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lpkit.config import Config
 
 AXES = ("data", "shard", "tensor", "pipeline", "context")
 
@@ -63,14 +67,19 @@ class Layout:
         return ", ".join(axes) or "one device"
 
 
-def check(config: Config, layout: Layout, devices: int | None = None) -> None:
-    """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with the nearest that can."""
+def check_sizes(layout: Layout) -> None:
+    """Raises ConfigError for a size that no layout has."""
     for axis in (*AXES, "interleave"):
         size = getattr(layout, axis)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{axis} must be a whole number, 1 or more; got {size!r}")
     if layout.zero not in (0, 1, 2, 3):
         raise ConfigError(f"there is no ZeRO stage {layout.zero}; choose 0, 1, 2 or 3")
+
+
+def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
+    """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with the nearest that can."""
+    check_sizes(layout)
     if devices is not None and layout.devices != devices:
         raise ConfigError(_wrong_world(layout, devices))
     m, t, c = config.model, layout.tensor, layout.context
@@ -93,13 +102,13 @@ def check(config: Config, layout: Layout, devices: int | None = None) -> None:
         chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
         raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}{chunks} stages, not even with "
                           f"one layer fewer in the first and the last; {_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
-    if config.batch % layout.batch_ranks:
-        below = config.batch // layout.batch_ranks * layout.batch_ranks
-        fits = lambda n: config.batch % n == 0
-        raise ConfigError(f"batch={config.batch} sequences does not split over data={layout.data} x shard={layout.shard} "
-                          f"= {layout.batch_ranks} ranks; set batch to {f'{below} or ' if below else ''}"
+    if config.global_batch % layout.batch_ranks:
+        below = config.global_batch // layout.batch_ranks * layout.batch_ranks
+        fits = lambda n: config.global_batch % n == 0
+        raise ConfigError(f"global_batch={config.global_batch} sequences does not split over data={layout.data} x shard={layout.shard} "
+                          f"= {layout.batch_ranks} ranks; set global_batch to {f'{below} or ' if below else ''}"
                           f"{below + layout.batch_ranks}, or "
-                          f"{_nearest(layout.batch_ranks, config.batch, fits, 'data x shard')}")
+                          f"{_nearest(layout.batch_ranks, config.global_batch, fits, 'data x shard')}")
 
 
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:

@@ -11,17 +11,18 @@ import asyncio
 import datetime
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
-from lpkit.training.runs import Run, RunFailedError
+from lpkit.errors import ConfigError
+from lpkit.training.runs import Observers, Run
 
 if TYPE_CHECKING:
-    from lpkit.training.loop import Job
+    from lpkit.training.training import Training
 
 
 def default_folder(name: str = "run") -> Path:
@@ -32,23 +33,26 @@ def train(config: Config, *, out: str | Path | None = None, resume: bool = False
           observers: Sequence[Observer] = ()) -> Run:
     """Train to the end, or to Ctrl-C or SIGTERM, which keep a checkpoint and return the partial Run.
 
-    `out` is the run folder, a new one under runs/ by default. Raises ConfigError for settings that cannot be,
-    RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
+    `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be raised: the run is
+    trained longer. Raises ConfigError for an invalid combination, and names it; RunFailedError when the run cannot go on
+    (a loss that is not a number, a full disk).
     """
     from lpkit.training.loop import Control, fit
 
     control, path = Control(), Path(out or default_folder())
     with _signals_stop(control.stop):
-        return fit(_job(config, path, resume), path, resume=resume, observers=observers, control=control)
+        return fit(_build(config, path, resume), path, resume=resume, observers=observers, control=control)
 
 
-def _job(config: Config, path: Path, resume: bool) -> "Job":
-    from lpkit.measure import telemetry
-    from lpkit.training.assembly import assemble
+def _build(config: Config, path: Path, resume: bool) -> "Training":
+    from lpkit.training.training import Training
 
-    job = assemble(config, before=Run(path).environment if resume else None)
-    every = config.precision.telemetry_every
-    return telemetry.attach(job, path, every=every) if every else job
+    training = Training.build(config, before=Run(path).environment if resume else None)
+    if config.precision.telemetry_every:
+        from lpkit.measure import telemetry  # most runs are not looked at
+
+        telemetry.attach(training, path, every=config.precision.telemetry_every)
+    return training
 
 
 @contextmanager
@@ -78,15 +82,19 @@ def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
 class Background:
     """Work in a background thread that somebody may wait for. Everything here may be called from any thread."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, observers: Iterable[Observer] = ()):
         self.error: BaseException | None = None
-        self._observers: list[Observer] = []
+        self._observers = Observers(observers)
         self._when_done: list[Callable[[], None]] = []
         self._result: Any = None
         self._lock = threading.Lock()
         self._finished = threading.Event()      # the work has ended
         self._told = threading.Event()          # and everybody who asked knows: a figure has its last point
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def begin(self) -> Self:
+        self._thread.start()
+        return self
 
     def _do(self) -> Any:
         """The work; what it returns is the result."""
@@ -104,17 +112,13 @@ class Background:
             callback()
         self._told.set()
 
-    def _tell(self, record: StepRecord) -> None:
-        for observe in list(self._observers):
-            observe(record)
-
     @property
     def done(self) -> bool:
         return self._finished.is_set()
 
     def subscribe(self, observer: Observer) -> None:
-        """Call `observer(record)` after every step, on the training thread."""
-        self._observers.append(observer)
+        """Call `observer(record)` after every step, on the training thread. One that raises is dropped."""
+        self._observers.add(observer)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call once when the work has ended; at once when it already has."""
@@ -150,26 +154,24 @@ class Background:
 
 
 class Handle(Background):
-    """A run in a background thread. Its result is the Run."""
+    """A run in a background thread, once it has been told to `begin`. Its result is the Run."""
 
     def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
-                 observers: Sequence[Observer] = ()):
+                 observers: Iterable[Observer] = ()):
         from lpkit.training.loop import Control
 
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
         self.title = self.path.name
-        super().__init__(f"train {self.title}")
         self.records: list[StepRecord] = []
-        self._observers += [self.records.append, *observers]
+        super().__init__(f"train {self.title}", [self.records.append, *observers])
         self._control, self._resume = Control(), resume
-        self._thread.start()
 
     def _do(self) -> Run:
         from lpkit.training.loop import fit
 
-        return fit(_job(self.config, self.path, self._resume), self.path, resume=self._resume, observers=[self._tell],
-                   control=self._control)
+        return fit(_build(self.config, self.path, self._resume), self.path, resume=self._resume,
+                   observers=self._observers, control=self._control)
 
     @property
     def paused(self) -> bool:
@@ -198,22 +200,29 @@ class Series(Background):
         self.configs, self.path = dict(configs), Path(out or default_folder("series"))
         self.handles: dict[str, Handle] = {}        # of those that have begun
         super().__init__(f"train {self.path.name}")
+        self._subscribed: list[Observer] = []       # to every run, those to come included
         self._stopped = self._paused = False
-        self._thread.start()
 
     def _do(self) -> dict[str, Run]:
         for name, config in self.configs.items():
             with self._lock:
                 if self._stopped:
                     break
-                self.handles[name] = handle = Handle(config, out=self.path / name, observers=[self._tell])
+                self.handles[name] = handle = Handle(config, out=self.path / name, observers=self._subscribed)
                 if self._paused:
                     handle.pause()
             try:
-                handle.result()
-            except RunFailedError:
-                pass        # its Run says so
+                handle.begin().result()     # not before `title` can name it: its first step may be told at once
+            except Exception:
+                if Run(handle.path).summary.get("status") != "failed":      # else its Run says so
+                    raise
         return {name: Run(handle.path) for name, handle in self.handles.items()}
+
+    def subscribe(self, observer: Observer) -> None:
+        with self._lock:
+            self._subscribed.append(observer)
+            for handle in self.handles.values():
+                handle.subscribe(observer)
 
     @property
     def title(self) -> str:
@@ -248,7 +257,7 @@ class Series(Background):
 
 def start(config: Config, *, out: str | Path | None = None, resume: bool = False) -> Handle:
     """Begin training in the background and return its Handle."""
-    return Handle(config, out=out, resume=resume)
+    return Handle(config, out=out, resume=resume).begin()
 
 
 def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) -> Series:
@@ -256,4 +265,4 @@ def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) 
 
     Raises ConfigError when there are none.
     """
-    return Series(configs, out=out)
+    return Series(configs, out=out).begin()

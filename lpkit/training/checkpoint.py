@@ -1,30 +1,36 @@
-"""Saving and resuming, so that a kill at any moment loses at most the steps since the last complete checkpoint.
+"""Saving and resuming: a kill at any moment loses at most the steps since the last checkpoint.
 
-A checkpoint is a folder `step-00000100/` with `tensors.safetensors`, `state.json` and `manifest.json` (sizes and SHA-256).
-It is written under a temporary name, synced, renamed, and only then does the file `latest` name it. Loading takes the
-newest folder whose manifest verifies; a damaged one is moved to `quarantine/` and named, never deleted.
-No pickle: tensors are safetensors, everything else is JSON.
+A checkpoint is a folder `step-00000100/` with a safetensors file per process, `state.json` and
+`manifest.json` (sizes and SHA-256). It is written under a temporary name, synced, renamed, and only
+then does the file `latest` name it. Loading takes the newest folder whose manifest verifies; a
+damaged one is moved to `quarantine/` and named, never deleted.
+No pickle is read or written: tensors are safetensors, everything else is JSON.
+
+In a process group every process calls `save`, `load`, `load_latest` and `sweep`, in the same order.
+Process 0 makes, checks, renames and removes folders, and the others learn what came of it.
 """
 
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
-from lpkit.files import sync, write_atomically
+from lpkit import files
+from lpkit.training import shards
 
-FORMAT = 1
-TENSORS, STATE, MANIFEST, LATEST = "tensors.safetensors", "state.json", "manifest.json", "latest"
+T = TypeVar("T")
+FORMAT = 2      # 1: no places in the headers, one file; it is read as one file of whole tensors
+STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
 
 class DamagedError(ValueError):
-    """A checkpoint that does not match its manifest. The message names the file and what is wrong with it."""
+    """A checkpoint does not match its manifest. The message names the file and what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,108 +41,131 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int) -> Path:
+def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
+         keep: int) -> Path:
     """Write the checkpoint of `step` under `root` and return its folder; the `keep` newest stay.
 
+    A tensor may be a DTensor: each process writes its own pieces. What is not one is the same on
+    all processes, and one of them writes it; `state` is that of process 0.
     Raises OSError (a full disk, a read-only folder) with nothing visible written.
     """
-    from safetensors.torch import save_file
-
-    root.mkdir(parents=True, exist_ok=True)
     final = root / f"step-{step:08d}"
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
-    try:
-        temporary.mkdir()
-        try:
-            save_file({name: t.detach().contiguous() for name, t in tensors.items()}, temporary / TENSORS)
-        except Exception as error:   # safetensors wraps the system's error in its own class
-            raise OSError(f"could not write {temporary / TENSORS}: {error}") from error
-        (temporary / STATE).write_text(json.dumps(dict(state)))
-        files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": _sha256(temporary / name)}
-                 for name in (TENSORS, STATE)}
-        (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}))
-        for name in (TENSORS, STATE, MANIFEST):
-            sync(temporary / name)
-        sync(temporary)
-        if final.exists():           # the same step again, after a resume from an earlier one
-            os.rename(final, _free_name(root / "quarantine", final.name))
-        os.rename(temporary, final)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync(root)
-    write_atomically(root / LATEST, final.name + "\n")
-    for old in folders(root)[keep:]:     # renamed first, so that a half-removed one never looks complete
-        shutil.rmtree(old.rename(root / f".{old.name}.{os.getpid()}.tmp"))
+    with ExitStack() as unfinished:
+        def begin() -> Path:
+            root.mkdir(parents=True, exist_ok=True)
+            return unfinished.enter_context(files.whole_folder(final, aside=root / QUARANTINE))
+
+        def finish() -> None:
+            (folder / STATE).write_text(json.dumps(dict(state)))
+            facts = {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+                     for path in sorted(folder.iterdir())}
+            manifest = {"format": FORMAT, "step": step, "files": facts}
+            (folder / MANIFEST).write_text(json.dumps(manifest))
+            unfinished.close()          # synced and renamed
+            files.write_atomically(root / LATEST, final.name + "\n")
+            for old in folders(root)[keep:]:
+                files.remove_folder(old)
+
+        folder = _by_process_0(begin)
+        shards.save(folder, tensors)
+        _by_process_0(finish)
     return final
+
+
+def _by_process_0(work: Callable[[], T]) -> T:
+    """What `work` returned, or raised, on process 0, on all of them."""
+    if not shards.distributed():
+        return work()
+    said: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = work()
+        except Exception as error:
+            said[1] = error
+    dist.broadcast_object_list(said, src=0)
+    if said[1] is not None:
+        raise said[1]
+    return said[0]
 
 
 def folders(root: Path) -> list[Path]:
     """Complete-looking checkpoints, newest first."""
-    return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True) if root.is_dir() else []
+    return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
 
 
 def verify(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`, after every file matched it. Raises DamagedError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        step, files = manifest["step"], manifest["files"]
-        if manifest["format"] > FORMAT or set(files) != {TENSORS, STATE} or folder.name != f"step-{step:08d}":
+        step, facts = manifest["step"], manifest["files"]
+        due = {STATE, *shards.file_names(len(facts) - 1)}
+        known = manifest["format"] in (1, FORMAT) and folder.name == f"step-{step:08d}"
+        if not known or set(facts) != due:
             raise DamagedError(f"{folder / MANIFEST} does not describe this folder")
-        for name, want in files.items():
+        for name, want in facts.items():
             size = (folder / name).stat().st_size
             if size != want["bytes"]:
-                raise DamagedError(f"{folder / name} has {size} bytes, its manifest says {want['bytes']}")
-            if _sha256(folder / name) != want["sha256"]:
+                raise DamagedError(f"{folder / name} has {size} bytes, its manifest says "
+                                   f"{want['bytes']}")
+            if files.sha256(folder / name) != want["sha256"]:
                 raise DamagedError(f"{folder / name} does not match its checksum")
+    except DamagedError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DamagedError):
-            raise
         raise DamagedError(f"{folder / MANIFEST} cannot be read ({error})") from error
     return manifest
 
 
-def load(folder: Path, *, only: str = "") -> Checkpoint:
-    """A verified checkpoint; `only` keeps the tensors whose name starts so. Raises DamagedError."""
-    from safetensors import safe_open
+def load(folder: Path, *, only: str = "", into: dict[str, Tensor] | None = None) -> Checkpoint:
+    """A verified checkpoint; `only` keeps the tensors whose name starts so.
 
-    manifest = verify(folder)
-    with safe_open(folder / TENSORS, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith(only)}
-    return Checkpoint(path=folder, step=manifest["step"], tensors=tensors,
+    The (D)tensors of `into` are filled in place, however many processes saved them and however
+    they were cut; without it whole tensors come back. Raises DamagedError, and ValueError when a
+    tensor of `into` is not there in this shape and number format.
+    """
+    return _read(folder, _by_process_0(lambda: verify(folder)), only, into)
+
+
+def _read(folder: Path, manifest: dict[str, Any], only: str,
+          into: dict[str, Tensor] | None) -> Checkpoint:
+    paths = [folder / name for name in shards.file_names(len(manifest["files"]) - 1)]
+    return Checkpoint(path=folder, step=manifest["step"],
+                      tensors=shards.load(paths, only=only, into=into),
                       state=json.loads((folder / STATE).read_text()))
 
 
-def load_latest(root: Path, *, only: str = "", quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
+def load_latest(root: Path, *, only: str = "", into: dict[str, Tensor] | None = None,
+                quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies, and a sentence for each damaged one passed over.
 
-    `quarantine` moves damaged ones aside; a reader that does not own the run leaves them where they are.
+    `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
+    folder, manifest, problems = _by_process_0(lambda: _newest_whole(root, quarantine))
+    if folder is None:
+        return None, problems
+    return _read(folder, manifest, only, into), problems
+
+
+def _newest_whole(root: Path, quarantine: bool) -> tuple[Path | None, dict[str, Any], list[str]]:
     problems = []
     for folder in folders(root):
         try:
-            return load(folder, only=only), problems
+            return folder, verify(folder), problems
         except DamagedError as error:
             problems.append(str(error))
             if quarantine:
-                os.rename(folder, _free_name(root / "quarantine", folder.name))
+                files.move_into(root / QUARANTINE, folder)
                 problems[-1] += "; moved to quarantine/"
-    return None, problems
+    return None, {}, problems
 
 
 def sweep(root: Path) -> None:
     """Remove what a killed save left behind. Only for the owner of the run, before it saves."""
-    if root.is_dir():
+    def remove() -> None:
         for leftover in root.glob(".*.tmp"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
 
-
-def _free_name(folder: Path, name: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    taken = {p.name for p in folder.iterdir()}
-    return folder / next(n for n in (name, *(f"{name}-{i}" for i in range(1, len(taken) + 2))) if n not in taken)
+    _by_process_0(remove)

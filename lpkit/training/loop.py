@@ -1,4 +1,7 @@
-"""The training loop. It meets only contracts: `assembly.assemble` makes the Job that it steps."""
+"""The training loop: update, evaluate, save, and write down what happened.
+
+Observers read the record of each step. One that raises is dropped and named in the summary, and the run goes on.
+"""
 
 import fcntl
 import json
@@ -8,47 +11,25 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lpkit.config import Config, ConfigError, flat
-from lpkit.contracts import Choice, DataPolicy, Loss, Observer, Place, Schedule, Step, StepRecord
+from lpkit import hardware
+from lpkit.config import Config, flat
+from lpkit.contracts import Observer, StepRecord
+from lpkit.errors import ConfigError
 from lpkit.files import write_atomically
-from lpkit.hardware import energy_joules, peak_bytes
+from lpkit.precision.linear import nonfinite_report
+from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
-from lpkit.training.runs import Run, RunFailedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything built that one run needs."""
-
-    config: Config
-    device: torch.device
-    model: nn.Module
-    optimizer: Optimizer
-    schedule: Schedule
-    step: Step
-    finish: Callable[[], Tensor]        # what is left of the update after `step`: returns the norm of the gradients
-    loss: Loss
-    place: Place                        # where the optimizer's state rests
-    data: DataPolicy
-    val: DataPolicy
-    tokenizer: dict[str, Any]
-    chosen: dict[str, Choice]
-    environment: dict[str, Any]
-    flops_per_token: float
-    peak_flops: Callable[[], float]   # of the chosen dtype on this machine; measured when asked
-    state: nn.Module = field(default_factory=nn.Module)     # what a checkpoint holds besides the model: a loss scaler
-    more: Callable[[], dict[str, float]] = dict             # fields of the StepRecord that the step knows
-    diagnose: Callable[[nn.Module], str] = lambda model: ""     # what is known about a loss that is not a number
+from lpkit.training.build import environment
+from lpkit.training.runs import Observers, Run, RunFailedError
+from lpkit.training.training import Training, Update
 
 
 @dataclass
@@ -71,53 +52,54 @@ class Control:
         return bool(self.stopped_by)
 
 
-def fit(job: Job, path: Path, *, resume: bool = False, observers: Sequence[Observer] = (),
+def fit(training: Training, path: Path, *, resume: bool = False, observers: Sequence[Observer] | Observers = (),
         control: Control | None = None) -> Run:
-    """Train `job` into the run folder `path` and return the Run, whole or, when stopped, partial.
+    """Train into the run folder `path` and return the Run, whole or, when stopped, partial.
 
-    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on.
+    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on. Whatever else is raised
+    on the way (out of memory) is recorded as the run's error and raised again.
     """
-    config, control, run = job.config, control or Control(), Run(path)
+    config, control, run = training.config, control or Control(), Run(path)
+    observers = observers if isinstance(observers, Observers) else Observers(observers)
+    hardware.reset_peak(training.device)
     with _owned(path):
-        _check_folder(run, config, resume)
+        extended = _check_folder(run, config, resume)
         write_atomically(path / runs.CONFIG, config.to_yaml())
-        start = _restore(job, run)
-        write_atomically(path / runs.TOKENIZER, json.dumps(job.tokenizer))
-        write_atomically(path / runs.ENVIRONMENT, json.dumps(job.environment, indent=1))
+        start, damaged = _restore(training, run)
+        write_atomically(path / runs.TOKENIZER, json.dumps(training.tokenizer))
+        here = environment(training.decisions) | {"from_step": start, "damaged_checkpoints": damaged} | extended
+        write_atomically(path / runs.ENVIRONMENT, json.dumps([*run.environments, here], indent=1))
         history = _keep_metrics(path / runs.METRICS, start)
-        status, used = "stopped", energy_joules(job.device)
+        summary: dict[str, Any] = {"status": "stopped", "error": None, "damaged_checkpoints": damaged}
+        energy_before = hardware.energy_joules(training.device)
         try:
             with (path / runs.METRICS).open("a") as log:
-                for record in _steps(job, run, start, control):
+                for record in _steps(training, run, start, control):
                     history.append(record.to_dict())
                     log.write(_line(record))
                     log.flush()
-                    for observe in observers:
-                        observe(record)
-                    _refuse_nan(record, run, job)
+                    observers(record)
+                    _refuse_nan(record, run, training)
             if not history or history[-1]["step"] == config.steps:
-                status = "complete"
-        except RunFailedError:
-            status = "failed"
+                summary["status"] = "complete"
+        except Exception as error:
+            summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
             raise
         finally:
-            summary = _summary(job, run, history, status) | {"stopped_by": control.stopped_by or None}
-            summary |= _energy(used, energy_joules(job.device))
-            write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
+            summary |= _results(training, run, history) | {"observer_errors": observers.errors}
+            summary |= {"stopped_by": control.stopped_by or None}
+            if summary["error"] is None:        # a device that has failed is not measured any more
+                summary |= _mfu(training, summary["tokens_per_second"])
+                summary |= _energy(energy_before, hardware.energy_joules(training.device))
+            with suppress(OSError) if summary["error"] else nullcontext():      # the first error is the one to raise
+                write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
     return run
 
 
-def update(job: Job, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """One update on x and y (B, T), on the job's device: the mean loss before it, and the norm of its gradients."""
-    loss = job.step(job.model, x, y)
-    return loss, job.finish()
-
-
-def _steps(job: Job, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
-    """Step, evaluate, save. Reads a GPU's loss one step late, so that the GPU never waits for the log."""
-    config, device = job.config, job.device
-    base_lr = [group["lr"] for group in job.optimizer.param_groups]
-    waiting: deque[tuple[int, float, Tensor, Tensor, dict[str, float]]] = deque()
+def _steps(training: Training, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
+    """Update, evaluate, save. Reads a GPU's loss one step late, so that the GPU never waits for the log."""
+    config, device = training.config, training.device
+    waiting: deque[tuple[int, Update]] = deque()
     late = 1 if device.type == "cuda" else 0
     saved, mark = start, time.perf_counter()
 
@@ -128,101 +110,51 @@ def _steps(job: Job, run: Run, start: int, control: Control) -> Iterator[StepRec
         if stopping := control.stopped():
             step -= 1
         else:
-            x, y = job.data.batch(step - 1)
-            for group, lr in zip(job.optimizer.param_groups, base_lr, strict=True):
-                group["lr"] = lr * job.schedule(step - 1)
-            loss, grad_norm = update(job, x.to(device, non_blocking=True), y.to(device, non_blocking=True))
-            waiting.append((step, job.optimizer.param_groups[0]["lr"], loss, grad_norm, job.more()))
+            waiting.append((step, training.update(step - 1)))
         evaluating = not stopping and every(config.eval_every, step)
         saving = step > saved and (stopping or every(config.checkpoint_every, step))
         while len(waiting) > (0 if evaluating or saving or stopping else late):
-            number, lr, loss, grad_norm, more = waiting.popleft()
-            values = loss.item(), grad_norm.item()       # waits for the device
+            number, done = waiting.popleft()
+            loss, grad_norm = done.loss.item(), done.grad_norm.item()       # waits for the device
             seconds = time.perf_counter() - mark
             yield StepRecord(
-                step=number, loss=values[0], grad_norm=values[1], lr=lr, tokens=number * config.tokens_per_step,
-                step_seconds=seconds, peak_bytes=peak_bytes(str(device)),
-                val_loss=evaluate(job) if evaluating and number == step else None, **more)
+                step=number, loss=loss, grad_norm=grad_norm, lr=done.lr, tokens=number * config.tokens_per_step,
+                step_seconds=seconds, peak_bytes=hardware.peak_bytes(device),
+                val_loss=training.evaluate() if evaluating and number == step else None,
+                extra={name: float(value) for name, value in done.extra.items()})
             mark = time.perf_counter()
         if saving:
-            _save(job, run, step)
+            _save(training, run, step)
             saved, mark = step, time.perf_counter()
         if stopping:
             return
 
 
-@torch.no_grad()
-def evaluate(job: Job) -> float:
-    """Mean nats per token over the first `eval_batches` batches of the validation data."""
-    losses = []
-    job.model.eval()
-    for i in range(job.config.eval_batches):
-        x, y = job.val.batch(i)
-        losses.append(job.loss(job.model, x.to(job.device), y.to(job.device)))
-    job.model.train()
-    return torch.stack(losses).mean().item()
-
-
-def _save(job: Job, run: Run, step: int) -> None:
-    if job.device.type == "cuda":
-        torch.cuda.synchronize(job.device)      # state may still be on its way to where it rests
-    names = {p: name for name, p in job.model.named_parameters()}
-    tensors = _saved_tensors(job)
-    numbers = {}
-    for p, slots in job.optimizer.state.items():
-        for slot, value in slots.items():
-            (tensors if torch.is_tensor(value) else numbers)[f"optimizer/{names[p]}/{slot}"] = value
-    tensors["rng/cpu"] = torch.get_rng_state()
-    if job.device.type == "cuda":
-        tensors["rng/cuda"] = torch.cuda.get_rng_state(job.device)
+def _save(training: Training, run: Run, step: int) -> None:
+    state = training.state_dict()
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    numbers = {name: value for name, value in state.items() if name not in tensors}
     try:
-        checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers}, keep=job.config.keep_checkpoints)
+        checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers}, keep=training.config.keep_checkpoints)
     except OSError as error:
-        kept = [folder.name for folder in checkpoint.folders(run.checkpoints)]
         raise RunFailedError(f"step {step}: the checkpoint could not be written ({error.strerror or error}); "
-                             f"kept: {kept[0] if kept else 'none before it'}. Free some space or choose another "
+                             f"kept: {_last_checkpoint(run) or 'none before it'}. Free some space or choose another "
                              f"--out, then go on with --resume") from error
 
 
-def _saved_tensors(job: Job) -> dict[str, Tensor]:
-    """Parameters and saved buffers, tied ones once."""
-
-    def of(module: nn.Module) -> dict[str, Tensor]:
-        wanted = module.state_dict(keep_vars=True).keys()
-        return {name: t for name, t in (*module.named_parameters(), *module.named_buffers()) if name in wanted}
-
-    return {f"{part}/{name}": t for part, module in (("model", job.model), ("state", job.state))
-            for name, t in of(module).items()}
-
-
-def _restore(job: Job, run: Run) -> int:
-    """Load the newest good checkpoint into `job`, and return its step; 0 when there is none."""
+def _restore(training: Training, run: Run) -> tuple[int, list[str]]:
+    """Load the newest good checkpoint. Its step, 0 when there is none, and a sentence for each damaged one."""
     checkpoint.sweep(run.checkpoints)
-    found, problems = checkpoint.load_latest(run.checkpoints)
-    job.environment["damaged_checkpoints"] = problems
+    found, damaged = checkpoint.load_latest(run.checkpoints)
     if found is None:
-        return 0
-    ours = _saved_tensors(job)
-    missing = [name for name in ours if name not in found.tensors]
-    if missing:
-        raise RunFailedError(f"{found.path} lacks {len(missing)} of the model's tensors, {missing[0]} first")
-    for name, t in ours.items():
-        if t.shape != found.tensors[name].shape:    # copy_ would broadcast a shorter history into a longer one
-            raise RunFailedError(f"{found.path} holds {name} as {tuple(found.tensors[name].shape)}, and this run has it "
-                                 f"as {tuple(t.shape)}; resume with the settings that it was saved with")
-    params = dict(job.model.named_parameters())
-    with torch.no_grad():
-        for name, t in ours.items():
-            t.copy_(found.tensors[name])
-    for name, value in (*found.tensors.items(), *found.state["optimizer"].items()):
-        if name.startswith("optimizer/"):
-            _, param, slot = name.split("/")
-            value = job.place.rest(value.to(job.device)) if torch.is_tensor(value) else value
-            job.optimizer.state[params[param]][slot] = value
-    torch.set_rng_state(found.tensors["rng/cpu"])
-    if job.device.type == "cuda" and "rng/cuda" in found.tensors:
-        torch.cuda.set_rng_state(found.tensors["rng/cuda"], job.device)
-    return found.step
+        return 0, damaged
+    training.load_state_dict(found.tensors | found.state["optimizer"], source=found.path)
+    return found.step, damaged
+
+
+def _last_checkpoint(run: Run) -> str | None:
+    kept = checkpoint.folders(run.checkpoints)
+    return kept[0].name if kept else None
 
 
 @contextmanager
@@ -246,18 +178,26 @@ def _owned(path: Path) -> Iterator[None]:
 MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "precision.telemetry_every"}
 
 
-def _check_folder(run: Run, config: Config, resume: bool) -> None:
-    if (run.path / runs.CONFIG).exists():
-        if not resume:
-            raise ConfigError(f"{str(run.path)!r} already holds a run; choose another --out, or go on with --resume")
-        was, now = flat(run.config), flat(config)
-        changed = [key for key in now if now[key] != was.get(key) and key not in MAY_CHANGE]
-        if changed:
-            said = ", ".join(f"{key} was {was.get(key)} and is {now[key]}" for key in changed)
-            raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: {said}; leave them, or start anew "
-                              f"with another --out")
-    elif any(not p.name.startswith(".") for p in run.path.iterdir()):
-        raise ConfigError(f"{str(run.path)!r} is not empty and holds no run; choose another --out")
+def _check_folder(run: Run, config: Config, resume: bool) -> dict[str, Any]:
+    """What the record should say about a run that is trained longer than it was meant to be; as a rule nothing."""
+    if not (run.path / runs.CONFIG).exists():
+        if any(not p.name.startswith(".") for p in run.path.iterdir()):
+            raise ConfigError(f"{str(run.path)!r} is not empty and holds no run; choose another --out")
+        return {}
+    if not resume:
+        raise ConfigError(f"{str(run.path)!r} already holds a run; choose another --out, or go on with --resume")
+    was, now = flat(run.config), flat(config)
+    longer = now["steps"] > was["steps"]
+    changed = [key for key in now if now[key] != was.get(key) and key not in MAY_CHANGE]
+    changed = [key for key in changed if not (longer and key == "steps")]
+    if changed:
+        said = ", ".join(f"{key} was {was.get(key)} and is {now[key]}" for key in changed)
+        raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: {said}; leave them, or start anew "
+                          f"with another --out. Only steps may be raised")
+    if not longer:
+        return {}
+    return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the learning rate follows the "
+                        f"schedule of {now['steps']} steps, as if the run had been begun with them"}
 
 
 def _keep_metrics(path: Path, upto: int) -> list[dict[str, Any]]:
@@ -268,18 +208,23 @@ def _keep_metrics(path: Path, upto: int) -> list[dict[str, Any]]:
 
 
 def _line(record: StepRecord) -> str:
-    """JSON has no NaN: a loss that is none becomes null."""
-    return json.dumps({key: value if not isinstance(value, float) or math.isfinite(value) else None
-                       for key, value in record.to_dict().items()}) + "\n"
+    """NaN is written as null, because JSON has no NaN."""
+    def finite(values: dict[str, Any]) -> dict[str, Any]:
+        return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+
+    line = finite(record.to_dict())
+    if record.extra:
+        line["extra"] = finite(record.extra)
+    return json.dumps(line) + "\n"
 
 
-def _refuse_nan(record: StepRecord, run: Run, job: Job) -> None:
+def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
     if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
-        kept, known = checkpoint.folders(run.checkpoints), job.diagnose(job.model)
+        known = nonfinite_report(training.model)
         raise RunFailedError(
             f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; {known}{known and '; '}kept: "
-            f"{kept[0].name if kept else 'no checkpoint yet'}. A smaller optimizer.lr or a longer "
-            f"optimizer.warmup_steps is the usual way out")
+            f"{_last_checkpoint(run) or 'no checkpoint yet'}. A smaller optimizer.lr or a longer "
+            f"schedule.warmup_steps is the usual way out")
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
@@ -288,20 +233,28 @@ def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -
     return {"energy_wh": (after[0] - before[0]) / 3600 if known else None, "energy_source": after[1] if known else None}
 
 
-def _summary(job: Job, run: Run, history: list[dict[str, Any]], status: str) -> dict[str, Any]:
+def _mfu(training: Training, tokens_per_second: float | None) -> dict[str, float]:
+    """Of the peak of 16 bits whatever the recipe, so that a faster recipe has a higher MFU. Measures that peak."""
+    if not tokens_per_second:
+        return {}
+    dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
+    peak, _ = hardware.peak_flops(dtype, str(training.device))
+    return {"mfu": tokens_per_second * training_flops_per_token(training.config.model) / peak}
+
+
+def _results(training: Training, run: Run, history: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the metrics say; nothing is asked of the device."""
     done = [line for line in history if math.isfinite(line["loss"])]
     last = done[-1] if done else {}
     vals = [line["val_loss"] for line in done if "val_loss" in line]
     # The first step of a process pays for compilation and first touches; the median does not.
     seconds = statistics.median(line["step_seconds"] for line in done) if done else None
-    rate = job.config.tokens_per_step / seconds if seconds else None
     return {
-        "status": status,
         "final_loss": last.get("loss"), "val_loss": vals[-1] if vals else None,
         "steps": last.get("step", 0), "tokens": last.get("tokens", 0),
-        "tokens_per_second": rate, "step_seconds": seconds,
+        "tokens_per_second": training.config.tokens_per_step / seconds if seconds else None, "step_seconds": seconds,
         "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
-        "mfu": rate * job.flops_per_token / job.peak_flops() if rate else None,
-        "run_dir": str(run.path), "chosen": {key: asdict(choice) for key, choice in job.chosen.items()},
-        "damaged_checkpoints": job.environment["damaged_checkpoints"],
+        "mfu": None, "energy_wh": None, "energy_source": None, "last_checkpoint": _last_checkpoint(run),
+        "run_dir": str(run.path),
+        "chosen": {key: asdict(choice) for key, choice in training.decisions.choices.items()},
     }

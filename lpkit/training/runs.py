@@ -1,7 +1,7 @@
 """What happened: a Run is a folder, and this is how to read one.
 
     config.yaml        every setting
-    environment.json   versions, device, date, command
+    environment.json   versions, device, date, command, of each time that it was begun or gone on with
     metrics.jsonl      a StepRecord a line
     summary.json       the result, replaced whole
     tokenizer.json     so that sampling needs no corpus
@@ -9,11 +9,14 @@
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config, ConfigError
+from lpkit.config import Config
+from lpkit.contracts import Observer, StepRecord
+from lpkit.errors import ConfigError
 from lpkit.tables import html_table
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.yaml", "environment.json", "metrics.jsonl", "summary.json"
@@ -22,6 +25,26 @@ TOKENIZER, CHECKPOINTS = "tokenizer.json", "checkpoints"
 
 class RunFailedError(RuntimeError):
     """A run that could not go on. The message says at which step, why, and what was kept."""
+
+
+class Observers:
+    """Those who are told of every step. One that raises is dropped, and its error is kept for the summary."""
+
+    def __init__(self, observers: Iterable[Observer] = ()):
+        self._observers = list(observers)
+        self.errors: list[str] = []
+
+    def add(self, observer: Observer) -> None:
+        self._observers.append(observer)
+
+    def __call__(self, record: StepRecord) -> None:
+        for observe in list(self._observers):
+            try:
+                observe(record)
+            except Exception as error:
+                self._observers.remove(observe)
+                name = getattr(observe, "__qualname__", type(observe).__qualname__)
+                self.errors.append(f"{name} at step {record.step}: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -47,8 +70,15 @@ class Run:
         return self._json(SUMMARY)
 
     @property
+    def environments(self) -> list[dict[str, Any]]:
+        """Of every start, the oldest first."""
+        held = self._json(ENVIRONMENT) or []
+        return [held] if isinstance(held, dict) else held       # older runs kept the last one alone
+
+    @property
     def environment(self) -> dict[str, Any]:
-        return self._json(ENVIRONMENT)
+        """The newest one."""
+        return self.environments[-1] if self.environments else {}
 
     @property
     def checkpoints(self) -> Path:
@@ -59,30 +89,41 @@ class Run:
         """Every step that was reported. A last line torn by a kill is left out."""
         return read_metrics(self.path / METRICS)
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str) -> Any:
         path = self.path / name
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def _repr_html_(self) -> str:
-        return html_table((), described(self.summary), prose=1)
+        return html_table((), described({"run_dir": str(self.path), **self.summary}), prose=1)
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary for a person: (name, value with its unit)."""
-    def number(key: str, form: str, unit: str, scale: float = 1) -> str:
-        return "none" if summary[key] is None else f"{summary[key] * scale:{form}} {unit}"
+    """A summary for a person: (name, value with its unit). A run that was killed has left no more than its folder."""
+    if "status" not in summary:
+        return [("run", summary["run_dir"]), ("status", "no summary: it has not ended yet, or it was killed")]
 
-    stopped = f" by {summary['stopped_by']}" if summary["stopped_by"] else ""
-    return [
-        ("run", summary["run_dir"]),
-        ("status", f"{summary['status']}{stopped} after {summary['steps']:,} steps, {summary['tokens']:,} tokens"),
-        ("loss", number("final_loss", ".4f", "nats per token")),
-        ("validation loss", number("val_loss", ".4f", "nats per token")),
-        ("speed", f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
-                  f"MFU {number('mfu', '.0f', '%', 100)}"),
-        ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9)),
-        *([("energy", f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})")] if summary.get("energy_wh") else []),
-    ]
+    def number(key: str, form: str, unit: str, scale: float = 1) -> str:
+        value = summary.get(key)
+        return "none" if value is None else f"{value * scale:{form}} {unit}"
+
+    rows = {
+        "run": summary["run_dir"],
+        "status": f"{summary['status']} after {summary['steps']:,} steps, {summary['tokens']:,} tokens",
+        "loss": number("final_loss", ".4f", "nats per token"),
+        "validation loss": number("val_loss", ".4f", "nats per token"),
+        "speed": f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
+                 f"MFU {number('mfu', '.0f', '%', 100)}",
+        "peak memory": number("peak_bytes", ".2f", "GB", 1e-9),
+    }
+    if summary.get("stopped_by"):
+        rows["status"] = rows["status"].replace(" after", f" by {summary['stopped_by']} after", 1)
+    if summary.get("error"):
+        rows["error"] = f"{summary['error']}; kept: {summary.get('last_checkpoint') or 'no checkpoint'}"
+    if summary.get("energy_wh"):
+        rows["energy"] = f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})"
+    if summary.get("observer_errors"):
+        rows["observers that failed"] = "; ".join(summary["observer_errors"])
+    return list(rows.items())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

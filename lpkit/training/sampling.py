@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lpkit.config import ConfigError
 from lpkit.datasets import tokenizer_from_dict
-from lpkit.nn.transformer import KVCache, Transformer
+from lpkit.errors import ConfigError
+from lpkit.nn.transformer import KVCache
+from lpkit.precision.compute import compute_dtype
 from lpkit.training import checkpoint, runs
 from lpkit.training.runs import Run
+from lpkit.training.training import RandomTokens, Training
 
 
 def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200, temperature: float = 0.8,
@@ -23,32 +25,46 @@ def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200, temp
     for name, value, low in (("tokens", tokens, 1), ("temperature", temperature, 0), ("top_k", top_k or 1, 1)):
         if value < low:
             raise ConfigError(f"{name} must be at least {low}, got {value}")
-    found, problems = checkpoint.load_latest(run.checkpoints, only="model/", quarantine=False)
-    if found is None:
-        raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from" + "".join(f"; {p}" for p in problems))
+    training = trained(run, device)
     tokenizer = tokenizer_from_dict(run._json(runs.TOKENIZER))
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give at least one character")
-    model = Transformer(run.config.model).to(device).eval()
-    ours = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, p in ours.items():
-            p.copy_(found.tensors[f"model/{name}"])
-        new = list(_generate(model, ids, tokens, temperature, top_k, torch.Generator(device).manual_seed(seed)))
+    new = list(_generate(training, ids, tokens, temperature, top_k, torch.Generator(device).manual_seed(seed)))
     return tokenizer.decode([*ids, *new])
 
 
-def _generate(model: Transformer, ids: list[int], count: int, temperature: float, top_k: int | None,
+# Nothing of this is needed without backward.
+PLAIN = {"system.compile": False, "memory.recompute": "none", "memory.activation_offload": "device", "memory.optimizer_state": "device",
+         "memory.optimizer_step": "after"}
+
+
+def trained(run: Run, device: str = "cpu") -> Training:
+    """The model of `run` as it was trained: cast, stored and computed alike, with its newest good weights, in evaluation.
+
+    Raises ConfigError for a run without a checkpoint.
+    """
+    found, problems = checkpoint.load_latest(run.checkpoints, only="model/", quarantine=False)
+    if found is None:
+        raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from" + "".join(f"; {p}" for p in problems))
+    config = run.config.replace(PLAIN | {"system.device": device})
+    training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
+    training.load_model(found.tensors, source=found.path)
+    training.model.eval()
+    return training
+
+
+def _generate(training: Training, ids: list[int], count: int, temperature: float, top_k: int | None,
               rng: torch.Generator) -> Iterator[int]:
     """When the context is full, begin again from its newer half."""
-    config, device = model.config, model.embed.weight.device
+    config, device = training.config.model, training.device
+    dtype = compute_dtype(training.decisions.recipe) or next(training.model.parameters()).dtype
     seen, cache = list(ids), None
     for _ in range(count):
         if cache is None or cache.length == config.T:
-            cache = KVCache(config, 1, dtype=model.embed.weight.dtype, device=device)
+            cache = KVCache(config, 1, dtype=dtype, device=device)
             given = seen[-max(1, config.T // 2):] if len(seen) >= config.T else seen
-        logits = model(torch.tensor([given], device=device), cache)[0, -1]
+        logits = training.logits(torch.tensor([given], device=device), cache)[0, -1]
         token = choose(logits, temperature, top_k, rng)
         seen.append(token)
         given = [token]

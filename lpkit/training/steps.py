@@ -1,12 +1,13 @@
 """What one update does before the optimizer: forward and backward, in one piece or in micro-batches."""
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from lpkit.contracts import Loss, Step
+from lpkit.contracts import Batch, Loss
+from lpkit.precision.linear import advance
 
 
 class LossScaler(nn.Module):
@@ -41,27 +42,28 @@ class LossScaler(nn.Module):
         self.good_steps.zero_()
 
 
-def _nothing(model: nn.Module) -> None:
-    pass
+Phases = Callable[[str], AbstractContextManager]    # a context around "forward", "backward" or "optimizer"
 
 
-def accumulate(parts: int, loss: Loss, *, after: Callable[[nn.Module], None] = _nothing,
-               scaler: LossScaler | None = None) -> Step:
-    """`parts` micro-batches, one update: the same gradient as the whole batch, 1/parts of the activations.
+def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *, scaler: LossScaler | None = None,
+               phases: Phases = nullcontext) -> Tensor:
+    """Forward and backward of `parts` micro-batches; leaves the gradients in the model and returns the mean loss.
 
-    `after(model)` is called after each backward.
+    The gradient is that of the whole batch, and the activations take 1 / parts of its memory.
     """
-    return partial(_accumulate, parts=parts, loss=loss, after=after, scaler=scaler)
-
-
-def _accumulate(model: nn.Module, x: Tensor, y: Tensor, *, parts: int, loss: Loss,
-                after: Callable[[nn.Module], None], scaler: LossScaler | None) -> Tensor:
     losses = []
-    for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        part = loss(model, x_part, y_part) / parts
-        (part if scaler is None else part * scaler.scale).backward()
-        after(model)
+    for piece in batch.chunk(parts):
+        with phases("forward"):
+            part = loss(model, piece) / _parts(batch, piece, parts)
+        with phases("backward"):
+            (part if scaler is None else part * scaler.scale).backward()
+            advance(model)
         losses.append(part.detach())
     if scaler is not None:
         scaler.unscale(model)
     return torch.stack(losses).sum()
+
+
+def _parts(batch: Batch, piece: Batch, parts: int) -> Tensor | int:
+    """The weight of the whole batch over that of `piece`: means of micro-batches become the mean of the batch."""
+    return parts if batch.weights is None else batch.weights.sum() / piece.weights.sum()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row
 from lpkit.predict.units import quantity
 from lpkit.ui.draw import NAMES, axis, bars, figure, rule

@@ -6,8 +6,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from lpkit.config import ConfigError
-from lpkit.contracts import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.tables import FONT
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import WARNING

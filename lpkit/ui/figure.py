@@ -25,7 +25,7 @@ import ipywidgets as widgets
 import numpy as np
 import traitlets
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.ui.style import TEMPLATE
 from lpkit.ui.throttle import Throttle
 

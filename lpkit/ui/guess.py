@@ -11,7 +11,7 @@ from html import escape
 import ipywidgets as widgets
 import traitlets
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.tables import FONT, INK
 
 

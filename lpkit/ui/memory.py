@@ -54,7 +54,7 @@ def memory_view(model: Config, machine: Machine, sequences: int, devices: int, p
                 optimizer: str, zero_stage: int, recompute: str) -> tuple[dict, str]:
     """For an Explorer: `sequences` per device at a time, no accumulation. The figure, and the peak
     as a table."""
-    config = dataclasses.replace(model, batch=sequences * devices, accumulate=1)
+    config = dataclasses.replace(model, global_batch=sequences * devices, grad_accum_steps=1)
     held = memory(config, machine, devices, precision=precision, optimizer=optimizer,
                   zero=zero_stage, recompute=recompute)
     verdict = "fits into" if held.fits else "does not fit into"

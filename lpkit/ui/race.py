@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
-from lpkit.config import ConfigError
 from lpkit.contracts import StepRecord
+from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, INK
 from lpkit.ui.draw import LEGEND_ABOVE, NAMES, axis, bars, box, figure, note, scatter
 from lpkit.ui.live import LiveRun, RunHandle

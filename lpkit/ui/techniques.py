@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK
 from lpkit.ui.draw import axis, figure, rule, scatter

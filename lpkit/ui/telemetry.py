@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
-from lpkit.config import ConfigError
-from lpkit.contracts import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, rule
 from lpkit.ui.explorer import Explorer

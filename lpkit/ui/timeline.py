@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from typing import Protocol
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.units import quantity

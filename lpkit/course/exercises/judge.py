@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lpkit.config import ConfigError
+from lpkit.errors import ConfigError
 
 COLOURS = {"to do": "#6b7280", "right": "#15803d", "wrong": "#b91c1c"}
 SIGNS = {"to do": "○", "right": "✓", "wrong": "✗"}

@@ -1,0 +1,61 @@
+"""Update rules: w and its slots, both float32, are changed in place. Each is a definition in a few lines.
+
+    rule(w, g, slots, settings, update)
+
+`g` is the gradient in float32 and is not changed, `slots` are the tensors of the row's slots in their
+order, `settings` has the row's settings with the learning rate and the weight decay of this parameter
+at this update, and `update` counts from 1. Weight decay is decoupled everywhere: it scales the weight
+and is no part of the gradient (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
+"""
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from lpkit.techniques.optimizers import AdamWSettings, LionSettings, MomentumSettings, OptimizerSettings
+
+
+def adamw(w: Tensor, g: Tensor, slots: list[Tensor], settings: AdamWSettings, update: int) -> None:
+    """Both means start at 0, and dividing by 1 - beta^update takes that bias out."""
+    m, v = slots
+    m.lerp_(g, 1 - settings.beta1)
+    v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
+    root = (v / (1 - settings.beta2**update)).sqrt_().add_(settings.eps)
+    w.mul_(1 - settings.lr * settings.weight_decay)
+    w.addcdiv_(m, root, value=-settings.lr / (1 - settings.beta1**update))
+
+
+def adamw_kernel(w: Tensor, g: Tensor, slots: list[Tensor], settings: AdamWSettings, update: int) -> None:
+    """PyTorch's fused kernel on one parameter: one pass over memory, and the bits of `adamw_fused`."""
+    before = torch.full((), update - 1.0, device=w.device)      # the kernel adds one
+    torch_adamw([w], [g], [slots[0]], [slots[1]], [], [before], fused=True, amsgrad=False, maximize=False,
+                beta1=settings.beta1, beta2=settings.beta2, lr=settings.lr,
+                weight_decay=settings.weight_decay, eps=settings.eps)
+
+
+def adamw_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
+    """All parameters at once."""
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2),
+                             eps=settings.eps, fused=True)
+
+
+def lion(w: Tensor, g: Tensor, slots: list[Tensor], settings: LionSettings, update: int) -> None:
+    """Every coordinate moves by lr. The direction leans more on this gradient (beta1) than the
+    momentum that stays (beta2) does (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2)."""
+    (m,) = slots
+    direction = torch.lerp(m, g, 1 - settings.beta1).sign_()
+    w.mul_(1 - settings.lr * settings.weight_decay).add_(direction, alpha=-settings.lr)
+    m.lerp_(g, 1 - settings.beta2)
+
+
+def momentum(w: Tensor, g: Tensor, slots: list[Tensor], settings: MomentumSettings, update: int) -> None:
+    """The velocity is a fading sum, not a mean. Nesterov's looks one step ahead of it
+    (Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html, as torch.optim.SGD has it)."""
+    (velocity,) = slots
+    velocity.mul_(settings.momentum).add_(g)
+    direction = g.add(velocity, alpha=settings.momentum) if settings.nesterov else velocity
+    w.mul_(1 - settings.lr * settings.weight_decay).add_(direction, alpha=-settings.lr)
+
+
+def sgd(w: Tensor, g: Tensor, slots: list[Tensor], settings: OptimizerSettings, update: int) -> None:
+    w.mul_(1 - settings.lr * settings.weight_decay).add_(g, alpha=-settings.lr)

@@ -1,0 +1,186 @@
+"""What low precision casts: passes over each operand, seconds of a Linear, bytes that are kept.
+
+A recipe casts the two operands of each of a Linear's three products (y = x w^T, dx = g w,
+dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in few bits and up
+to six casts, which read and write whole tensors. Products grow with M N K, casts with M K, M N and
+N K: width decides. Seconds, bytes, FLOP/s.
+
+The passes of each cast are those of torchao's own roofline
+(torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lpkit.predict.flops import Product
+from lpkit.predict.roofline import ASSUMED, BF16, Efficiency, product_seconds
+from lpkit.techniques.blocks import FP32
+from lpkit.techniques.machines import Machine
+
+ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
+COALESCED = 32                      # columns that a kernel reads together as it walks down one
+# The products of each tensor: along the stored rows, then down the columns.
+USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}
+OPERANDS = {"y": "xw", "dx": "gw", "dw": "gx"}
+STORED = {"x": ("M", "K"), "w": ("N", "K"), "g": ("M", "N")}       # rows, columns
+READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes an element; weights are float32 masters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """How one operand (rows, contracted axis) is cast: a `block` shares a scale, 0 spans all."""
+
+    bits: float
+    block: tuple[int, int] = (0, 0)
+    scale_bytes: float = 4
+    transposes: bool = False        # one cast serves x and x.T, in two layouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the formulas need of a precision recipe. `casts` are y: (x, w), dx: (g, w), dw: (g, x);
+    an absent product stays in 16 bits."""
+
+    name: str
+    dtype: str                      # of the products, in the catalogue of machines
+    casts: Mapping[str, tuple[Operand, Operand]] = field(default_factory=dict)
+    history: int = 0                # amaxes remembered: a cast does not look at its tensor first
+    kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by name
+    result_bytes: float = BF16      # moved for each element of a product's result
+    product_share: float = 1.0      # of the efficiency of its dtype: scales inside cost something
+    cast_factor: float = 1.0        # traffic of its casts over that of fused ones
+
+    def operand(self, tensor: str, product: str) -> Operand | None:
+        pair = self.casts.get(product)
+        return pair and pair[OPERANDS[product].index(tensor)]
+
+
+# Of the FP8 efficiency, with float32 scales finer than a tensor: tensor cores apply one-byte scales
+# themselves. Between both published rowwise figures (docs/advise.md).
+FINE_SHARE = {"fp8": 0.8}
+# torch._int_mm writes int32; scaling reads it and writes 16 bits.
+RESULT_BYTES = {"int8": 4 + 4 + 2}
+
+
+def on_hardware(name: str, dtype: str, casts: Mapping[str, tuple[Operand, Operand]], *,
+                history: int = 0, kept: Mapping[str, int]) -> Recipe:
+    """A recipe whose products run in `dtype` itself."""
+    fine = any(operand.block != (0, 0) and operand.scale_bytes == FP32
+               for pair in casts.values() for operand in pair)
+    return Recipe(name=name, dtype=dtype, casts=casts, history=history, kept=kept,
+                  result_bytes=RESULT_BYTES.get(dtype, BF16),
+                  product_share=FINE_SHARE.get(dtype, 1.0) if fine else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One kernel over one tensor."""
+
+    tensor: str
+    what: str
+    read_bytes: float
+    written_bytes: float
+
+    @property
+    def bytes(self) -> float:
+        return self.read_bytes + self.written_bytes
+
+
+def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
+    """Every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
+
+    A scale that spans more than a chip holds needs a pass of its own to find the largest magnitude,
+    and a small kernel that makes it a scale; a history saves the pass and not the kernel. Blocks
+    that are their own transpose are found once, and their two layouts are written together. Others
+    are found once per layout.
+    """
+    sizes = {"M": M, "N": N, "K": K}
+    passes: list[Pass] = []
+    for tensor, (along, down) in USES.items():
+        rows, columns = (sizes[side] for side in STORED[tensor])
+        read = rows * columns * READ[tensor]
+        first, second = recipe.operand(tensor, along), recipe.operand(tensor, down)
+        both = first is not None and first == second and first.transposes
+        if first is not None:
+            layouts = 2 if both else 1
+            passes += _casts(tensor, first, read, rows, columns, 1, layouts, recipe.history)
+        if second is not None and not both:
+            passes += _casts(tensor, second, read, columns, rows, COALESCED, 1, recipe.history)
+    return tuple(passes)
+
+
+def _casts(tensor: str, operand: Operand, read: float, rows: int, columns: int, coalesced: int,
+           layouts: int, history: int) -> list[Pass]:
+    passes = []
+    high, wide = (size or whole for size, whole in zip(operand.block, (rows, columns)))
+    if max(high, coalesced) * wide > ON_CHIP or history:
+        if not history:
+            passes.append(Pass(tensor=tensor, what="amax", read_bytes=read, written_bytes=0))
+        passes.append(Pass(tensor=tensor, what="scale", read_bytes=0, written_bytes=0))
+    written = rows * columns * operand.bits / 8 + scale_bytes(operand, rows, columns)
+    what = "cast" if layouts == 1 else "cast, both layouts"
+    passes.append(Pass(tensor=tensor, what=what, read_bytes=read, written_bytes=layouts * written))
+    return passes
+
+
+def scale_bytes(operand: Operand, rows: int, columns: int) -> float:
+    high, wide = (size or whole for size, whole in zip(operand.block, (rows, columns)))
+    return -(-rows // high) * -(-columns // wide) * operand.scale_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCost:
+    """All Linears of one shape in one update, forward and backward. Seconds are of one call."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    calls: int
+    base_seconds: float         # three products as they are, and the weight's cast to 16 bits
+    product_seconds: float
+    cast_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.product_seconds + self.cast_seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.base_seconds / self.seconds
+
+
+def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype: str,
+                  itemsize: int) -> dict[str, float]:
+    """A Linear's three products when nothing is cast."""
+    return {name: product_seconds(*shape, machine, efficiency, dtype=dtype, bits=8 * itemsize,
+                                  result_bytes=itemsize)
+            for name, shape in _shapes(p).items()}
+
+
+def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
+                base: str = "bf16", itemsize: int = BF16, calls: int | None = None) -> LinearCost:
+    """A Linear's three products of the size of `p`, and their casts, beside the `base` dtype."""
+
+    def kernel(nbytes: float) -> float:
+        bandwidth = machine.bytes_per_second * efficiency.casts
+        return max(nbytes / bandwidth, efficiency.kernel_seconds)
+
+    shapes = _shapes(p)
+    plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
+    mixed = dict(plain)
+    for name, pair in recipe.casts.items():
+        bits = max(operand.bits for operand in pair)
+        mixed[name] = product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype,
+                                      bits=bits, result_bytes=recipe.result_bytes)
+        mixed[name] /= recipe.product_share
+    weight_cast = kernel(p.N * p.K * (FP32 + itemsize)) if itemsize < FP32 else 0.0
+    passes = cast_passes(recipe, M=p.M, N=p.N, K=p.K)
+    return LinearCost(
+        name=p.name, M=p.M, N=p.N, K=p.K, calls=p.calls if calls is None else calls,
+        base_seconds=sum(plain.values()) + weight_cast, product_seconds=sum(mixed.values()),
+        cast_seconds=sum(kernel(each.bytes * recipe.cast_factor) for each in passes))
+
+
+def _shapes(p: Product) -> dict[str, tuple[int, int, int]]:
+    return {"y": (p.M, p.N, p.K), "dx": (p.M, p.K, p.N), "dw": (p.N, p.K, p.M)}

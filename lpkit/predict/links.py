@@ -1,0 +1,82 @@
+"""Seconds of messages: alpha-beta over rings. A hop costs a latency, a byte 1 / bandwidth.
+
+Sources: Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051521; the latencies
+are `machines.LATENCY_SOURCE`'s.
+"""
+
+from dataclasses import dataclass
+
+from lpkit.errors import ConfigError
+from lpkit.predict.roofline import ASSUMED, Efficiency
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import LATENCY_SOURCE, Machine
+
+RINGS = ("ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; "
+         f"latency: {LATENCY_SOURCE}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins the ranks of one group, per rank and direction.
+
+    `hops_seconds` is the latency of going round once.
+    """
+
+    size: int
+    bytes_per_second: float
+    hops_seconds: float
+    words: str
+
+
+def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = ASSUMED) -> Link:
+    """The group along an axis of the layout; "states" is `shard` and `context` together.
+
+    Inside a node the link counts. Beyond it every rank has its own share of the network, and the
+    members that a group has in one node pull together. Raises ConfigError for a machine without a
+    link or a network.
+    """
+    first, size = axis, layout.state_ranks if axis == "states" else getattr(layout, axis)
+    if axis == "states":
+        first = "context"
+    local = max(1, min(size, machine.devices_per_node // layout.stride(first)))
+    nodes = -(-size // local)
+    wire = (machine.link_bytes_per_second or 0) / 2         # the datasheet adds both directions
+    missing = ""
+    if nodes > 1 and not machine.network_bytes_per_second:
+        missing = "network_bytes_per_second, between its nodes"
+    elif local > 1 and not wire:
+        missing = "link_bytes_per_second, inside its node"
+    if missing:
+        raise ConfigError(f"{axis}={size} on {machine.title} needs {missing}, and it says none; "
+                          f"use one device, or describe the machine in YAML with it")
+    rate, words = wire, f"{machine.link or 'link'} in one node"
+    if nodes > 1:
+        rate = local * machine.network_bytes_per_second
+        rate = min(rate, wire) if local > 1 else rate
+        words = f"network, {nodes} nodes, {local} rank(s) in each"
+    hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
+    return Link(size=size, bytes_per_second=max(rate, 1.0) * efficiency.links, hops_seconds=hops,
+                words=words)
+
+
+def all_gather_seconds(nbytes: float, on: Link) -> float:
+    """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
+    if on.size == 1:
+        return 0.0
+    return on.hops_seconds + (on.size - 1) / on.size * nbytes / on.bytes_per_second
+
+
+# The same messages, the other way round; `nbytes` is the whole operand.
+reduce_scatter_seconds = all_gather_seconds
+
+
+def all_reduce_seconds(nbytes: float, on: Link) -> float:
+    """A reduce-scatter, then an all-gather: 2 (n - 1) hops."""
+    return 2 * all_gather_seconds(nbytes, on)
+
+
+def send_seconds(nbytes: float, on: Link) -> float:
+    """To the next rank."""
+    if on.size == 1:
+        return 0.0
+    return on.hops_seconds / (on.size - 1) + nbytes / on.bytes_per_second

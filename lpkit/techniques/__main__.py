@@ -1,0 +1,37 @@
+"""Every family with its rows, in Markdown: docs/techniques.md."""
+
+import dataclasses
+from typing import Any
+
+from lpkit.techniques import families
+
+HEAD = """# Techniques
+
+Every row that a Config can name, with its settings and their defaults. `--set FIELD=NAME` chooses one, and
+`--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD: {name: NAME, SETTING: VALUE}`. This page is made by
+`python -m lpkit.techniques`.
+"""
+
+
+def page() -> str:
+    parts = [HEAD]
+    for field, table in families().items():
+        parts.append(f"\n## `{field}`\n")
+        if not table:
+            parts.append("\nNone yet: rows come from outside.\n")
+            continue
+        parts.append("\n| name | what | settings | source |\n|---|---|---|---|\n")
+        for name, row in table.items():
+            cells = (f"`{name}`", getattr(row, "why", ""), settings(row.settings), row.source)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts)
+
+
+def settings(defaults: Any) -> str:
+    """'`every`=1, ...'"""
+    values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults) if f.name != "name"}
+    return ", ".join(f"`{name}`={','.join(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+
+
+if __name__ == "__main__":
+    print(page(), end="")

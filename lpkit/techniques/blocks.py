@@ -1,0 +1,391 @@
+"""A transformer as a list of operations: written once, and everything about its size is a sum over it.
+
+Parameters, FLOPs, what autograd saves, what moves through memory, what each backward holds, which weights tensor
+parallelism cuts: an `Op` says all of it, and `lpkit.predict` folds the list (`params`, `flops`, `activations`, `walk`).
+A new norm, MLP, position, attention backend or block is one more row here, and a module that its row names; nothing
+else changes. Bytes are those of one micro-batch on one device that holds the whole model.
+
+Methods: Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198) for what is saved; the terms are those of
+PyTorch's kernels for `lpkit.nn`, and tests/test_predict.py holds them equal to a measured step, to the byte.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lpkit.techniques.row import Row
+
+FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
+BLOCKED_CONTEXT = 1024      # tokens; beyond, the kept probabilities cost more memory than the speed is worth
+QUERY_BLOCK = 128           # queries that blocked attention takes at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """A product over pairs of tokens, (M, K) with (K, N), `group` of them at once: heads times sequences."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """A moment of an operation's backward: something of `nbytes` is there for a moment; then a share of what the operation
+    saved is freed, and the gradients of activations that wait grow by `grows`."""
+
+    nbytes: float = 0.0
+    frees: float = 0.0
+    grows: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation. `name` is the module's in lpkit.nn, where it has one."""
+
+    name: str
+    part: str                               # of the parameters: attention, mlp, norms, ...
+    params: int = 0
+    matmul: tuple[int, int] | None = None   # of a Linear: numbers in, numbers out, for each token
+    cut: Literal["", "column", "row"] = ""  # the side of the weight that tensor parallelism cuts
+    reads_residual: bool = False            # of a Linear: its input has the residual stream's dtype before autocast
+    writes_residual: bool = False           # of a Linear: its result is added to the residual stream
+    pairs: tuple[Pairs, ...] = ()
+    saved_bytes: float = 0                  # for backward, each storage once, under the operation that saves it first
+    saved_itemsize: int = FP32              # of a number of these
+    saves_result: bool = False              # so that the Linear after it need not save its input
+    result_bytes: int = 0                   # of products and fused attention: selective recomputation keeps these
+    moved_bytes: int = 0                    # in forward, each operation on its own; a product's are counted by its rate
+    pairs_share: float = 1.0                # of `pairs`, what is computed: a mask may leave less
+    backward_pairs: float = 2.0             # products over pairs in backward, over those of forward
+    score_passes: tuple[int, int] = (0, 0)  # scores written to memory or read again, forward and backward
+    backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
+
+    @property
+    def weights(self) -> int:
+        """Parameters in a matrix product."""
+        return self.matmul[0] * self.matmul[1] if self.matmul else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What the bytes of an operation depend on. `batch` sequences of model.context tokens.
+
+    `compute_bytes` is of a number in the products, `residual_bytes` in the residual stream: 4 and 4 in float32, 2 and 4
+    under 16-bit autocast, 2 and 2 for a model that is 16-bit throughout. `kind` matters where PyTorch's kernels differ
+    on a GPU: its RMSNorm is fused, and autocast takes a plain softmax in float32.
+    """
+
+    model: Any                              # a ModelConfig
+    batch: int = 1
+    compute_bytes: int = 4
+    residual_bytes: int = 4
+    kind: Literal["cpu", "gpu"] = "cpu"
+    attention: str = "sdpa"
+    operand_bytes: float | None = None      # of a number that Linears keep of inputs they cast; None: as they are given
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.model.T
+
+    @property
+    def mixed(self) -> bool:
+        return self.compute_bytes < self.residual_bytes
+
+    @property
+    def heads_are_views(self) -> bool:
+        """(B, H, T, E) lies in memory as (B, T, H, E): batch and heads merge without a copy only if one of them is 1."""
+        return self.batch == 1 or self.model.H == 1
+
+    @property
+    def norms_save_qkv(self) -> bool:
+        """Whether norms of q and k keep the product of q, k and v alive, a view of which is their input; else they have
+        cast it to float32."""
+        wide = self.compute_bytes == FP32 or (self.kind == "gpu" and not self.mixed)
+        return self.model.qk_norm and wide
+
+    @property
+    def turns(self) -> bool:
+        """Whether q and k are made anew between their product and attention."""
+        return POSITIONS[self.model.position].turns or self.model.qk_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(Row):
+    """A row with its operations."""
+
+    operations: Callable[..., Any]
+    turns: bool = False     # of positions: q and k are turned in each block
+
+
+# Linears, norms and additions.
+
+def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool, input_is_saved: bool = False,
+           part: str = "") -> Op:
+    """A column-parallel one reads the residual stream, a row-parallel one writes it."""
+    itemsize = s.compute_bytes if s.operand_bytes is None else s.operand_bytes
+    if input_is_saved and s.operand_bytes is None:
+        itemsize = 0
+    return Op(name=name, part=part or name.partition(".")[0], params=out * (K + bias), matmul=(K, out), cut=cut,
+              reads_residual=cut == "column", writes_residual=cut == "row", saved_bytes=s.tokens * K * itemsize,
+              saved_itemsize=s.compute_bytes, result_bytes=s.tokens * out * s.compute_bytes)
+
+
+def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
+    """Saves its input, and a mean and a deviation of each token."""
+    m, stream = s.model, s.tokens * s.model.D * s.residual_bytes
+    return Op(name=name, part="norms", params=m.D * (1 + m.bias), saved_bytes=stream + 2 * s.tokens * s.residual_bytes,
+              saved_itemsize=s.residual_bytes, moved_bytes=_norm_moves(s),
+              backward=(Hold(nbytes=stream, frees=1.0), *_meets_residual(s, residual)))
+
+
+def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
+    """A GPU's is one kernel. A CPU's is made of others, in float32, and saves two tensors of its input's size."""
+    stream, wide = s.tokens * s.model.D * s.residual_bytes, s.tokens * s.model.D * FP32
+    if s.kind == "gpu":
+        saved, first = stream + s.tokens * FP32, (Hold(nbytes=stream, frees=1.0),)
+    else:
+        saved = 2 * wide + s.tokens * FP32
+        first = (Hold(nbytes=2 * wide, frees=wide / saved),
+                 Hold(nbytes=(3 if residual else 4) * wide, frees=1 - wide / saved))
+    return Op(name=name, part="norms", params=s.model.D, saved_bytes=saved, saved_itemsize=s.residual_bytes,
+              moved_bytes=_norm_moves(s), backward=(*first, *_meets_residual(s, residual)))
+
+
+def _norm_moves(s: MicroBatch) -> int:
+    """Reads and writes; and once more for the cast of its result."""
+    cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
+    return s.tokens * s.model.D * (2 * s.residual_bytes + cast)
+
+
+def _meets_residual(s: MicroBatch, residual: bool) -> tuple[Hold, ...]:
+    """The gradient of a norm's input is added to that of the residual stream, which went round the norm."""
+    stream = s.tokens * s.model.D * s.residual_bytes
+    return (Hold(nbytes=stream, grows=-stream), Hold()) if residual else (Hold(),)
+
+
+def residual_add(name: str, s: MicroBatch) -> Op:
+    """Backward: the gradient is cast for the product that gave the addend."""
+    numbers = s.tokens * s.model.D
+    return Op(name=name, part="", moved_bytes=numbers * (2 * s.residual_bytes + s.compute_bytes),
+              backward=(Hold(grows=numbers * s.compute_bytes),) if s.mixed else ())
+
+
+# MLPs. Each begins with one product and ends with one.
+
+def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
+    """down(gelu(up(x)))"""
+    m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
+    yield linear("mlp.up", s, m.D, m.F, cut="column", bias=m.bias)
+    yield Op(name="mlp", part="mlp", saved_bytes=wide, saved_itemsize=s.compute_bytes, moved_bytes=2 * wide,
+             backward=(Hold(nbytes=wide, frees=1.0),))
+    yield linear("mlp.down", s, m.F, m.D, cut="row", bias=m.bias)
+
+
+def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
+    """down(silu(gate(x)) * up(x)): saves gate and up side by side, and silu(gate)."""
+    m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
+    yield linear("mlp.gate_up", s, m.D, 2 * m.F, cut="column", bias=m.bias)
+    yield Op(name="mlp", part="mlp", saved_bytes=3 * wide, saved_itemsize=s.compute_bytes, moved_bytes=5 * wide,
+             backward=(Hold(nbytes=2 * wide, frees=1 / 3, grows=wide),      # of silu(gate) and of up
+                       Hold(nbytes=wide, frees=2 / 3), Hold(nbytes=2 * wide)))   # side by side again
+    yield linear("mlp.down", s, m.F, m.D, cut="row", bias=m.bias)
+
+
+# Attention. q, k and v come out of one product. v is a view of it, and so are q and k unless positions or norms make them
+# anew; but the queries of several groups do not lie side by side and are copied. One view keeps the whole product alive.
+
+def _attention(s: MicroBatch, *, numbers: int, saved: float = 0, work: float, out: float, moved: int = 0,
+               **facts: Any) -> Op:
+    """`numbers` are saved for each token. Backward holds `work`, and makes `out` bytes of gradients of q, k and v; they
+    are turned back in float32, with halves exchanged; then their parts and the whole lie side by side."""
+    m, tokens, compute = s.model, s.tokens, s.compute_bytes
+    whole, given = tokens * _qkv(m) * compute, tokens * m.H * m.E * compute
+    turned = POSITIONS[m.position].turns
+    turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
+    return Op(name="attention", part="attention", saved_bytes=tokens * numbers * compute + saved, saved_itemsize=compute,
+              pairs=(Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
+                     Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
+              moved_bytes=2 * tokens * (m.H + m.G) * m.E * compute if turned else 0,
+              backward=(Hold(nbytes=work, frees=1.0, grows=out - given), Hold(nbytes=turn, grows=whole - out)), **facts)
+
+
+def sdpa(s: MicroBatch) -> Op:
+    """A flash kernel: q, k, v, the output, and one float32 log-sum per query instead of T scores."""
+    m = s.model
+    numbers = _kept_qkv(s) + m.H * m.E
+    if s.turns or 1 < m.G < m.H:
+        numbers += m.H * m.E
+    if s.turns:
+        numbers += m.G * m.E
+    sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
+    return _attention(s, numbers=numbers, saved=sums, work=grads, out=grads, saves_result=True,
+                      pairs_share=(m.T + 1) / (2 * m.T), backward_pairs=2.5,    # makes the scores once more
+                      result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
+
+
+def plain(s: MicroBatch) -> Op:
+    """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the probabilities; and the heads'
+    output, copied for the product after it."""
+    m, heads = s.model, s.model.H * s.model.E
+    is_view = s.heads_are_views and not s.turns and not 1 < m.G < m.H
+    q = _qkv(m) if is_view else heads
+    probability = s.compute_bytes
+    if s.kind == "gpu" and s.compute_bytes < FP32:
+        probability += FP32
+    pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
+    return _attention(s, numbers=q + 2 * heads, saved=m.T * m.T + pairs * probability,
+                      work=given + 2 * pairs * s.compute_bytes, out=3 * given, score_passes=(6, 12))
+
+
+def blocked(s: MicroBatch) -> Op:
+    """As plain, without the future: blocks of queries meet only the keys up to their own last. Groups are repeated to all
+    heads. Backward: the last block meets every key."""
+    m, heads, T = s.model, s.model.H * s.model.E, s.model.T
+    numbers = 3 * heads
+    if s.heads_are_views and m.G == m.H:                    # v is a view; q and k too, unless turned
+        numbers = _kept_qkv(s) + (2 * heads if s.turns else 0)
+    elif s.heads_are_views and m.G == 1 and not s.turns:    # q is a view, k and v are repeated
+        numbers = _qkv(m) + 2 * heads
+    starts = range(0, T, QUERY_BLOCK)
+    pairs = sum((min(start + QUERY_BLOCK, T) - start) * min(start + QUERY_BLOCK, T) for start in starts)
+    queries, given = min(QUERY_BLOCK, T), s.tokens * heads * s.compute_bytes
+    scores = s.batch * m.H * queries * T * s.compute_bytes
+    return _attention(s, numbers=numbers, saved=s.batch * m.H * pairs * s.compute_bytes,
+                      work=3 * given + 2 * scores + given * queries / T, out=3 * given,
+                      pairs_share=pairs / T**2, score_passes=(4, 9))
+
+
+def _qkv(m: Any) -> int:
+    return (m.H + 2 * m.G) * m.E
+
+
+def _kept_qkv(s: MicroBatch) -> int:
+    """Numbers of a token that attention saves of the product of q, k and v, as the first that does."""
+    return 0 if s.norms_save_qkv else _qkv(s.model)
+
+
+def head_norms(s: MicroBatch) -> Iterator[Op]:
+    """An RMSNorm of each head's q, and one of its k (Qwen3, https://arxiv.org/abs/2505.09388). Saves its input, a number
+    of each head, and, on a CPU, what it makes of its input."""
+    m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
+    product = tokens * _qkv(m) * s.compute_bytes
+    for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
+        numbers = tokens * heads * m.E
+        wide = given = numbers * FP32
+        if s.norms_save_qkv and name.endswith("q_norm"):
+            given = numbers * s.compute_bytes if grouped else product
+        elif s.norms_save_qkv:
+            given = product if grouped else 0
+        saved = given + tokens * heads * FP32 + (wide if s.kind == "cpu" else 0)
+        yield Op(name=name, part="attention", params=m.E, saved_bytes=saved, saved_itemsize=s.compute_bytes,
+                 moved_bytes=2 * numbers * s.compute_bytes, backward=(Hold(nbytes=4 * wide, frees=1.0), Hold()))
+
+
+# Positions: operations outside the blocks.
+
+def learned(s: MicroBatch) -> Op:
+    return Op(name="positions", part="positions", params=s.model.T * s.model.D)
+
+
+def rope(s: MicroBatch) -> Op:
+    """cos and sin, made once for all blocks; what the turning itself saves and moves is attention's."""
+    return Op(name="attention", part="positions", saved_bytes=2 * s.model.T * s.model.E * s.residual_bytes)
+
+
+# Blocks, and the whole model.
+
+def pre_norm(s: MicroBatch) -> Iterator[Op]:
+    m = s.model
+    norm, attend = NORMS[m.norm].operations, ATTENTION[s.attention].operations(s)
+    yield norm("norm1", s, residual=True)
+    yield linear("attention.qkv", s, m.D, _qkv(m), cut="column", bias=m.biased_qkv)
+    yield Op(name="attention.split", part="", backward=(Hold(nbytes=s.tokens * _qkv(m) * s.compute_bytes),))
+    if m.qk_norm:
+        yield from head_norms(s)
+    yield attend
+    yield linear("attention.out", s, m.H * m.E, m.D, cut="row", bias=m.bias, input_is_saved=attend.saves_result)
+    yield residual_add("add1", s)
+    yield norm("norm2", s, residual=True)
+    yield from MLPS[m.mlp].operations(s)
+    yield residual_add("add2", s)
+
+
+NORMS: dict[str, Kind] = {
+    "layernorm": Kind(operations=layernorm, implementation="lpkit.nn.layers:layernorm"),
+    "rmsnorm": Kind(operations=rmsnorm, implementation="lpkit.nn.layers:rmsnorm"),
+}
+MLPS: dict[str, Kind] = {
+    "gelu": Kind(operations=gelu_mlp, implementation="lpkit.nn.layers:GeluMLP"),
+    "swiglu": Kind(operations=swiglu_mlp, implementation="lpkit.nn.layers:SwigluMLP",
+                   source="Shazeer 2020, https://arxiv.org/abs/2002.05202"),
+}
+POSITIONS: dict[str, Kind] = {
+    "learned": Kind(operations=learned, implementation="lpkit.nn.layers:LearnedPositions"),
+    "rope": Kind(operations=rope, implementation="lpkit.nn.layers:RotaryPositions", turns=True,
+                 source="Su et al. 2021, https://arxiv.org/abs/2104.09864"),
+}
+ATTENTION: dict[str, Kind] = {
+    "plain": Kind(operations=plain, implementation="lpkit.nn.attention:plain"),
+    "sdpa": Kind(operations=sdpa, implementation="lpkit.nn.attention:sdpa",
+                 source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
+    "blocked": Kind(operations=blocked, implementation="lpkit.nn.attention:blocked"),
+}
+BLOCKS: dict[str, Kind] = {
+    "pre-norm": Kind(operations=pre_norm, implementation="lpkit.nn.transformer:Block",
+                     source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """Of a model, in the order of forward. `block` is one of L alike."""
+
+    embed: Op
+    positions: Op
+    block: tuple[Op, ...]
+    norm: Op
+    head: Op
+    loss: Op
+
+    @functools.cached_property
+    def linears(self) -> tuple[Op, ...]:
+        """Of one block."""
+        return tuple(op for op in self.block if op.matmul)
+
+    @functools.cached_property
+    def saved(self) -> Mapping[str, float]:
+        """Bytes by operation of one block."""
+        return {op.name: op.saved_bytes for op in self.block if op.saved_bytes}
+
+
+@functools.lru_cache(maxsize=1024)
+def operations(s: MicroBatch) -> Operations:
+    """The model of `s`, as its settings name the rows of the tables above."""
+    m, N = s.model, s.tokens
+    # The logits in float32, and their log-probabilities; and the logits as autocast gives them, and cast.
+    logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
+    return Operations(
+        # read, written; and with the positions added, read, read and written
+        embed=Op(name="embed", part="embedding", params=m.V * m.D, saved_bytes=N * TOKEN_ID,
+                 moved_bytes=5 * N * m.D * s.residual_bytes),
+        positions=POSITIONS[m.position].operations(s),
+        block=tuple(BLOCKS[m.block].operations(s)),
+        norm=NORMS[m.norm].operations("norm", s, residual=False),
+        head=Op(name="head", part="head", params=0 if m.tied else m.V * m.D, matmul=(m.D, m.V), cut="column",
+                reads_residual=True, saved_bytes=N * m.D * s.compute_bytes, saved_itemsize=s.compute_bytes),
+        # log-probabilities, targets, how many targets count
+        loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32, moved_bytes=N * m.V * logits))
+
+
+def choose_attention(asked: str, *, device: str, low_precision: bool, context: int) -> tuple[str, str]:
+    """The backend that `model.attention` means on a kind of device, and why. See `lpkit bench attention-cpu`."""
+    if asked != "auto":
+        return asked, "asked for"
+    if device == "cpu" and low_precision and context <= BLOCKED_CONTEXT:
+        return "blocked", ("PyTorch's CPU flash kernel computes in float32 whatever it is given; blocks of low-precision "
+                           "products are faster")
+    return "sdpa", "PyTorch picks the fastest fused kernel for this device and dtype"

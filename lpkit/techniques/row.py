@@ -1,0 +1,65 @@
+"""What a row is: everything that anybody needs to know of a technique without running it.
+
+A family is a dict of rows by name. A row has its settings with their defaults, a frozen dataclass that checks itself; its
+source; and the dotted name of its implementation, which is imported when a run is built. A field of a Config that names
+a row (`one_of`) is tagged: `{name: block, every: 2}`, or the name alone. To add a technique, add a row to its family.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpkit.errors import pick
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a row can be told. A row with settings of its own extends this; the values here are its defaults."""
+
+    name: str = ""      # of the row
+
+    def __str__(self) -> str:
+        """'block, every 2': the name, and what is not as the row has it by default."""
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """`implementation` is "package.module:name"; what it must be, its family says."""
+
+    why: str = ""                                   # a run has it: what it does, in one clause
+    source: str = ""
+    implementation: str = ""
+    settings: Settings = field(default_factory=Settings)
+
+    def load(self) -> Any:
+        """The implementation, imported now."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(Row):
+    """`problem(config, recipe)`: why it cannot be beside the rest of a Config, and the way out; empty: it can. `eager`: why
+    the model must not be compiled; `needs_compile`: why it must be; empty: it may."""
+
+    problem: Callable[[Any, Any], str] = lambda config, recipe: ""
+    eager: str = ""
+    needs_compile: str = ""
+
+
+def one_of(table: Mapping[str, Any], default: str) -> Any:
+    """A field of a group of a Config that names a row of `table`; its value is the row's own settings."""
+    return field(default_factory=lambda: chosen(table, default, ""), metadata={"table": table, "default": default})
+
+
+def many_of(table: Mapping[str, Any]) -> Any:
+    """A field that names any number of rows of `table`, in order."""
+    return field(default=(), metadata={"table": table, "many": True})
+
+
+def chosen(table: Mapping[str, Any], name: str, where: str) -> Settings:
+    """The settings of a row as they are by default. Raises ConfigError for an unknown name."""
+    return dataclasses.replace(pick(table, name, where.rstrip(".")).settings, name=name)

@@ -1,0 +1,181 @@
+"""From the names in a Config to implementations: what a run uses on this machine, and the model that it trains."""
+
+import datetime
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+import lpkit
+from lpkit import hardware
+from lpkit.config import Config
+from lpkit.contracts import Choice, Stage, Transform
+from lpkit.errors import ConfigError, pick
+from lpkit.memory import rows as memory
+from lpkit.nn import attention
+from lpkit.nn.transformer import Transformer
+from lpkit.precision import backends, weight_cache
+from lpkit.precision.compute import autocast
+from lpkit.precision.transform import LowPrecision
+from lpkit.predict import parameter_count
+from lpkit.techniques import optimizers
+from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.inits import INITS
+from lpkit.techniques.memory import rows_of
+from lpkit.techniques.recipes import RECIPES, Recipe, resolve
+from lpkit.techniques.row import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(Transform):
+    """torch.compile, in place: parameter names stay. `entry`: the method that the loss calls; None: the model itself."""
+
+    entry: str | None = None
+    backend: str | Callable = "inductor"
+    stage = Stage.COMPILE
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        if self.entry is None:
+            model.compile(backend=self.backend)
+        else:
+            setattr(model, self.entry, torch.compile(getattr(model, self.entry), backend=self.backend))
+        return model
+
+
+def choose_device(asked: str) -> Choice:
+    """Raises ConfigError when a GPU was demanded and there is none."""
+    count = torch.cuda.device_count()
+    if asked == "auto":
+        return (Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}") if count else
+                Choice(asked=asked, used="cpu", why="PyTorch sees no GPU"))
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigError(f"system.device cannot be {asked!r}; choose auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ConfigError(f"system.device={asked} was asked for, but PyTorch sees {count} GPUs; "
+                          f"use system.device=auto or cpu, and see `lpkit doctor` for the reason")
+    return Choice(asked=asked, used=asked, why="asked for")
+
+
+def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
+    """`before`: what a run that goes on was begun with. A race may end otherwise the second time, and so would the run."""
+    if asked.name in RECIPES:
+        return Choice(asked=asked.name, used=asked.name, why="asked for")
+    if before in RECIPES:
+        return Choice(asked=asked.name, used=before, why="as this run was begun")
+    return hardware.bf16_choice(str(device))
+
+
+def choose_compile(asked: bool | str, device: torch.device) -> Choice:
+    if asked == "auto":
+        gpu = device.type == "cuda"
+        return Choice(asked="auto", used="on" if gpu else "off",
+                      why="a GPU repays the compilation" if gpu else "on a CPU compiling takes longer than a short run")
+    return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What a run will use, before anything is allocated."""
+
+    device: torch.device
+    recipe: Recipe
+    choices: dict[str, Choice]
+
+    @property
+    def autocast(self) -> AbstractContextManager:
+        return autocast(self.recipe, self.device)
+
+
+def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisions:
+    """`before` is the environment of a run that goes on. Raises ConfigError for an invalid combination."""
+    begun = (before or {}).get("chosen", {})
+    if config.parallel.devices > 1:
+        raise ConfigError(f"parallel: {config.parallel} can be predicted and traced, but training runs on one device so far; "
+                          f"set every axis of parallel to 1")
+    if config.system.threads:
+        torch.set_num_threads(config.system.threads)
+    on = choose_device(config.system.device)
+    device = torch.device(on.used)
+    asked = config.precision.recipe
+    chosen = {"device": on, "precision": choose_recipe(asked, device, begun.get("precision", {}).get("used")),
+              "compile": memory.choose_compile(config, choose_compile(config.system.compile, device))}
+    name = chosen["precision"].used
+    recipe = resolve(asked if asked.name == name else name)
+    chosen["backend"] = backends.choose(config.precision.backend, name, recipe, device)
+    if config.precision.cache_weight_casts:
+        forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
+        chosen["weight_casts"] = weight_cache.choose(
+            name, recipe, backends.BACKENDS[chosen["backend"].used], device, compiled=chosen["compile"].used == "on",
+            forwards=forwards)
+    chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
+                                           recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
+    chosen |= memory.choose(config, recipe, device)
+    return Decisions(device=device, recipe=recipe, choices=chosen)
+
+
+def build_model(config: Config, decisions: Decisions, more: tuple[Transform, ...] = ()) -> nn.Module:
+    """Initialised from `config.seed`, moved to its device, changed by its techniques' transforms and by `more`."""
+    recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
+    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[choices["backend"].used], seed=config.seed,
+                             tokens=config.micro_batch * config.model.context)
+    recomputation = rows["recompute"].load()(m.recompute)
+    named = [pick(MODEL_TRANSFORMS, settings.name, "transforms").load()(settings) for settings in config.transforms]
+    transforms = [*rows["param_dtype"].load()(), precision, *named, *more, *recomputation.transforms,
+                  *rows["activation_offload"].load()(decisions.device).transforms]
+    if choices["compile"].used == "on":
+        transforms.append(Compile(entry=rows["cross_entropy"].entry, backend=recomputation.compiler))
+    return transformed(initialised(config, decisions.device, choices["attention"].used), transforms)
+
+
+def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
+    """The model as its init leaves it, on `device`."""
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model, attend=attention.backend(attend))
+    INITS[config.model.init.name].load()(model)
+    if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
+        model.to(device)
+    return model
+
+
+def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
+    """In the order of the stages, whatever the order given."""
+    for transform in sorted(transforms, key=lambda t: t.stage):
+        model = transform(model)
+    return model
+
+
+def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
+    """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
+    rows, device, state = rows_of(config), decisions.device, decisions.choices.get("optimizer_state")
+    state_bytes = 0.0
+    if state is None or state.used == memory.PLAIN.optimizer_state.name:
+        state_bytes = optimizers.find(config.optimizer.name).state_bytes(config.memory.moment_format.name)
+    held_bytes = rows["param_dtype"].param_bytes * (1 + rows["optimizer_step"].gradients_held)
+    needed = parameter_count(config.model) * (held_bytes + state_bytes)
+    held = hardware.memory_bytes(device)
+    if needed > held:
+        raise ConfigError(f"weights, gradients and optimizer state of this model take {needed / 1e9:,.1f} GB, and "
+                          f"{device} has {held / 1e9:,.1f} GB; choose a smaller preset, or see what it takes with "
+                          f"`lpkit predict`")
+
+
+def environment(decisions: Decisions) -> dict[str, Any]:
+    """Where a number comes from."""
+    device = decisions.device
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
+        "numpy": version("numpy"), "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name(),
+        "threads": torch.get_num_threads(),
+        "chosen": {key: asdict(choice) for key, choice in decisions.choices.items()},
+    }

@@ -1,0 +1,222 @@
+"""Tensors in safetensors files, one file per process, for `torch.distributed.checkpoint` (DCP).
+
+DCP plans: which process writes which piece of a DTensor, one process for a tensor that all hold,
+and, on loading, which bytes of which file fill which piece of a tensor that is now cut otherwise.
+This module stores the pieces. A piece keeps its place in the whole tensor, `saved_offsets`, in the
+file's header, where DCP's HuggingFaceStorageReader looks too. DCP's own format keeps such things
+in a pickle, and reading a pickle runs what it says; here nothing is ever unpickled.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from lpkit.files import sync
+
+SHARDING = "DCP_SHARDING_INFO"      # one key alone: safetensors writes several in any order
+
+
+def file_names(processes: int) -> list[str]:
+    if processes <= 1:
+        return ["tensors.safetensors"]
+    return [f"tensors-{i + 1:05d}-of-{processes:05d}.safetensors" for i in range(processes)]
+
+
+def distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` into `folder`; all processes of a group call it. Raises OSError."""
+    with _said_plainly(f"could not write {folder}"):
+        dcp.save({ALL: dict(tensors)}, storage_writer=_Writer(folder), planner=_SavePlanner(),
+                 no_dist=not distributed())
+
+
+def load(paths: list[Path], *, only: str = "",
+         into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The whole tensors in `paths` whose name starts with `only`, or `into`, filled in place.
+
+    Every process of a group calls this. Raises ValueError when `into` does not fit, before any of
+    it is written.
+    """
+    reader = _Reader(paths)
+    saved = reader.metadata.state_dict_metadata
+    if into is None:
+        into, wanted = {}, {}
+        for name, whole in saved.items():
+            if name.startswith(only) and len(whole.chunks) == 1:
+                into[name] = reader.pieces[name, tuple(whole.chunks[0].offsets)]
+            elif name.startswith(only):
+                into[name] = wanted[name] = torch.empty(whole.size, dtype=whole.properties.dtype)
+    else:
+        wanted = {name: t for name, t in into.items() if name.startswith(only)}
+    for name, t in wanted.items():
+        found = "nothing"
+        if name in saved:
+            found = f"{saved[name].properties.dtype} {tuple(saved[name].size)}"
+        due = f"{t.dtype} {tuple(t.shape)}"
+        if found != due:
+            raise ValueError(f"{paths[0].parent} holds {found} as {name}, which is to fill {due}; "
+                             f"load it with the settings that it was saved with")
+    with _said_plainly(f"could not read {paths[0].parent}"):
+        dcp.load({ALL: wanted}, storage_reader=reader, planner=_LoadPlanner(),
+                 no_dist=not distributed())
+    return into
+
+
+@contextmanager
+def _said_plainly(what: str) -> Iterator[None]:
+    """DCP wraps every error, Ctrl-C too, in a BaseException, and warns of one process alone."""
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if not isinstance(cause, Exception):
+            raise cause from None
+        raise OSError(f"{what}{f' on process {rank}' if distributed() else ''}: {cause}") from cause
+
+
+# DCP logs four lines for every name at the top of what it is given, which for a small model takes
+# as long as writing it. So it is given one name, and the planners look below it.
+ALL = "tensors"
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None,
+                       is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict[ALL], storage_meta, is_coordinator)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict[ALL], metadata, is_coordinator)
+
+
+class _Writer(dcp.StorageWriter):
+    """DCP gives each process its pieces; each writes them to the file with its number."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        return [dataclasses.replace(plan, storage_data=name)
+                for plan, name in zip(plans, file_names(len(plans)))]
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
+        pieces, places = {}, {}
+        for item in plan.items:
+            name = item.index.fqn
+            pieces[name] = planner.resolve_data(item).detach().contiguous()
+            places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        path = self.folder / plan.storage_data
+        save_file(pieces, path, metadata={SHARDING: json.dumps(places)})
+        if distributed():           # on the machine that wrote it; the caller syncs the whole folder
+            sync(path)
+        return _done([])
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *rest: Any, **more: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        pass                        # the headers say it all
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False                # DCP never chooses this class by a path
+
+
+class _Reader(dcp.StorageReader):
+    """Maps the files: a piece is read from the disk when a plan asks for it."""
+
+    def __init__(self, paths: list[Path]):
+        self.metadata = Metadata(state_dict_metadata={})
+        self.pieces: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                places = json.loads((file.metadata() or {}).get(SHARDING, "{}"))    # 1 has none
+                for name in file.keys():
+                    piece = file.get_tensor(name)
+                    offsets = places.get(name, {}).get("saved_offsets", [0] * piece.ndim)
+                    self._add(name, tuple(offsets), piece)
+
+    def _add(self, name: str, offsets: tuple[int, ...], piece: Tensor) -> None:
+        nothing = TensorStorageMetadata(TensorProperties(dtype=piece.dtype),
+                                        torch.Size([0] * piece.ndim), [])
+        known = self.metadata.state_dict_metadata.setdefault(name, nothing)
+        ends = (start + length for start, length in zip(offsets, piece.shape))
+        known.size = torch.Size(map(max, known.size, ends))
+        known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), piece.shape))
+        self.pieces[name, offsets] = piece
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            piece = self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            part = tuple(slice(start, start + length)
+                         for start, length in zip(item.storage_offsets, item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece[part])
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool,
+                              *rest: Any, **more: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def _done(result: Any) -> Future:
+    future: Future = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,236 @@
+"""`Training`: the one object that can take an update.
+
+    training = Training.build(config)               # model, optimizer, schedule and data of a run
+    training.update(step)                           # the only place where a model is updated
+    training.evaluate()                             # mean nats per token of the validation data
+    training.load_state_dict(training.state_dict())
+
+The loop, bisection, telemetry, measurements and benchmarks all call `update`, so what they see is what a run does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lpkit.config import Config
+from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement, Transform
+from lpkit.datasets import prepare
+from lpkit.errors import pick
+from lpkit.optim import stepper
+from lpkit.precision import weight_cache
+from lpkit.precision.linear import weights_cached
+from lpkit.techniques import schedules
+from lpkit.techniques.changes import GOVERNORS
+from lpkit.techniques.data import EVALUATION, POLICIES
+from lpkit.techniques.memory import rows_of
+from lpkit.training import build
+from lpkit.training.build import Decisions
+from lpkit.training.runs import RunFailedError
+from lpkit.training.steps import LossScaler, Phases, accumulate
+
+
+class RandomTokens(DataPolicy):
+    """The same random tokens at every step, for measurements. They are drawn on `device` when first asked for."""
+
+    def __init__(self, config: Config, device: torch.device | str = "cpu"):
+        self.vocab, self.shape, self.device = config.model.vocab, (config.global_batch, config.model.context), device
+        self.drawn: Batch | None = None
+
+    def batch(self, step: int) -> Batch:
+        if self.drawn is None:
+            self.drawn = Batch(*(torch.randint(self.vocab, self.shape, device=self.device) for _ in range(2)))
+        return self.drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What an update says about itself. Tensors, so that a GPU need not wait for whoever reads them."""
+
+    loss: Tensor            # mean nats per token, before the update
+    grad_norm: Tensor       # before clipping
+    lr: float
+    extra: dict[str, float | Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    config: Config
+    decisions: Decisions
+    model: nn.Module
+    optimizer: Optimizer
+    optimizer_step: Callable[[], Tensor]    # clips, steps and frees the gradients; returns their norm
+    schedule: Schedule
+    loss: Loss
+    data: DataPolicy
+    val: DataPolicy
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    state_placement: StatePlacement = field(default_factory=StatePlacement)
+    scaler: LossScaler | None = None
+    cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext   # around the micro-batches of an update
+    governors: dict[str, Governor] = field(default_factory=dict)
+    watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
+    """Contexts around forward and backward of a step. They look and change nothing."""
+    step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)     # for StepRecord.extra
+
+    @classmethod
+    def build(cls, config: Config, *, before: Mapping[str, Any] | None = None, more: tuple[Transform, ...] = (),
+              data: DataPolicy | None = None, decisions: Decisions | None = None, cache_dir: Path | None = None) -> Training:
+        """`before`: the environment of a run that goes on. `data`: instead of the config's corpus. `more`: transforms.
+
+        Raises ConfigError for an invalid combination, before anything is allocated.
+        """
+        decisions = decisions or build.decide(config, before=before)
+        sources: dict[str, Any] = {"data": data, "val": data}
+        if data is None:
+            build.refuse_what_cannot_fit(config, decisions)
+            files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
+            # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
+            sources = {"data": _policy(config, config.data.policy.name, files.train, config.global_batch),
+                       "val": _policy(config, EVALUATION, files.val, config.micro_batch),
+                       "tokenizer": files.tokenizer.to_dict()}
+        rows, device, scaling, m = rows_of(config), decisions.device, decisions.recipe.loss_scaling, config.memory
+        model = build.build_model(config, decisions, more)
+        scaler = scaling and LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps).to(device)
+        placement = rows["optimizer_state"].load()(device)
+        optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name, placement=placement,
+                                  seed=config.seed)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        choices = stepper.recorded(optimizer, decisions.choices)
+        casts = choices.get("weight_casts")
+        governors = {settings.name: pick(GOVERNORS, settings.name, "governors").load()(settings) for settings in config.governors}
+        return cls(
+            config=config, decisions=replace(decisions, choices=choices), model=model, optimizer=optimizer, **sources,
+            schedule=schedules.schedule(config.schedule, config.steps),
+            optimizer_step=rows["optimizer_step"].load()(optimizer, list(model.parameters()), config.optimizer.clip),
+            loss=rows["cross_entropy"].load()(m.cross_entropy, decisions.autocast), state_placement=placement, scaler=scaler,
+            cached_casts=weights_cached if casts and casts.used == weight_cache.CACHED else nullcontext,
+            governors=governors, step_metrics={"loss_scale": partial(_item, scaler.scale)} if scaler else {})
+
+    @property
+    def device(self) -> torch.device:
+        return self.decisions.device
+
+    def batch(self, step: int) -> Batch:
+        return self.data.batch(step).to(self.device)
+
+    def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
+        """The update after `step` others. `phases(name)` is a context around each forward, backward and optimizer step."""
+        for governor in self.governors.values():
+            governor.begin(self, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.schedule(step)
+        with ExitStack() as stack:
+            for watch in self.watchers:
+                stack.enter_context(watch(step))
+            loss = self.forward_backward(self.batch(step), phases=phases)
+        with phases("optimizer"):
+            grad_norm = self.optimizer_step()
+        return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
+                      extra={name: read() for name, read in self.step_metrics.items()})
+
+    def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
+        """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
+        with self.cached_casts(self.model):
+            return accumulate(self.model, self.loss, batch, self.config.grad_accum_steps, scaler=self.scaler, phases=phases)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean nats per token over the first `eval_batches` batches of the validation data."""
+        self.model.eval()
+        losses = [self.loss(self.model, self.val.batch(i).to(self.device)) for i in range(self.config.eval_batches)]
+        self.model.train()
+        return torch.stack(losses).mean().item()
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, *cache: Any) -> Tensor:
+        """(B, T, V) in the precision of the run. `cache`: of keys and values."""
+        with self.decisions.autocast:
+            return self.model(tokens, *cache)
+
+    def copy(self) -> Training:
+        """Another training that starts from the same weights and state; both read the same data."""
+        parts = {name: getattr(self, name) for name in
+                 ("model", "optimizer", "optimizer_step", "scaler", "governors", "step_metrics")}
+        return replace(self, **copy.deepcopy(parts), watchers=[])   # at once, because they share parameters
+
+    # ---- what a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers by the names that they have in a checkpoint."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)      # state may still be on its way to where it rests
+        names = {p: name for name, p in self.model.named_parameters()}
+        state: dict[str, Any] = self._tensors()
+        for p, slots in self.optimizer.state.items():
+            state |= {f"optimizer/{names[p]}/{slot}": value for slot, value in slots.items()}
+        state["rng/cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            state["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
+        """Raises RunFailedError where `state` lacks a tensor of this training, or has it in another shape."""
+        self._load(self._tensors(), state, source)
+        for name, governor in self.governors.items():
+            prefix = f"governor/{name}/"
+            governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
+        parameters = dict(self.model.named_parameters())
+        for name, value in state.items():
+            if name.startswith("optimizer/"):
+                _, parameter, slot = name.split("/")
+                value = self.state_placement.store(value.to(self.device)) if torch.is_tensor(value) else value
+                self.optimizer.state[parameters[parameter]][slot] = value
+        torch.set_rng_state(state["rng/cpu"])
+        if self.device.type == "cuda" and "rng/cuda" in state:
+            torch.cuda.set_rng_state(state["rng/cuda"], self.device)
+
+    def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
+        """The weights and the buffers alone, for sampling."""
+        self._load(_saved("model", self.model), state, source)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = _saved("model", self.model)
+        if self.scaler is not None:
+            tensors |= _saved("state", self.scaler)
+        for name, governor in self.governors.items():
+            tensors |= {f"governor/{name}/{key}": t for key, t in governor.state_dict().items()}
+        return tensors
+
+    @torch.no_grad()
+    def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object) -> None:
+        missing = [name for name in ours if name not in state]
+        if missing:
+            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, {missing[0]} first")
+        for name, t in ours.items():
+            if t.shape != state[name].shape:    # copy_ would broadcast a shorter history into a longer one
+                raise RunFailedError(f"{source} holds {name} as {tuple(state[name].shape)}, and this run has it as "
+                                     f"{tuple(t.shape)}; resume with the settings that it was saved with")
+        for name, t in ours.items():
+            if not name.startswith("governor/"):
+                t.copy_(state[name])
+
+
+def _policy(config: Config, name: str, tokens: Any, batch: int) -> DataPolicy:
+    return POLICIES[name].load()(tokens=tokens, batch=batch, context=config.model.context, seed=config.seed)
+
+
+def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers, tied ones once."""
+    wanted = module.state_dict(keep_vars=True).keys()
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {f"{part}/{name}": t for name, t in tensors if name in wanted}
+
+
+def _item(t: Tensor) -> float:
+    return t.item()
