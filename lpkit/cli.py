@@ -11,6 +11,7 @@ import sys
 
 from lpkit import __version__
 from lpkit.errors import ConfigError, nearest
+from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
 
 COMMANDS = {
@@ -28,9 +29,8 @@ COMMANDS = {
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: lpkit COMMAND [...] [--json]", "", *lines, "",
+    lines = text_table(COMMANDS.items(), indent="  ")
+    return "\n".join(["usage: lpkit COMMAND [...] [--json]", "", lines, "",
                       "`lpkit COMMAND --help` explains one; --json prints one object on standard output."])
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, whatever happens while they are written."""
+"""Files and folders that are whole or absent, and where the project's own files lie."""
 
 import hashlib
 import os
@@ -7,6 +7,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def resource(name: str) -> Path:
+    """The folder `notebooks` or `data/measured`. An installed wheel has it inside the package,
+    where setup.py puts it; a checkout has it beside the package."""
+    packed = PACKAGE / name
+    return packed if packed.is_dir() else PACKAGE.parent / name
 
 
 def sync(path: Path) -> None:

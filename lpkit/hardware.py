@@ -1,13 +1,11 @@
 """What this machine is and can do: its memory, its best speeds, and which dtype suits it.
 
-Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: others may slow a try, none makes one faster.
+Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: others may slow a
+try, none makes one faster.
 """
 
 import functools
-import math
-import platform
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,19 +13,23 @@ import psutil
 import torch
 
 from lpkit.contracts import Choice
+from lpkit.machine_facts import cpu_name, memory_limit_bytes, status_bytes
 from lpkit.techniques.machines import Machine
+from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
-    """Which dtype the matrix products of `precision.recipe=auto` take here, "bf16" or "fp32", and why.
+    """Which dtype the matrix products of `precision.recipe=auto` take here, "bf16" or "fp32", and
+    why.
 
-    A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides by a race of
-    (size, size) products, because some run bf16 in hardware and others emulate it at a tenth of the speed. The best of
-    many short rounds counts: other processes may slow some, but none makes one faster. Under 0.3 s.
+    A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides
+    by a race of (size, size) products, because some run bf16 in hardware and others emulate it at a
+    tenth of the speed. The best of many short rounds counts: other processes may slow some, but
+    none makes one faster. Under 0.3 s.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -35,30 +37,15 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
         used, why = (("bf16", "has bf16 tensor cores") if (major, minor) >= (8, 0)
                      else ("fp32", "has no bf16 tensor cores, they came with 8.0"))
         return Choice(asked="auto", used=used, why=f"compute capability {major}.{minor} {why}")
-    operands = [torch.ones(size, size, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16)]
-    fp32, bf16 = race([lambda x=x: x @ x for x in operands], rounds=rounds, within_seconds=0.25)
+    operands = [torch.ones(size, size, dtype=dtype, device=device)
+                for dtype in (torch.float32, torch.bfloat16)]
+    products = [lambda x=x: x @ x for x in operands]
+    fp32, bf16 = interleaved_seconds(products, rounds=rounds, within_seconds=0.25)
     ratio = min(fp32) / min(bf16)
     return Choice(asked="auto", used="bf16" if ratio > 1.1 else "fp32",
-                  why=f"a {size} x {size} matrix product in bf16 ran at {ratio:.2f}x the speed of fp32 on this "
-                      f"{device.type}, best of {len(fp32)} rounds; bf16 is taken above 1.1x")
-
-
-def race(runners: list[Callable[[], object]], *, rounds: int, within_seconds: float = math.inf) -> list[list[float]]:
-    """Seconds of each runner in each round, after one round that is thrown away.
-
-    Rounds alternate between the runners, so that a slow moment of the machine meets all of them. No new round begins
-    after `within_seconds`, but one is always measured.
-    """
-    seconds: list[list[float]] = [[] for _ in runners]
-    begun = time.perf_counter()
-    for i in range(rounds + 1):
-        for runner, times in zip(runners, seconds):
-            start = time.perf_counter()
-            runner()
-            times.append(time.perf_counter() - start)
-        if i and time.perf_counter() - begun > within_seconds:
-            break
-    return [times[1:] for times in seconds]
+                  why=f"a {size} x {size} matrix product in bf16 ran at {ratio:.2f}x the speed of "
+                  f"fp32 on this {device.type}, best of {len(fp32)} rounds; bf16 is taken above "
+                  f"1.1x")
 
 
 def peak_bytes(device: torch.device | str) -> int:
@@ -71,9 +58,10 @@ def peak_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if STATUS.exists():   # getrusage's maximum would include the process that started this one
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+    # getrusage's maximum would include the process that started this one
+    peak = status_bytes("VmHWM")
+    if peak is not None:
+        return peak
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -81,7 +69,8 @@ def peak_bytes(device: torch.device | str) -> int:
 
 
 def reset_peak(device: torch.device | str) -> bool:
-    """Start `peak_bytes` again from what is held now. False where the system does not allow it: then it only rises."""
+    """Start `peak_bytes` again from what is held now. False where the system does not allow it:
+    then it only rises."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -94,9 +83,11 @@ def reset_peak(device: torch.device | str) -> bool:
 
 
 def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
-    """A counter of the energy that the device has used, and whose it is; only differences mean something.
+    """A counter of the energy that the device has used, and whose it is; only differences mean
+    something.
 
-    A GPU's by NVML (nvidia-ml-py, Volta and later), a CPU's by RAPL where the system lets one read it. None without.
+    A GPU's by NVML (nvidia-ml-py, Volta and later), a CPU's by RAPL where the system lets one read
+    it. None without.
     """
     device = torch.device(device)
     return ENERGY[device.type](device) if device.type in ENERGY else None
@@ -107,8 +98,10 @@ def _nvml(device: torch.device) -> tuple[float, str] | None:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "NVML's counter, this GPU alone"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
+                "NVML's counter, this GPU alone")
     except Exception:   # no library, no driver, no counter: each has an error of its own
         return None
 
@@ -118,48 +111,44 @@ def _rapl(device: torch.device) -> tuple[float, str] | None:
         packages = [int(path.read_text()) for path in sorted(RAPL.glob("intel-rapl:?/energy_uj"))]
     except OSError:     # root's alone, on most systems
         return None
-    return (sum(packages) / 1e6, "RAPL's counters, all packages, whatever ran on them") if packages else None
+    return ((sum(packages) / 1e6, "RAPL's counters, all packages, whatever ran on them") if packages
+            else None)
 
 
 ENERGY = {"cuda": _nvml, "cpu": _rapl}
 
 
-def cpu_name() -> str:
-    """As the system calls it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines()
-             if line.startswith("model name")] if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 @functools.cache
 def machine(device: str | None = None) -> Machine:
-    """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix product in each
-    dtype, the best memory sweep. Under 3 s, and measured once per process. On a GPU a datasheet promises more."""
+    """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix
+    product in each dtype, the best memory sweep. Under 3 s, and measured once per process. On a GPU
+    a datasheet promises more."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = on.type == "cuda"
     flops, shapes = {}, {}
     for name in DTYPES:
         flops[name], shapes[name] = peak_flops(name, str(on))
     sweep, swept = triad(on)
-    (seconds,) = race([sweep], rounds=9, within_seconds=0.35)
+    (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
     if gpu:
         title, extra = torch.cuda.get_device_name(on), {}
     else:
         title, extra = cpu_name(), {"threads": torch.get_num_threads()}
     return Machine(
         name="this", title=title, kind="gpu" if gpu else "cpu", memory_bytes=memory_bytes(on),
-        bytes_per_second=swept / min(seconds), flops=flops, link_bytes_per_second=None, watts=None, price_per_hour=None,
-        source=f"measured here, torch {torch.__version__}", price_source="unknown: pass price_per_hour",
+        bytes_per_second=swept / min(seconds), flops=flops, link_bytes_per_second=None, watts=None,
+        price_per_hour=None, source=f"measured here, torch {torch.__version__}",
+        price_source="unknown: pass price_per_hour",
         details={"product_shapes": shapes, "swept_bytes": swept, **extra})
 
 
 @functools.cache
 def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
-    """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once per process."""
+    """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once
+    per process."""
     best, on = (0.0, (0, 0, 0)), torch.device(device)
     for n, square in squares(dtype, on).items():
-        (seconds,) = race([square], rounds=9, within_seconds=0.35)
+        (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
         best = max(best, (2 * n**3 / min(seconds), (n, n, n)))
     return best
 
@@ -170,13 +159,15 @@ def squares(dtype: str, device: torch.device) -> dict[int, Callable[[], object]]
     return {n: product((n, n), (n, n), dtype, device) for n in sizes}
 
 
-def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device) -> Callable[[], object]:
+def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
+            device: torch.device) -> Callable[[], object]:
     x, y = (torch.ones(shape, dtype=DTYPES[dtype], device=device) for shape in (left, right))
     return synchronised(lambda: x @ y, device)
 
 
 def triad(device: torch.device) -> tuple[Callable[[], object], int]:
-    """STREAM's triad, a = b + s c, over arrays larger than a cache; and the bytes it moves: two read, one written."""
+    """STREAM's triad, a = b + s c, over arrays larger than a cache; and the bytes it moves: two
+    read, one written."""
     a, b, c = torch.ones(3, 2**28 if device.type == "cuda" else 2**24, device=device)
     return synchronised(lambda: torch.add(b, c, alpha=3.0, out=a), device), 3 * a.nbytes
 
@@ -186,11 +177,7 @@ def memory_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(path).read_text().strip() if Path(path).exists() else ""
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
+    return memory_limit_bytes() or psutil.virtual_memory().total
 
 
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "lpkit"
-BASE = {"config", "contracts", "errors", "files"}     # settings, seams, whole files: anybody
+BASE = {"config", "contracts", "errors", "files", "machine_facts", "tables", "timing"}     # settings, seams, tools: anybody
 MAY_IMPORT = {
     "config": {"errors", "techniques"}, "contracts": {"config", "errors"}, "files": set(), "errors": set(),
+    "tables": set(), "timing": set(), "machine_facts": set(),
     "techniques": {"config", "errors"},     # rows: settings and facts, no implementation
-    "predict": {"config", "errors", "techniques"},
+    "predict": {"config", "errors", "tables", "techniques"},
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "tables", "timing", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "cli",
                  "course.lab", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from lpkit import timing
 from lpkit.bench import BENCHES, harness, imports, loader
 from lpkit.bench.harness import paired, race, rotating, summary
 from lpkit.cli import main
@@ -33,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(harness.time, "perf_counter", clock)
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
     return clock
 
 

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from lpkit.bench.browser import write_notebook
+
+def write_notebook(path: Path, cells: list[str]) -> Path:
+    """A notebook of code cells (markdown where a cell starts with '# md')."""
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook()
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.cells = [nbformat.v4.new_markdown_cell(cell.removeprefix("# md").strip()) if cell.startswith("# md")
+                      else nbformat.v4.new_code_cell(cell) for cell in cells]
+    nbformat.write(notebook, path)
+    return path
+
 
 pytestmark = pytest.mark.browser
 COURSE = Path(__file__).parents[1] / "notebooks"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lpkit import cli
+from lpkit import cli, files
 from lpkit.course import lab
 from lpkit.errors import ConfigError
 
@@ -209,6 +209,6 @@ def test_a_server_that_lets_strangers_in_is_stopped(project, state, tmp_path, mo
 
 
 def test_without_the_course_it_says_where_it_looked(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab, "__file__", str(tmp_path / "site-packages" / "lpkit" / "lab.py"))
+    monkeypatch.setattr(files, "PACKAGE", tmp_path / "site-packages" / "lpkit")
     with pytest.raises(ConfigError, match="run this in the folder that holds notebooks/"):
         lab.find_root(tmp_path)

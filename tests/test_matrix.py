@@ -111,7 +111,7 @@ def test_state_that_moves_twice_is_seen(monkeypatch):
 
     monkeypatch.setattr(ScaledLinear, "forward", forward)
     with pytest.raises(ArithmeticError, match="moved twice"):
-        matrix._recomputes("fp8-delayed", "emulated", CPU)
+        matrix.Trial("fp8-delayed", "emulated", CPU).recompute()
 
 
 @pytest.mark.parametrize("ends, why", [("import os; os.kill(os.getpid(), 9)", "ended with -9"),

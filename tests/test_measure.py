@@ -9,10 +9,11 @@ from torch import nn
 from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.hardware import bf16_choice, machine, peak_bytes, race, reset_peak
+from lpkit.hardware import bf16_choice, machine, peak_bytes, reset_peak
 from lpkit.measure.updates import roofline, saved_bytes, step, turns
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
+from lpkit.timing import interleaved_seconds
 from lpkit.training import loop
 
 
@@ -46,9 +47,9 @@ def test_a_step_that_cannot_be_differentiated_is_refused():
 
 def test_race_alternates_and_drops_the_first_round():
     order = []
-    seconds = race([lambda: order.append("a"), lambda: order.append("b")], rounds=3)
+    seconds = interleaved_seconds([lambda: order.append("a"), lambda: order.append("b")], rounds=3)
     assert order == ["a", "b"] * 4 and [len(times) for times in seconds] == [3, 3]
-    assert [len(times) for times in race([lambda: None], rounds=100, within_seconds=0)] == [1]
+    assert [len(times) for times in interleaved_seconds([lambda: None], rounds=100, within_seconds=0)] == [1]
 
 
 def test_bf16_is_chosen_with_its_reason():

@@ -311,6 +311,14 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
     assert not (tmp_path / "runs").exists()
 
 
+def test_without_papermill_it_is_one_sentence(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "notebooks" / "00_start_here.ipynb")
+    monkeypatch.setitem(sys.modules, "papermill", None)
+    code, out, err = run_here(capsys, monkeypatch, tmp_path, "00")
+    assert code == 2 and "pip install papermill" in err and not out and err.count("\n") == 1
+    assert run_here(capsys, monkeypatch, tmp_path, "--list")[0] == 0
+
+
 def test_the_table():
     run = {"label": "00_a", "seconds": 1.25, "peak_rss_bytes": 3e8, "claim": "it holds", "status": "done", "error": None}
     bad = run | {"status": "failed", "error": {"cell": 7, "kind": "AssertionError", "message": "2 >\n1"}}

@@ -1,10 +1,13 @@
 """The set-up: what make would do, and that every file of it names the same versions."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -125,3 +128,42 @@ def test_binder_takes_a_torch_without_cuda_within_the_projects_versions():
     assert torch.contains(PINS["torch"]) and str(max(torch, key=lambda part: part.operator == "<=")) == f"<={PINS['torch']}"
     assert set(allowed) <= set(torch)
     assert all(part.version in ("3.11", "3.12") for part in wanted["python"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The content of a wheel that was built from the files under version control."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("lpkit", "notebooks", "data"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index",
+                    "--quiet", "-w", built, source], check=True, capture_output=True)
+    (packed,) = built.glob("lpkit-*.whl")
+    zipfile.ZipFile(packed).extractall(built / "content")
+    return built / "content"
+
+
+def test_a_wheel_holds_all_that_the_package_reads(wheel):
+    names = {path.relative_to(wheel / "lpkit").as_posix() for path in (wheel / "lpkit").rglob("*.*")}
+    assert {path.relative_to(ROOT / "lpkit").as_posix() for path in (ROOT / "lpkit").rglob("*.*")
+            if path.suffix in (".py", ".c", ".js")} <= names
+    for folder, pattern in (("notebooks", "*.ipynb"), ("data/measured", "*.json")):
+        assert {f"{folder}/{path.name}" for path in (ROOT / folder).glob(pattern)} <= names
+
+
+def test_an_installed_wheel_finds_the_course_and_the_measured_figures(wheel, tmp_path):
+    def python(*words):
+        env = {**os.environ, "PYTHONPATH": str(wheel)}
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    listed = json.loads(python("-m", "lpkit", "notebook", "--list", "--json"))["notebooks"]
+    assert [book["name"] for book in listed] == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    found = python("-c", "from lpkit.studies.advice import MEASURED; from lpkit.course.lab import find_root; "
+                         "print(MEASURED, len(list(MEASURED.glob('*.json'))), find_root())").split()
+    assert found == [str(wheel / "lpkit/data/measured"), str(len(list((ROOT / "data/measured").glob("*.json")))),
+                     str(wheel / "lpkit")]

@@ -1,6 +1,7 @@
 """Every performance figure that the project claims, measured beside its peer in one process.
 
-A benchmark is one file with `run(rounds) -> list[Result]`, one Result for each case and peer, and one row below:
+A benchmark is one file with `run(rounds) -> list[Result]`, one Result for each case and peer, and
+one row below:
 
     from lpkit.bench.harness import ROUNDS, Result, race
 
@@ -10,7 +11,8 @@ A benchmark is one file with `run(rounds) -> list[Result]`, one Result for each 
         def check():                                    # in the same run, before any timing
             torch.testing.assert_close(ours(data), peer(data))
 
-        return race("sum", ours=lambda: ours(data), peers={"torch.sum": lambda: peer(data)}, check=check,
+        return race("sum", ours=lambda: ours(data), peers={"torch.sum": lambda: peer(data)},
+        check=check,
                     case="1Mi float32", target=1.2, packages=("torch",))
 
 Nothing but the command line imports this room.

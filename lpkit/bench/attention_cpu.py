@@ -1,4 +1,5 @@
-"""Causal attention on a CPU in bf16, forward and backward: blocks of products beside PyTorch's flash kernel."""
+"""Causal attention on a CPU in bf16, forward and backward: blocks of products beside PyTorch's
+flash kernel."""
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 def _race(shape: tuple[int, ...], rounds: int) -> list[Result]:
     rng = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(shape, generator=rng, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    inputs = [torch.randn(shape, generator=rng, dtype=torch.bfloat16).requires_grad_()
+              for _ in range(3)]
     d_out = torch.randn(shape, generator=rng, dtype=torch.bfloat16)
 
     def both(attend, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -24,12 +26,14 @@ def _race(shape: tuple[int, ...], rounds: int) -> list[Result]:
         return (out, *torch.autograd.grad(out, inputs, d_out.to(out.dtype)))
 
     def check():
-        """Both within bf16 rounding of float32: 8 bits in scores of order 1, summed over the context."""
+        """Both within bf16 rounding of float32: 8 bits in scores of order 1, summed over the
+        context."""
         want = both(plain, *(t.detach().float().requires_grad_() for t in inputs))
         for attend in (blocked, sdpa):
             for got, expected in zip(both(attend, *inputs), want, strict=True):
                 error = (got.float() - expected).norm() / expected.norm()
                 assert error < 0.02, f"{attend.__name__}: relative error {error:.3f}"
 
-    return race("attention-cpu", ours=lambda: both(blocked, *inputs), peers={"sdpa": lambda: both(sdpa, *inputs)},
-                check=check, target=TARGET, case="x".join(map(str, shape)), rounds=rounds, packages=["torch"])
+    return race("attention-cpu", ours=lambda: both(blocked, *inputs),
+                peers={"sdpa": lambda: both(sdpa, *inputs)}, check=check, target=TARGET,
+                case="x".join(map(str, shape)), rounds=rounds, packages=["torch"])

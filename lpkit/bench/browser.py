@@ -1,8 +1,8 @@
 """A served JupyterLab and a real Chromium, for tests and for looking.
 
-`served(folder, state)` starts the kit's own server on a free port; `chromium()` starts the browser that is
-installed; `Notebook` opens one notebook in the lab, runs it and says what went wrong: page errors, requests to another
-host, standard error, failed cells. Nothing leaves 127.0.0.1.
+`served(folder, state)` starts the kit's own server on a free port; `chromium()` starts the browser
+that is installed; `Notebook` opens one notebook in the lab, runs it and says what went wrong: page
+errors, requests to another host, standard error, failed cells. Nothing leaves 127.0.0.1.
 """
 
 import re
@@ -15,10 +15,10 @@ from urllib.parse import quote
 from lpkit.course.lab import Server, serve
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--no-first-run", "--no-default-browser-check",
-         "--disable-extensions", "--font-render-hinting=none",
-         "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--no-first-run", "--no-default-browser-check", "--disable-extensions",
+         "--font-render-hinting=none", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
 HERE = re.compile(r"(https?|wss?)://127\.0\.0\.1[:/]|data:|blob:|about:")
 SETTINGS = {   # quiet, and every cell in the page whether it is in the viewport or not
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False,
@@ -33,22 +33,26 @@ def chromium_path() -> str | None:
 
 @contextmanager
 def chromium(*, width: int = 1200, height: int = 1000) -> Iterator:
-    """A browser context of Playwright on the installed Chromium. Pages are `width` x `height` CSS pixels."""
+    """A browser context of Playwright on the installed Chromium. Pages are `width` x `height` CSS
+    pixels."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium_path(), args=FLAGS)
         try:
-            yield browser.new_context(viewport={"width": width, "height": height}, accept_downloads=False)
+            yield browser.new_context(viewport={"width": width, "height": height},
+                                      accept_downloads=False)
         finally:
             browser.close()
 
 
 @contextmanager
 def served(folder: Path, state: Path) -> Iterator[Server]:
-    """JupyterLab over `folder`, as `lpkit lab` serves it; what it writes about itself goes into `state`."""
+    """JupyterLab over `folder`, as `lpkit lab` serves it; what it writes about itself goes into
+    `state`."""
     with serve(folder, state=state, settings=SETTINGS, config={
-            "LabApp": {"expose_app_in_browser": True}, "ServerApp": {"terminals_enabled": False}}) as server:
+            "LabApp": {"expose_app_in_browser": True},
+            "ServerApp": {"terminals_enabled": False}}) as server:
         yield server
 
 
@@ -64,10 +68,12 @@ class Notebook:
         self.page.on("websocket", self._note_request)
         self.page.goto(server.url_of(quote(name)) + "&reset")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
-        # The toolbar says idle before a kernel is attached (running then opens a dialog that nobody answers).
+        # The toolbar says idle before a kernel is attached (running then opens a dialog that nobody
+        # answers).
         self.page.wait_for_function("""() => {
             const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
-            return context?.isReady && context.session?.kernel?.status === 'idle'}""", timeout=90_000)
+            return context?.isReady && context.session?.kernel?.status === 'idle'
+            }""", timeout=90_000)
 
     def _note_request(self, request) -> None:
         if not HERE.match(request.url):
@@ -75,8 +81,9 @@ class Notebook:
 
     def command(self, name: str) -> None:
         """Start a command of the lab, without waiting: `evaluate` has no timeout."""
-        self.page.evaluate("name => { window.lpkitDone = false; window.jupyterapp.commands.execute(name)"
-                           ".finally(() => { window.lpkitDone = true }) }", name)
+        self.page.evaluate("name => { window.lpkitDone = false; "
+                           "window.jupyterapp.commands.execute(name).finally(() => { "
+                           "window.lpkitDone = true }) }", name)
 
     def run(self, *, seconds: float = 120) -> None:
         """Run all cells, and wait until the last has ended or one has failed."""
@@ -89,10 +96,12 @@ class Notebook:
             figure => figure.dataset.drawn)""", timeout=60_000)
 
     def outputs(self) -> list[dict]:
-        """Every output of every code cell, as nbformat has it, each with the number of its `cell`."""
-        return self.page.evaluate("""() => window.jupyterapp.shell.currentWidget.content.widgets.flatMap(
-            (cell, i) => cell.model.type === 'code'
-                ? cell.model.outputs.toJSON().map(output => ({...output, cell: i})) : [])""")
+        """Every output of every code cell, as nbformat has it, each with the number of its
+        `cell`."""
+        return self.page.evaluate("""() =>
+            window.jupyterapp.shell.currentWidget.content.widgets.flatMap((cell, i) =>
+                cell.model.type !== 'code' ? [] :
+                    cell.model.outputs.toJSON().map(output => ({...output, cell: i})))""")
 
     def problems(self) -> list[str]:
         """What should not have happened, one sentence each."""
@@ -100,11 +109,13 @@ class Notebook:
         found += [f"request to another host: {url}" for url in self.foreign_requests]
         for output in self.outputs():
             if output.get("name") == "stderr":
-                found.append(f"cell {output['cell']} wrote to standard error: {''.join(output['text'])[:2000]}")
+                found.append(f"cell {output['cell']} wrote to standard error: "
+                             f"{''.join(output['text'])[:2000]}")
             if output["output_type"] == "error":
                 found.append(f"cell {output['cell']} failed: {output['ename']}: {output['evalue']}")
-        found += [f"the page says: {text.strip()[:200]}" for text in self.page.locator(
-            ".jp-OutputArea-output:has-text('Error displaying widget'), .jp-mod-unsupported").all_inner_texts()]
+        bad = ".jp-OutputArea-output:has-text('Error displaying widget'), .jp-mod-unsupported"
+        found += [f"the page says: {text.strip()[:200]}"
+                  for text in self.page.locator(bad).all_inner_texts()]
         return found
 
     def screenshot(self, path: Path) -> None:
@@ -128,15 +139,3 @@ class Notebook:
         """Shut the kernel down, and close the page."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.page.close()
-
-
-def write_notebook(path: Path, cells: list[str]) -> Path:
-    """A notebook of code cells (markdown where a cell starts with '# md')."""
-    import nbformat
-
-    notebook = nbformat.v4.new_notebook()
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.cells = [nbformat.v4.new_markdown_cell(cell.removeprefix("# md").strip()) if cell.startswith("# md")
-                      else nbformat.v4.new_code_cell(cell) for cell in cells]
-    nbformat.write(notebook, path)
-    return path

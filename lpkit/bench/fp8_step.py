@@ -8,7 +8,6 @@ that were timed: at least LEAST of its speed.
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from lpkit import hardware
 from lpkit.bench.fp8_linear import fp8_gpu
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance, steps_in_turns
 from lpkit.config import Config
 from lpkit.nn.transformer import cross_entropy
 from lpkit.precision.backends import BACKENDS
@@ -72,18 +71,12 @@ def _race(config: Config, device: torch.device, on: Machine, rounds: int, transf
     advice, m = advised(config, on, device), config.model
     names = list(dict.fromkeys((BASE, *(name for name in COMPARED if runs_here(name, device)), advice.choice)))
     sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    updates = {name: _update(config, name, device, transform) for name in names}
     rng = torch.Generator(device).manual_seed(0)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, float] = {}
-    for step in range(-WARM_UP, rounds):
-        tokens = torch.randint(m.vocab, (config.global_batch, m.context + 1), device=device, generator=rng)
-        for name in names if step % 2 else reversed(names):
-            sync()
-            start = time.perf_counter()
-            losses[name] = updates[name](tokens)
-            if step >= 0:
-                seconds[name].append(time.perf_counter() - start)
+    tokens = torch.randint(m.vocab, (WARM_UP + rounds, config.global_batch, m.context + 1), device=device,
+                           generator=rng)
+    updates = {name: _update(config, name, tokens, transform) for name in names}
+    seconds, curves = steps_in_turns(updates, WARM_UP + rounds, warm_up=WARM_UP, sync=sync)
+    losses = {name: curve[-1] for name, curve in curves.items()}
     for name in names:
         assert abs(losses[name] / losses[BASE] - 1) < LOSS_TOLERANCE, f"{name}: loss {losses[name]:.3f}, {BASE} {losses[BASE]:.3f}"
     _, _, size = case_name("", config).partition(", ")
@@ -95,17 +88,18 @@ def _race(config: Config, device: torch.device, on: Machine, rounds: int, transf
                    peer_name=f"the fastest of these, {fastest}", case=f"advised: {case_name(advice.choice, config)}")]
 
 
-def _update(config: Config, name: str, device: torch.device,
-            transform: Callable[[torch.nn.Module], None]) -> Callable[[torch.Tensor], float]:
-    recipe = RECIPES[name]
+def _update(config: Config, name: str, tokens: torch.Tensor,
+            transform: Callable[[torch.nn.Module], None]) -> Callable[[int], float]:
+    """A function that takes one step on `tokens[step]`, and returns its loss."""
+    recipe, device = RECIPES[name], tokens.device
     low = (LowPrecision(recipe=recipe, backend=BACKENDS["scaled_mm"]),) if recipe.products else ()
     model = transformed(initialised(config, device), low)
     transform(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
-    def update(tokens: torch.Tensor) -> float:
+    def update(step: int) -> float:
         with recipe.autocast(device):
-            loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+            loss = cross_entropy(model(tokens[step, :, :-1]), tokens[step, :, 1:])
         loss.backward()
         advance(model)
         optimizer.step()

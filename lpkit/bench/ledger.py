@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +19,18 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lpkit import hardware, measure, predict_trace
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance, race
 from lpkit.config import Config
+from lpkit.files import resource
 from lpkit.measure.tracking import ROWS
 from lpkit.predict import memory, parameter_count
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
+from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.recipes import RECIPES
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
+RULES = {"formula": "closed form", "traced": "trace", "accelerate": "accelerate", "deepspeed": "DeepSpeed", "classic": "16 P +"}
 TRACE, TRACE_SECONDS, RANKS, CALL_SECONDS, FASTER = 0.01, 60, 1024, 200e-6, 100
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
 CAST = tuple(name for name, recipe in RECIPES.items() if recipe.products)
@@ -140,27 +142,21 @@ def page(measured: list[dict[str, Any]]) -> str:
     example = {row.name: row for one in variants for row in one.rows}
     lines = [HEAD.strip(), "", "## Rows", "", f"With the most that each is for `{EXAMPLE}` under fp8-delayed on one H200; what it "
              f"has not there, with bf16 weights and float32 masters, on 8 shards, or recomputed with 8-bit moments. The closed "
-             f"form counts rows without a figure under temporaries.", "",
-             "| row | what | bytes | formula | source |", "|---|---|---|---|---|"]
+             f"form counts rows without a figure under temporaries.", ""]
+    rows = []
     for name, what in ROWS.items():
         row = example.get(name)
-        known = f"{quantity(row.bytes, 'bytes')} | {row.formula} | {row.source}" if row else " | | "
-        lines.append(f"| {name} | {what} | {known} |")
-    lines.append("")
+        rows.append((name, what, *((quantity(row.bytes, "bytes"), row.formula, row.source) if row else ("", "", ""))))
+    lines += [markdown_table(("row", "what", "bytes", "formula", "source"), rows), ""]
     for result in measured:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        errors = [(row["name"], f"{row['parameters']:,}", quantity(row["measured_bytes"], "bytes"), row["peak_moment"],
+                   *(f"{row[f'{rule}_bytes'] / row['measured_bytes'] - 1:+.2%}" for rule in RULES)) for row in result["table"]]
         lines += [f"## {result['device']}", "",
                   f"Measured {result['date'][:10]} at commit {result['commit']} with {versions}, {result['threads']} threads: "
-                  f"`{result['command']}`.", "", "| | result | target |", "|---|---|---|"]
-        lines += [f"| {case['case']} | {_said(case)} | {case['verdict']} |" for case in result["cases"]]
-        lines += ["", "| config | parameters | measured peak | at | closed form | trace | accelerate | DeepSpeed | 16 P + |",
-                  "|---|---|---|---|---|---|---|---|---|"]
-        for row in result["table"]:
-            errors = " | ".join(f"{row[key] / row['measured_bytes'] - 1:+.2%}" for key in (
-                "formula_bytes", "traced_bytes", "accelerate_bytes", "deepspeed_bytes", "classic_bytes"))
-            lines.append(f"| {row['name']} | {row['parameters']:,} | {quantity(row['measured_bytes'], 'bytes')} | "
-                         f"{row['peak_moment']} | {errors} |")
-        lines.append("")
+                  f"`{result['command']}`.", "",
+                  markdown_table(("", "result", "target"), [(case["case"], _said(case), case["verdict"]) for case in result["cases"]]),
+                  "", markdown_table(("config", "parameters", "measured peak", "at", *RULES.values()), errors), ""]
     return "\n".join(lines)
 
 
@@ -199,8 +195,8 @@ Activations away (`memory.activation_offload`) are within 10%. This page is made
 
 
 def measured_files() -> list[dict[str, Any]]:
-    root = Path(__file__).parents[2] / "data" / "measured"
-    return [json.loads(path.read_text()) for path in sorted(root.glob(f"{NAME}-*.json"))]
+    paths = sorted(resource("data/measured").glob(f"{NAME}-*.json"))
+    return [json.loads(path.read_text()) for path in paths]
 
 
 if __name__ == "__main__":

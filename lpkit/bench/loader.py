@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lpkit.bench.harness import ROUNDS, Result, paired, provenance, race
 from lpkit.datasets.policies import RandomWindows
+from lpkit.machine_facts import status_bytes
 
 TOKENS = 50_000_000
 SHAPES = ((12, 1024), (64, 256), (16, 64))      # B, T
@@ -62,12 +63,12 @@ def stack_windows(tokens: np.ndarray, starts: Tensor, context: int) -> tuple[Ten
 def peak_extra_bytes(path: str) -> int:
     """Anonymous memory that drawing batches adds to this process; the page cache behind the map is not ours."""
     tokens = np.memmap(path, dtype="<u2", mode="r")
-    before = peak = _anonymous_bytes()
+    before = peak = status_bytes("RssAnon")
     for B, T in SHAPES:
         policy = RandomWindows(tokens=tokens, batch=B, context=T, seed=1)
         for step in range(1000):
             batch = policy.batch(step)      # held while the next one is made, as in training
-            peak = max(peak, _anonymous_bytes())
+            peak = max(peak, status_bytes("RssAnon"))
         del batch
     return peak - before
 
@@ -111,20 +112,13 @@ def _loaders(tokens: np.ndarray, B: int, T: int) -> Iterator[dict[str, Iterator]
 
 
 def _memory(path: Path, rounds: int) -> list[Result]:
-    if not Path("/proc/self/status").exists():
+    if status_bytes("RssAnon") is None:
         return []           # only Linux tells anonymous memory from a mapped file
     code = f"from lpkit.bench.loader import peak_extra_bytes as peak; print(peak({str(path)!r}))"
     extra = [int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
              for _ in range(min(rounds, 3))]
     return [paired("loader", ours=extra, peer=[EXTRA_BYTES] * len(extra), peer_name="64 MiB", case="peak extra memory",
                    target=1.0, better="lower", unit="bytes", facts=provenance(["torch", "numpy"]))]
-
-
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise OSError("this kernel does not report RssAnon")
 
 
 def _write(path: Path, tokens: int) -> None:

@@ -1,7 +1,9 @@
-"""E4M3 quantise-dequantise on a CPU: the kit's kernel beside ml_dtypes, PyTorch's casts, and the same casts compiled.
+"""E4M3 quantise-dequantise on a CPU: the kit's kernel beside ml_dtypes, PyTorch's casts, and the
+same casts compiled.
 
-4 Mi float32 values, in buffers that together are larger than a cache and take turns; all contenders write into buffers
-that exist already where they can, so that nobody pays for fresh pages alone. Raw bits are compared first.
+4 Mi float32 values, in buffers that together are larger than a cache and take turns; all contenders
+write into buffers that exist already where they can, so that nobody pays for fresh pages alone. Raw
+bits are compared first.
 """
 
 import itertools
@@ -40,7 +42,8 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def rotating(function: Callable[[Tensor, Tensor], object], inputs: list[Tensor], outputs: list[Tensor]) -> Callable[[], object]:
+def rotating(function: Callable[[Tensor, Tensor], object], inputs: list[Tensor],
+             outputs: list[Tensor]) -> Callable[[], object]:
     """Calls `function(x, out)` with the next pair each time."""
     pairs = itertools.cycle(zip(inputs, outputs, strict=True))
     return lambda: function(*next(pairs))
@@ -70,7 +73,8 @@ def _race(count: int, rounds: int) -> list[Result]:
         out.numpy()[:] = x.numpy().astype(ml_dtypes.float8_e4m3fn)
 
     torch.compiler.reset()      # the number of threads is compiled in
-    contenders = {"ml_dtypes": numpy_way, "torch eager": eager, "torch compiled": torch.compile(eager)}
+    contenders = {"ml_dtypes": numpy_way, "torch eager": eager,
+                  "torch compiled": torch.compile(eager)}
 
     def check() -> None:
         want = inputs[0].to(torch.float8_e4m3fn).float()
@@ -79,7 +83,8 @@ def _race(count: int, rounds: int) -> list[Result]:
             function(inputs[0], outputs[0])
             same_bits(name, outputs[0], want)
 
-    return race("qdq", ours=rotating(ours, inputs, outputs), check=check, target=TARGETS, rounds=rounds,
-                peers={name: rotating(function, inputs, outputs) for name, function in contenders.items()},
+    return race("qdq", ours=rotating(ours, inputs, outputs), check=check, target=TARGETS,
+                rounds=rounds, peers={name: rotating(function, inputs, outputs)
+                                      for name, function in contenders.items()},
                 case=f"E4M3 and back, 4 Mi float32, threads: {count}, kernel: {cast.choice().used}",
                 packages=("torch", "ml_dtypes"))

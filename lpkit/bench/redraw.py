@@ -1,10 +1,11 @@
 """From a moved slider to the changed figure: in the kernel, and in the page as its reader sees it.
 
-The notebook is `01_memory_math`, run at the smoke size in a served JupyterLab in Chromium. Its first Explorer is raced
-against `plotly.graph_objects.FigureWidget` inside `batch_update`, with the same function, controls of the same kind, in
-the same page, taking turns. In the kernel a redraw is the assignment of a control's value until it returns; in the
-page it is the time from the key to the end of plotly's drawing. The budgets are absolute (50 and 150 ms): a row
-against a budget is the share of it that is used.
+The notebook is `01_memory_math`, run at the smoke size in a served JupyterLab in Chromium. Its
+first Explorer is raced against `plotly.graph_objects.FigureWidget` inside `batch_update`, with the
+same function, controls of the same kind, in the same page, taking turns. In the kernel a redraw is
+the assignment of a control's value until it returns; in the page it is the time from the key to the
+end of plotly's drawing. The budgets are absolute (50 and 150 ms): a row against a budget is the
+share of it that is used.
 """
 
 import json
@@ -49,7 +50,8 @@ def _redraw(change):
     with _peer.batch_update():
         for trace, new in zip(_peer.data, spec["data"]):
             trace.update(new)
-        _peer.layout.update({key: value for key, value in spec["layout"].items() if key != "template"})
+        _peer.layout.update({key: value for key, value in spec["layout"].items()
+                             if key != "template"})
 
 _slider.observe(_redraw, names="value")
 _control.add_class("race-ours")
@@ -81,7 +83,8 @@ PRESS = f"([name, key]) => new Promise((done, failed) => {{ const plotOf = {PLOT
     const late = setTimeout(() => failed(new Error(`${name} did not change`)), 10000);
     const started = performance.now();
     const drawn = () => {
-        if (JSON.stringify(plot.data) === before) return;   // the last drawing of the previous round
+        // the last drawing of the previous round
+        if (JSON.stringify(plot.data) === before) return;
         clearTimeout(late);
         plot.removeListener('plotly_afterplot', drawn);
         done((performance.now() - started) / 1000);
@@ -92,7 +95,8 @@ PRESS = f"([name, key]) => new Promise((done, failed) => {{ const plotOf = {PLOT
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:
-    """Errors: ConfigError without a browser or the notebook; RuntimeError when the page reports a problem."""
+    """Errors: ConfigError without a browser or the notebook; RuntimeError when the page reports a
+    problem."""
     from lpkit.course import notebooks
 
     return race(notebooks.with_tier(notebooks.find(NOTEBOOK), "smoke"), rounds)
@@ -103,7 +107,8 @@ def race(notebook: Any, rounds: int) -> list[Result]:
     import nbformat
 
     if chromium_path() is None:
-        raise ConfigError("there is no chromium, chromium-browser or google-chrome on PATH; install one to measure a page")
+        raise ConfigError("there is no chromium, chromium-browser or google-chrome on PATH; "
+                          "install one to measure a page")
     notebook.cells.append(nbformat.v4.new_code_cell(f"ROUNDS = {rounds}\n{RACE}"))
     with tempfile.TemporaryDirectory() as folder:
         course = Path(folder) / "course"
@@ -116,17 +121,20 @@ def race(notebook: Any, rounds: int) -> list[Result]:
             if problems := opened.problems():
                 raise RuntimeError("; ".join(problems))
             kernel = next(json.loads(line.removeprefix("RACE ")) for output in opened.outputs()
-                          for line in "".join(output.get("text", "")).splitlines() if line.startswith("RACE "))
-            opened.page.wait_for_function(f"() => ({PLOT})('race-peer')?.querySelector('.main-svg')", timeout=60_000)
+                          for line in "".join(output.get("text", "")).splitlines()
+                          if line.startswith("RACE "))
+            opened.page.wait_for_function(
+                f"() => ({PLOT})('race-peer')?.querySelector('.main-svg')", timeout=60_000)
             page = _page_seconds(opened, rounds)
             opened.close()
     facts = provenance(("jupyterlab", "ipykernel", "ipywidgets", "plotly", "anywidget"))
     results = []
     for case, seconds, budget in (("kernel", kernel, KERNEL_SECONDS), ("page", page, PAGE_SECONDS)):
-        results.append(paired("redraw", ours=seconds["ours"], peer=[budget] * rounds, facts=facts, better="lower",
-                              peer_name=f"budget of {budget * 1000:.0f} ms", case=case, target=1.0))
-        results.append(paired("redraw", ours=seconds["ours"], peer=seconds["theirs"], facts=facts, better="lower",
-                              peer_name="go.FigureWidget", case=case))
+        results.append(paired("redraw", ours=seconds["ours"], peer=[budget] * rounds, facts=facts,
+                              better="lower", peer_name=f"budget of {budget * 1000:.0f} ms",
+                              case=case, target=1.0))
+        results.append(paired("redraw", ours=seconds["ours"], peer=seconds["theirs"], facts=facts,
+                              better="lower", peer_name="go.FigureWidget", case=case))
     return results
 
 
@@ -136,5 +144,6 @@ def _page_seconds(opened: Notebook, rounds: int) -> dict[str, list[float]]:
         key = "ArrowLeft" if i % 2 else "ArrowRight"
         for who, name in (("ours", "race-ours"), ("theirs", "race-peer"))[::1 if i % 2 else -1]:
             seconds[who].append(opened.page.evaluate(PRESS, [name, key]))
-            opened.page.wait_for_timeout(150)      # what the other still has to draw is not ours to wait for
+            # what the other still has to draw is not ours to wait for
+            opened.page.wait_for_timeout(150)
     return {who: taken[2:] for who, taken in seconds.items()}

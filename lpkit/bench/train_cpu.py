@@ -6,9 +6,8 @@ at the end of both is the check: a step that is fast and wrong does not count.
 """
 
 import statistics
-import time
 
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance
+from lpkit.bench.harness import ROUNDS, Result, paired, provenance, runs_by_step, steps_in_turns
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.training.training import Training
@@ -25,16 +24,11 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     chosen = sides[0].decisions.choices
     if chosen["precision"].used == "fp32":
         raise ConfigError(f"there is nothing to compare: {chosen['precision'].why}")
-    seconds, losses = ([], []), ([], [])
-    for step in range(steps):
-        for side in (0, 1) if step % 2 else (1, 0):
-            start = time.perf_counter()
-            losses[side].append(sides[side].update(step).loss.item())
-            seconds[side].append(time.perf_counter() - start)
-    ours, fp32 = (statistics.fmean(values[-20:]) for values in losses)
+    seconds, losses = steps_in_turns(runs_by_step(dict(zip(("ours", "fp32"), sides))), steps)
+    ours, fp32 = (statistics.fmean(values[-20:]) for values in losses.values())
     if abs(ours / fp32 - 1) > LOSS_TOLERANCE:
         raise AssertionError(f"after {steps} steps the loss is {ours:.4f}, in float32 {fp32:.4f}: over {LOSS_TOLERANCE:.0%}")
     used = ", ".join(f"{name} {choice.used}" for name, choice in chosen.items())
-    return [paired("train-cpu", ours=seconds[0], peer=seconds[1], peer_name="the same steps in float32", target=TARGET,
+    return [paired("train-cpu", ours=seconds["ours"], peer=seconds["fp32"], peer_name="the same steps in float32", target=TARGET,
                    facts=provenance(["torch"]) | {"chosen": used, "loss": ours, "loss_float32": fp32, "steps": steps},
                    case="6 layers x 384, 256-byte vocabulary, batch 16 x 256 tokens")]

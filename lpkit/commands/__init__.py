@@ -9,7 +9,8 @@ A command imports what it needs inside `run`, so that `--help` is fast.
 
 
 def machine(target: str):
-    """What `--machine` means: a row of the catalogue, `this` (measured now), or a YAML file. Raises ConfigError."""
+    """What `--machine` means: a row of the catalogue, `this` (measured now), or a YAML file. Raises
+    ConfigError."""
     from pathlib import Path
 
     from lpkit.errors import ConfigError
@@ -26,6 +27,6 @@ def machine(target: str):
     try:
         values = yaml.safe_load(Path(target).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the machine file {target!r} ({' '.join(str(error).split())}); "
-                          f"{machines.HOW}") from None
+        raise ConfigError(f"cannot read the machine file {target!r} "
+                          f"({' '.join(str(error).split())}); {machines.HOW}") from None
     return machines.from_dict(values, name=Path(target).stem)

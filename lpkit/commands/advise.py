@@ -1,4 +1,5 @@
-"""Will low precision be faster for me? A verdict for a preset or a config on a machine, and its reasons.
+"""Will low precision be faster for me? A verdict for a preset or a config on a machine, and its
+reasons.
 
     lpkit advise gpt2-124m --machine h200
     lpkit advise cpu-3m --machine this --measure --seeds 3 --steps 60
@@ -7,13 +8,19 @@
 import argparse
 from typing import Any
 
+from lpkit.tables import text_table
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or `this`: the one at hand")
-    parser.add_argument("--recipe", action="append", metavar="NAME", help="consider only this one; repeatable")
-    parser.add_argument("--measure", action="store_true", help="settle it with short real runs on this machine")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="change a setting; repeatable")
+    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
+                        "`this`: the one at hand")
+    parser.add_argument("--recipe", action="append", metavar="NAME",
+                        help="consider only this one; repeatable")
+    parser.add_argument("--measure", action="store_true", help="settle it with short real runs on "
+                        "this machine")
     parser.add_argument("--seeds", type=int, default=3, help="of the real runs (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="of each real run (%(default)s)")
 
@@ -25,8 +32,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     config = resolve(args.target, args.set)
     here = args.machine == "this" or args.measure
-    advice = advise(config, _here() if here else machine(args.machine), recipes=args.recipe, seeds=args.seeds,
-                    steps=args.steps, train=_train if args.measure else None)
+    advice = advise(config, _here() if here else machine(args.machine), recipes=args.recipe,
+                    seeds=args.seeds, steps=args.steps, train=_train if args.measure else None)
     return {"target": args.target, **advice.to_dict(), "claims": claims().to_dict()}
 
 
@@ -37,7 +44,8 @@ def _here():
     from lpkit import hardware
     from lpkit.studies.advice import catalogued
 
-    return (torch.cuda.is_available() and catalogued(torch.cuda.get_device_name())) or hardware.machine()
+    return ((torch.cuda.is_available() and catalogued(torch.cuda.get_device_name()))
+            or hardware.machine())
 
 
 def _train(config, *, out):
@@ -55,19 +63,20 @@ def text(result: dict[str, Any]) -> str:
     rows = [("recipe", "runs", "step", "speed", "Linears", "memory")]
     for plan in result["plans"]:
         more = plan["more_bytes"]
-        rows.append((plan["recipe"], f"{plan['status']} ({plan['backend']})", duration(plan["step_seconds"]),
-                     f"{plan['speedup']:.2f}x", f"{plan['linear_speedup']:.2f}x",
+        rows.append((plan["recipe"], f"{plan['status']} ({plan['backend']})",
+                     duration(plan["step_seconds"]), f"{plan['speedup']:.2f}x",
+                     f"{plan['linear_speedup']:.2f}x",
                      f"{'-' if more < 0 else '+'}{quantity(abs(more), 'bytes')}"))
     measured = [f"  {one['recipe']}: {duration(one['step_seconds'])} a step, losses "
                 f"{', '.join(f'{loss:.3f}' for loss in one['losses'])}; at equal loss "
                 f"{', '.join('not reached' if s is None else f'{s:.2f}x' for s in one['speedups'])}"
                 for one in result["measured"]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
     first = result["plans"][0]
     return "\n".join([
         result["sentence"], "",
         f"{result['target']} on {result['machine']}; a step in {result['base']} takes "
         f"{duration(first['base_step_seconds'])}, by formula",
-        *("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows),
+        text_table(rows, indent="  "),
         *(["", "measured, seed by seed:", *measured] if measured else []),
-        "", f"  efficiency: {result['efficiency']['source']}", *(f"  {source}" for source in result["sources"])])
+        "", f"  efficiency: {result['efficiency']['source']}",
+        *(f"  {source}" for source in result["sources"])])

@@ -4,10 +4,11 @@
     lpkit bench import loader --rounds 25 --out data/measured
     lpkit bench --all
 
-A ratio is the median over interleaved rounds of the paired ratio, with its quartiles. Being slow is a result, not a
-failure: the exit code stays 0, and the row says by how much the target was missed. With --json, `ratio`, `quartiles`
-and `peer` are those of the case that does worst against its target, and `cases` has them all; several benchmarks make
-one object with a list `benches`.
+A ratio is the median over interleaved rounds of the paired ratio, with its quartiles. Being slow is
+a result, not a
+failure: the exit code stays 0, and the row says by how much the target was missed. With --json,
+`ratio`, `quartiles` and `peer` are those of the case that does worst against its target, and
+`cases` has them all; several benchmarks make one object with a list `benches`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.errors import ConfigError
+from lpkit.tables import text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
     parser.add_argument("--all", action="store_true", help="run every benchmark")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="interleaved rounds (%(default)s)")
-    parser.add_argument("--out", metavar="DIR", help="also keep each result there, as NAME-DEVICE.json")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N",
+                        help="interleaved rounds (%(default)s)")
+    parser.add_argument("--out", metavar="DIR", help="also keep each result there, as "
+                        "NAME-DEVICE.json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -39,7 +43,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not names:
         raise ConfigError(f"name a benchmark ({', '.join(BENCHES)}), or use --all")
     if args.rounds < 1:
-        raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give meaningful quartiles")
+        raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
+                          f"meaningful quartiles")
     modules = [importlib.import_module(pick(BENCHES, name, "benchmark")) for name in names]
     done, left_out = [], {}
     for name, module in zip(names, modules, strict=True):
@@ -67,19 +72,18 @@ def _table(bench: dict[str, Any]) -> str:
     lines = [f"{bench['name']} on {bench['device']}, {bench['cores']} cores; {versions}"]
     rows = [(case["case"], case["peer"], f"{case['ratio']:.3g}x",
              f"[{case['quartiles'][0]:.3g}, {case['quartiles'][1]:.3g}]",
-             f"{_amount(case['ours_median'], case['unit'])} against {_amount(case['peer_median'], case['unit'])}",
-             case["verdict"]) for case in bench["cases"]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-              for row in rows]
-    return "\n".join(lines)
+             f"{_amount(case['ours_median'], case['unit'])} against "
+             f"{_amount(case['peer_median'], case['unit'])}", case["verdict"])
+            for case in bench["cases"]]
+    return "\n".join([*lines, text_table(rows, indent="  ")])
 
 
 def _amount(value: float, unit: str) -> str:
     if unit == "bytes":
         return f"{value / 2**20:.3g} MiB"
     if unit == "s":
-        scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if value >= s), (1e-6, "us"))
+        scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if value >= s),
+                           (1e-6, "us"))
         value /= scale
     return f"{value:.3g} {unit}"
 
@@ -90,6 +94,8 @@ def _keep(folder: Path, bench: dict[str, Any]) -> None:
     device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{bench['name']}-{device}.json", json.dumps(bench, indent=1) + "\n")
+        write_atomically(folder / f"{bench['name']}-{device}.json",
+                         json.dumps(bench, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with "
+                          f"--out") from None

@@ -4,8 +4,8 @@
     lpkit data prepare 'books/**/*.txt.gz' --tokenizer bpe --vocab 8192 --out corpora/books
     lpkit data show corpora/books
 
-SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet, each also as .gz or .zst),
-or hf:owner/name. A prepared folder is itself a data.source.
+SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet, each also as .gz or
+.zst), or hf:owner/name. A prepared folder is itself a data.source.
 """
 
 import argparse
@@ -20,9 +20,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     prepare = actions.add_parser("prepare", help="make the token files of a source")
     prepare.add_argument("source", metavar="SOURCE")
-    prepare.add_argument("--tokenizer", default=default.tokenizer, metavar="NAME", help="bytes, bpe or gpt2 (%(default)s)")
-    prepare.add_argument("--vocab", type=int, metavar="N", help="the model's vocabulary; bpe learns so many entries (8192)")
-    prepare.add_argument("--out", metavar="DIR", help="a new folder; without it, the cache that training looks in")
+    prepare.add_argument("--tokenizer", default=default.tokenizer, metavar="NAME",
+                         help="bytes, bpe or gpt2 (%(default)s)")
+    prepare.add_argument("--vocab", type=int, metavar="N", help="the model's vocabulary; bpe "
+                         "learns so many entries (8192)")
+    prepare.add_argument("--out", metavar="DIR", help="a new folder; without it, the cache that "
+                         "training looks in")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
                          help="share kept for validation (%(default)s)")
 
@@ -41,7 +44,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.action == "show":
         files = open_tokens(args.folder)
     else:
-        data = DataConfig(source=args.source, tokenizer=args.tokenizer, val_fraction=args.val_fraction)
+        data = DataConfig(source=args.source, tokenizer=args.tokenizer,
+                          val_fraction=args.val_fraction)
         default_vocab = pick(TOKENIZERS, data.tokenizer, "tokenizer").default_vocab
         vocab = default_vocab if args.vocab is None else args.vocab
         files = prepare_into(args.out, data, vocab) if args.out else prepare(data, vocab)
@@ -54,10 +58,12 @@ def text(result: dict[str, Any]) -> str:
     source = result["source"]
     about = ", ".join(f"{source[key]} {key}" if key == "files" else f"{key} {source[key]}"
                       for key in source if key != "name")
-    lines = [f"{result['folder']}", f"  source      {source['name']}" + (f" ({about})" if about else ""),
+    lines = [f"{result['folder']}", f"  source      {source['name']}"
+             + (f" ({about})" if about else ""),
              f"  tokenizer   {result['tokenizer']}, {result['vocab']} entries, {result['dtype']}"]
     for split, facts in result["splits"].items():
-        lines.append(f"  {split:<11} {facts['tokens']:,} tokens in {facts['documents']:,} documents, "
-                     f"sha256 {facts['sha256'][:12]}")
-    lines.append(f"  unigram     {result['unigram_entropy']:.3f} nats per token: what knowing only frequencies reaches")
+        lines.append(f"  {split:<11} {facts['tokens']:,} tokens in {facts['documents']:,} "
+                     f"documents, sha256 {facts['sha256'][:12]}")
+    lines.append(f"  unigram     {result['unigram_entropy']:.3f} nats per token: what knowing only "
+                 f"frequencies reaches")
     return "\n".join(lines)

@@ -1,9 +1,12 @@
-"""What this machine can do, found by trying it; and for what it cannot, why and the nearest thing that works."""
+"""What this machine can do, found by trying it; and for what it cannot, why and the nearest thing
+that works."""
 
 import argparse
 from itertools import groupby
 from textwrap import fill
 from typing import Any
+
+from lpkit.tables import text_table
 
 GIB = 2**30
 
@@ -20,38 +23,44 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     found = result["machine"]
-    memory = f"{found['memory_bytes'] / GIB:.1f} GiB, {found['memory_available_bytes'] / GIB:.1f} GiB free"
+    free = found["memory_available_bytes"] / GIB
+    memory = f"{found['memory_bytes'] / GIB:.1f} GiB, {free:.1f} GiB free"
     if found["memory_limit_bytes"]:
         memory += f", {found['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
-    gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability {gpu['capability']}"
+    gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability "
+            f"{gpu['capability']}"
             for gpu in found["gpus"]]
-    installed = ", ".join(f"{name} {version}" for name, version in found["libraries"].items() if version)
+    installed = ", ".join(f"{name} {version}" for name, version in found["libraries"].items()
+                          if version)
     absent = ", ".join(name for name, version in found["libraries"].items() if not version)
     rows = {"System": f"{found['os']}, Python {found['python']}",
-            "CPU": f"{found['cpu']}, {found['cores']} cores, {' '.join(found['cpu_features']) or 'no known extensions'}",
-            "Memory": memory, "GPU": "; ".join(gpus) or "none that torch can use",
-            "Driver": found["driver"] or "none", "CUDA": found["cuda"] or "none: this torch is a CPU build",
+            "CPU": f"{found['cpu']}, {found['cores']} cores, "
+            f"{' '.join(found['cpu_features']) or 'no known extensions'}", "Memory": memory,
+            "GPU": "; ".join(gpus) or "none that torch can use",
+            "Driver": found["driver"] or "none",
+            "CUDA": found["cuda"] or "none: this torch is a CPU build",
             "Installed": installed, "Absent": absent or "nothing", "Tried on": result["device"]}
     lines = [_row(name, value) for name, value in rows.items()]
     for kind, probes in groupby(result["probes"], key=lambda row: row["kind"]):
         lines += ["", kind.capitalize()]
         for row in probes:
             nearest = f" -> {row['nearest']}" if row["nearest"] else ""
-            lines.append(_row(("+ " if row["works"] else "- ") + row["name"], row["detail"] or row["why"] + nearest, 16))
+            lines.append(_row(("+ " if row["works"] else "- ") + row["name"],
+                              row["detail"] or row["why"] + nearest, 16))
     if result["recipes"]:
-        lines += ["", "Recipes, forward and backward; the reasons are in --json", *_recipes(result["recipes"])]
+        lines += ["", "Recipes, forward and backward; the reasons are in --json",
+                  _recipes(result["recipes"])]
     choice = result["chosen"]["precision"]
     return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
 
 
-def _recipes(cells: list[dict[str, Any]]) -> list[str]:
+def _recipes(cells: list[dict[str, Any]]) -> str:
     from lpkit.measure import matrix
 
     heads, rows = matrix.grid([matrix.Cell(**cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return ["  " + "  ".join(f"{word:<{width}}" for word, width in zip(row, widths)).rstrip() for row in (heads, *rows)]
+    return text_table([heads, *rows], indent="  ")
 
 
 def _row(name: str, value: str, width: int = 10) -> str:
-    return fill(value, 118, initial_indent=f"  {name:<{width}}  ", subsequent_indent=" " * (width + 4),
-                break_long_words=False, break_on_hyphens=False)
+    return fill(value, 118, initial_indent=f"  {name:<{width}}  ",
+                subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False)

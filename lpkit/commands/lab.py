@@ -1,8 +1,9 @@
 """Open JupyterLab on the course: on this machine only, with a fresh token.
 
-On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL there.
-A public address needs --ip with --certfile, --keyfile and --password-file; the password file holds one line, a hash
-made by `python -c "from jupyter_server.auth import passwd; print(passwd())"`.
+On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
+there. A public address needs --ip with --certfile, --keyfile and --password-file; the password file
+holds one line, a hash made by `python -c "from jupyter_server.auth import passwd;
+print(passwd())"`.
 """
 
 import argparse
@@ -16,16 +17,19 @@ from typing import Any
 def arguments(parser: argparse.ArgumentParser) -> None:
     from lpkit.course.lab import LOCAL, PORT
 
-    parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; a taken one moves to the next")
+    parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; a taken one moves "
+                        f"to the next")
     parser.add_argument("--ip", default=LOCAL, help=f"default {LOCAL}: this machine only")
     parser.add_argument("--no-browser", action="store_true", help="print the URL and open nothing")
     parser.add_argument("--certfile", type=Path, help="TLS certificate, for a public address")
     parser.add_argument("--keyfile", type=Path, help="its private key")
-    parser.add_argument("--password-file", type=Path, help="one line, the hashed password; mode 600")
+    parser.add_argument("--password-file", type=Path, help="one line, the hashed password; mode "
+                        "600")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until Ctrl-C or SIGTERM. The one object is printed when the lab answers, not when it has gone."""
+    """Serves until Ctrl-C or SIGTERM. The one object is printed when the lab answers, not when it
+    has gone."""
     from lpkit.course import lab
 
     root = lab.find_root()
@@ -33,18 +37,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
-    signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell's `&` makes its children deaf to it
+    # a shell's `&` makes its children deaf to it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with lab.serve(root, ip=args.ip, port=args.port, browser=lab.has_display() and not args.no_browser,
-                       certfile=args.certfile, keyfile=args.keyfile, password_file=args.password_file) as server:
+        with lab.serve(root, ip=args.ip, port=args.port,
+                       browser=lab.has_display() and not args.no_browser, certfile=args.certfile,
+                       keyfile=args.keyfile, password_file=args.password_file) as server:
             if args.port not in (0, server.port):
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
             found = {"url": server.url, "ip": server.ip, "port": server.port, "root": str(root),
-                     "token_file": str(server.token_file), "log": str(server.log_path), "tunnel": tunnel(server.port)}
+                     "token_file": str(server.token_file), "log": str(server.log_path),
+                     "tunnel": tunnel(server.port)}
             print(json.dumps(found) if args.json else text(found), flush=True)
             code = server.process.wait()    # also when someone shuts the lab down from its menu
             if code:
-                print(f"JupyterLab ended with {code}; the end of its log:\n{server.log()[-1500:]}", file=sys.stderr)
+                print(f"JupyterLab ended with {code}; the end of its log:\n{server.log()[-1500:]}",
+                      file=sys.stderr)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
     sys.exit(code)
@@ -57,6 +65,6 @@ def tunnel(port: int) -> str:
 def text(result: dict[str, Any]) -> str:
     lines = ["JupyterLab is open on", f"    {result['url']}"]
     if result["ip"] == "127.0.0.1":
-        lines += ["From another computer: keep this running there, then open the same URL in its browser:",
-                  f"    {result['tunnel']}"]
+        lines += ["From another computer: keep this running there, then open the same URL in its "
+                  "browser:", f"    {result['tunnel']}"]
     return "\n".join([*lines, f"Log: {result['log']}. Ctrl-C stops the lab."])

@@ -1,9 +1,10 @@
 """Run notebooks with parameters, without a browser.
 
   lpkit notebook --list                                  what there is, with every parameter
-  lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: runs/try/00_start_here.ipynb and .json
-  lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2   the four combinations, two at a time
-  lpkit notebook --all --tier smoke                      the course, and a table of what it claims
+  lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: runs/try/00_start_here.ipynb and
+  .json lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2   the four combinations, two at a
+  time lpkit notebook --all --tier smoke                      the course, and a table of what it
+  claims
 
 key=a,b and a repeated key make a grid; a parameter that is itself text or a tuple keeps its commas.
 """
@@ -14,21 +15,27 @@ from typing import Any
 
 from lpkit.config import convert, parse_settings
 from lpkit.errors import ConfigError
+from lpkit.tables import text_table
 
 OUT = Path("runs") / "notebooks"
 
 
 def arguments(parser):
-    parser.parse_args = parser.parse_intermixed_args    # `notebook 00 --tier cpu steps=5` reads as it is meant
+    # `notebook 00 --tier cpu steps=5` reads as it is meant
+    parser.parse_args = parser.parse_intermixed_args
     parser.add_argument("name", nargs="?", metavar="NAME",
                         help="00_start_here, 00, start_here, or the path of a notebook")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="parameters that the notebook declares")
-    parser.add_argument("--tier", choices=("smoke", "cpu", "gpu"), help="how large: sets the parameter `tier`")
+    parser.add_argument("settings", nargs="*", metavar="key=value",
+                        help="parameters that the notebook declares")
+    parser.add_argument("--tier", choices=("smoke", "cpu", "gpu"),
+                        help="how large: sets the parameter `tier`")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR",
                         help=f"for the executed notebook and its record (default {OUT})")
-    parser.add_argument("--on", metavar="processes=N", help="run side by side, torch's threads shared out")
+    parser.add_argument("--on", metavar="processes=N", help="run side by side, torch's threads "
+                        "shared out")
     parser.add_argument("--all", action="store_true", help="every notebook of the course")
-    parser.add_argument("--list", action="store_true", help="show the notebooks and their parameters, run nothing")
+    parser.add_argument("--list", action="store_true", help="show the notebooks and their "
+                        "parameters, run nothing")
 
 
 def run(args) -> dict[str, Any]:
@@ -38,16 +45,19 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(args.name)] if args.name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
     if args.all and args.name:
-        raise ConfigError(f"--all runs every notebook as it is; leave out {args.name!r}, or leave out --all")
+        raise ConfigError(f"--all runs every notebook as it is; leave out {args.name!r}, or leave "
+                          f"out --all")
     if not args.all and not args.name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(args.name)]
     if not paths:
         raise ConfigError("the course is empty: there is no .ipynb in notebooks/")
     processes = _processes(args.on)
-    jobs = [job for path in paths for job in notebooks.plan(path, args.settings, tier=args.tier, out=args.out)]
+    jobs = [job for path in paths for job in notebooks.plan(path, args.settings, tier=args.tier,
+                                                            out=args.out)]
     with notebooks.unwinding():
-        records = notebooks.run_all(jobs, processes=processes, say=lambda line: print(line, file=sys.stderr))
+        records = notebooks.run_all(jobs, processes=processes,
+                                    say=lambda line: print(line, file=sys.stderr))
     bad = any(record["status"] != "done" for record in records)
     result = records[0] if len(records) == 1 and not args.all else {"runs": records}
     return {**result, "exit_code": int(bad)}
@@ -70,10 +80,9 @@ def text(result: dict[str, Any]) -> str:
         return "\n\n".join(map(_described, result["notebooks"])) or "there are no notebooks"
     runs = result.get("runs", [result])
     rows = [("notebook", "seconds", "peak MB", "claim", "result"),
-            *((run["label"], f"{run['seconds']:.1f}", f"{run['peak_rss_bytes'] / 1e6:,.0f}", run["claim"] or "-",
-               _outcome(run)) for run in runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows)
+            *((run["label"], f"{run['seconds']:.1f}", f"{run['peak_rss_bytes'] / 1e6:,.0f}",
+               run["claim"] or "-", _outcome(run)) for run in runs)]
+    return text_table(rows)
 
 
 def _outcome(run: dict[str, Any]) -> str:
@@ -81,11 +90,13 @@ def _outcome(run: dict[str, Any]) -> str:
         return "holds" if run["claim"] else "done"
     error = run["error"] or {"cell": run["cell"], "kind": run["status"], "message": ""}
     message = " ".join(str(error["message"]).split())
-    return f"{run['status']} in cell {error['cell']}: {error['kind']}" + (f": {message}" if message else "")
+    return (f"{run['status']} in cell {error['cell']}: {error['kind']}"
+            + (f": {message}" if message else ""))
 
 
 def _described(book: dict[str, Any]) -> str:
-    lines = [f"{book['name']}  {book['title']}"] + ([f"  claims: {book['claim']}"] if book["claim"] else [])
+    lines = ([f"{book['name']}  {book['title']}"]
+             + ([f"  claims: {book['claim']}"] if book["claim"] else []))
     left = [f"  {p['name']}: {p['annotation']} = {p['default']!r}" for p in book["parameters"]]
-    width = max(map(len, left), default=0)
-    return "\n".join([*lines, *(f"{line:<{width}}  {p['comment']}" for line, p in zip(left, book["parameters"]))])
+    right = [p["comment"] for p in book["parameters"]]
+    return "\n".join([*lines, text_table(zip(left, right))]).rstrip()

@@ -10,6 +10,7 @@ from typing import Any
 
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
+from lpkit.tables import text_table
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
@@ -143,12 +144,11 @@ def text(result: dict[str, Any]) -> str:
                      f"{one['micro_batches']}x{one['sequences']}", one["recompute"], one["precision"],
                      quantity(one["peak_bytes"], "bytes"), duration(one["step_seconds"]), f"{one['mfu']:.2f}",
                      duration(one["run_seconds"]), "-" if one["cost"] is None else f"${one['cost']:,.0f}"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on {quantity(result['tokens'], 'tokens')}, "
         f"{quantity(result['tokens_per_step'], 'tokens')} a step, {m['title']}",
         f"{result['feasible']:,} of {result['counted']:,} layouts are feasible; the {result['first']} first", "",
-        *("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows), "",
+        text_table(rows, align=">", indent="  "), "",
         *(f"  {name}: {one['layouts']:,} layouts, {one['nearest']}" for name, one in result["refused"].items())]
     best = result["plans"][0]
     if best["energy_wh"] is not None:

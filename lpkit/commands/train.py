@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
+from lpkit.tables import text_table
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -25,7 +26,8 @@ def arguments(parser: ArgumentParser) -> None:
                         help="what to train; may be left out with --resume")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="change one setting, as often as needed")
-    parser.add_argument("--out", metavar="DIR", help="the run folder (default: a new one under runs/)")
+    parser.add_argument("--out", metavar="DIR", help="the run folder (default: a new one under "
+                        "runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
 
 
@@ -39,8 +41,8 @@ def run(args: Namespace) -> dict:
     if args.resume and not args.out:
         raise ConfigError("--resume needs --out DIR, the folder of the run to go on with")
     if args.target is None and not args.resume:
-        raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go on with "
-                          "--resume --out DIR")
+        raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go "
+                          "on with --resume --out DIR")
     config = (resolve(args.target, args.settings) if args.target is not None
               else Run.open(args.out).config.replace(parse_settings(args.settings)))
     out = args.out or default_folder(Path(args.target).stem)
@@ -49,23 +51,26 @@ def run(args: Namespace) -> dict:
 
         def show(record):
             if not bars:
-                bars.append(stack.enter_context(tqdm(total=config.steps, initial=record.step - 1, unit="step",
-                                                     file=sys.stderr, dynamic_ncols=True)))
+                bars.append(stack.enter_context(tqdm(total=config.steps, initial=record.step - 1,
+                                                     unit="step", file=sys.stderr,
+                                                     dynamic_ncols=True)))
             bar = bars[0]
-            bar.set_postfix_str(f"loss {record.loss:.3f}, {config.tokens_per_step / record.step_seconds:,.0f} tokens/s",
+            bar.set_postfix_str(f"loss {record.loss:.3f}, "
+                                f"{config.tokens_per_step / record.step_seconds:,.0f} tokens/s",
                                 refresh=False)
             bar.update(record.step - bar.n)
 
         summary = train(config, out=out, resume=args.resume, observers=[show]).summary
     for problem in summary["damaged_checkpoints"]:
         print(f"lpkit: passed over a damaged checkpoint: {problem}", file=sys.stderr)
-    return summary | ({"exit_code": EXIT_CODES[by]} if (by := summary["stopped_by"]) in EXIT_CODES else {})
+    return summary | ({"exit_code": EXIT_CODES[by]} if (by := summary["stopped_by"]) in EXIT_CODES
+                      else {})
 
 
 def text(summary: dict) -> str:
     from lpkit.training.runs import described
 
-    rows = [*described(summary), *((key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
+    rows = [*described(summary), *((key, f"{choice['used']} (asked: {choice['asked']}; "
+                                    f"{choice['why']})")
                                    for key, choice in summary["chosen"].items())]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return text_table(rows)

@@ -1,12 +1,13 @@
 """JupyterLab on the course, served to this machine and to nobody else.
 
-What is not left to chance, whatever the user's own Jupyter settings say: the address (127.0.0.1), a fresh token in
-a file that only its owner reads (command lines are public on a shared machine), no unauthenticated access, no
-request to another host (news, updates, the extension list), encrypted kernel channels. These go in through a private
-folder at the head of Jupyter's search path, so nothing under ~/.jupyter is written, and what the kit does not set
-stays as the user has it.
+What is not left to chance, whatever the user's own Jupyter settings say: the address (127.0.0.1), a
+fresh token in a file that only its owner reads (command lines are public on a shared machine), no
+unauthenticated access, no request to another host (news, updates, the extension list), encrypted
+kernel channels. These go in through a private folder at the head of Jupyter's search path, so
+nothing under ~/.jupyter is written, and what the kit does not set stays as the user has it.
 
-`serve` proves its promise before it returns: the server must turn a stranger away and let the token in.
+`serve` proves its promise before it returns: the server must turn a stranger away and let the token
+in.
 Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting overrides).
 """
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.errors import ConfigError
+from lpkit.files import resource
 
 FIRST = "notebooks/00_start_here.ipynb"
 LOCAL = "127.0.0.1"
@@ -37,18 +39,21 @@ PORT = 8888                 # Jupyter's own
 START_SECONDS = 120.0       # a cold disk reads slowly
 STOP_SECONDS = 10.0         # for the kernels to save and leave
 
-QUIET_APP = {               # no telemetry, no news, no update check, no list of extensions from elsewhere
+QUIET_APP = {  # no telemetry, no news, no update check, no list of extensions from elsewhere
     "news_url": None,
     "check_for_updates_class": "jupyterlab.handlers.announcements.NeverCheckForUpdate",
     "extension_manager": "readonly",
 }
-QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-QUIET_LOG = {"filters": {"known": {"()": f"{__name__}.KnownNoise"}}, "handlers": {"console": {"filters": ["known"]}}}
+QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false",
+                                                                  "checkForUpdates": False}}
+QUIET_LOG = {"filters": {"known": {"()": f"{__name__}.KnownNoise"}},
+             "handlers": {"console": {"filters": ["known"]}}}
 
 
 class KnownNoise(logging.Filter):
-    """Drops one warning: Jupyter Server gives its ping times in milliseconds where tornado expects seconds, so tornado
-    finds them odd at the first kernel and pings every 8 hours. Jupyter's own pings, each 30 s, are what counts."""
+    """Drops one warning: Jupyter Server gives its ping times in milliseconds where tornado expects
+    seconds, so tornado finds them odd at the first kernel and pings every 8 hours. Jupyter's own
+    pings, each 30 s, are what counts."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("The websocket_ping_timeout")
@@ -73,7 +78,8 @@ class Server:
         return self.url_of(self.opens)
 
     def url_of(self, path: str) -> str:
-        """The address of one file in the lab, with the token. It goes to a person or a browser, never into `ps`."""
+        """The address of one file in the lab, with the token. It goes to a person or a browser,
+        never into `ps`."""
         return f"{self.base_url}/lab/tree/{path}?token={self.token}"
 
     def log(self) -> str:
@@ -81,13 +87,15 @@ class Server:
 
 
 def find_root(start: Path | None = None) -> Path:
-    """The checkout: the current folder if it holds the course, else the one that the package lies in."""
-    here = Path.cwd() if start is None else start
-    beside = Path(__file__).resolve().parents[2]
+    """The folder that holds notebooks/: the current one, else the checkout's or the installed
+    package's."""
+    here = start or Path.cwd()
+    beside = resource("notebooks").parent
     for root in (here, beside):
         if (root / FIRST).is_file():
             return root.resolve()
-    raise ConfigError(f"there is no {FIRST} in {here} or {beside}; run this in the folder that holds notebooks/")
+    raise ConfigError(f"there is no {FIRST} in {here} or {beside}; run this in the folder that "
+                      f"holds notebooks/")
 
 
 def is_local(ip: str) -> bool:
@@ -98,13 +106,16 @@ def is_local(ip: str) -> bool:
 
 
 def free_port(ip: str = LOCAL, asked: int = 0) -> int:
-    """`asked` or the next free one; 0: any. Errors: ConfigError when the address is not ours or all are taken."""
+    """`asked` or the next free one; 0: any. Errors: ConfigError when the address is not ours or all
+    are taken."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
     try:
-        family, _, _, _, address = socket.getaddrinfo(ip or "0.0.0.0", None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(ip or "0.0.0.0", None,
+                                                      type=socket.SOCK_STREAM)[0]
     except OSError:
-        raise ConfigError(f"{ip!r} is not an address of this machine; leave --ip out for {LOCAL}") from None
+        raise ConfigError(
+            f"{ip!r} is not an address of this machine; leave --ip out for {LOCAL}") from None
     taken = None
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:
         with socket.socket(family) as probe:
@@ -115,49 +126,61 @@ def free_port(ip: str = LOCAL, asked: int = 0) -> int:
                 taken = error
             else:
                 return probe.getsockname()[1]
-    raise ConfigError(f"no free port from {asked} to {asked + 49} on {ip} ({taken.strerror}); ask for another --port")
+    raise ConfigError(f"no free port from {asked} to {asked + 49} on {ip} ({taken.strerror}); ask "
+                      f"for another --port")
 
 
-def check_public(ip: str, certfile: Path | None, keyfile: Path | None, password_file: Path | None) -> str | None:
-    """The hashed password, or None for a local server. Errors: ConfigError unless a public one is locked."""
+def check_public(ip: str, certfile: Path | None, keyfile: Path | None,
+                 password_file: Path | None) -> str | None:
+    """The hashed password, or None for a local server. Errors: ConfigError unless a public one is
+    locked."""
     if (certfile is None) != (keyfile is None):
         raise ConfigError("--certfile and --keyfile come together")
     if not is_local(ip) and (certfile is None or password_file is None):
         raise ConfigError(
-            f"--ip {ip} would open this machine to the network; leave --ip out and use an SSH tunnel "
-            f"(ssh -N -L {PORT}:{LOCAL}:{PORT} USER@HOST), or give --certfile, --keyfile and --password-file")
-    for name, path in (("--certfile", certfile), ("--keyfile", keyfile), ("--password-file", password_file)):
+            f"--ip {ip} would open this machine to the network; leave --ip out and use an SSH "
+            f"tunnel (ssh -N -L {PORT}:{LOCAL}:{PORT} USER@HOST), or give --certfile, --keyfile "
+            f"and --password-file")
+    for name, path in (("--certfile", certfile), ("--keyfile", keyfile),
+                       ("--password-file", password_file)):
         if path is not None and not path.is_file():
             raise ConfigError(f"{name} {path} is not a file")
     if password_file is None:
         return None
     if password_file.stat().st_mode & 0o077:
-        raise ConfigError(f"--password-file {password_file} can be read by others; chmod 600 {password_file}")
+        raise ConfigError(f"--password-file {password_file} can be read by others; chmod 600 "
+                          f"{password_file}")
     hashed = password_file.read_text(errors="replace").strip()
     if not hashed.startswith(("argon2:", "sha256:", "sha512:")) or "\n" in hashed:
         raise ConfigError(
-            f"--password-file {password_file} must hold one line, the hash of the password; make it with "
-            f'{sys.executable} -c "from jupyter_server.auth import passwd; print(passwd())"')
+            f"--password-file {password_file} must hold one line, the hash of the password; make "
+            f"it with " f'{sys.executable} -c "from jupyter_server.auth import passwd; '
+            f'print(passwd())"')
     return hashed
 
 
 @contextlib.contextmanager
 def serve(root: Path, *, ip: str = LOCAL, port: int = 0, opens: str = FIRST, browser: bool = False,
-          certfile: Path | None = None, keyfile: Path | None = None, password_file: Path | None = None,
-          config: Mapping[str, Mapping[str, Any]] | None = None,
+          certfile: Path | None = None, keyfile: Path | None = None,
+          password_file: Path | None = None, config: Mapping[str, Mapping[str, Any]] | None = None,
           settings: Mapping[str, Mapping[str, Any]] | None = None,
           state: Path | None = None) -> Iterator[Server]:
     """Start JupyterLab in `root`, yield it once it answers, stop it and its kernels at the end.
 
     port: 0 for any free one; a taken one moves to the next (compare with `Server.port`).
-    config: more of Jupyter's own configuration, by class: {"LabApp": {"expose_app_in_browser": True}}.
-    settings: JupyterLab defaults, by plugin: {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}.
-    state: a folder for all that Jupyter keeps (settings, workspaces, history), instead of the user's own.
-    Errors: ConfigError for a public address without TLS and a password, and for a server that does not start.
+    config: more of Jupyter's own configuration, by class: {"LabApp": {"expose_app_in_browser":
+    True}}.
+    settings: JupyterLab defaults, by plugin: {"@jupyterlab/notebook-extension:tracker":
+    {"windowingMode": "none"}}.
+    state: a folder for all that Jupyter keeps (settings, workspaces, history), instead of the
+    user's own.
+    Errors: ConfigError for a public address without TLS and a password, and for a server that does
+    not start.
     """
     hashed = check_public(ip, certfile, keyfile, password_file)
     port = free_port(ip, port)
-    with tempfile.TemporaryDirectory(prefix="lpkit-lab-", ignore_cleanup_errors=True) as folder:   # mode 0700
+    # mode 0700
+    with tempfile.TemporaryDirectory(prefix="lpkit-lab-", ignore_cleanup_errors=True) as folder:
         private = Path(folder)
         token = secrets.token_hex(24)
         token_file, log_path = private / "token", private / "server.log"
@@ -166,28 +189,37 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, opens: str = FIRST, bro
                     "PasswordIdentityProvider": {"hashed_password": hashed} if hashed else {}}
         quiet = {"KernelManager": {"transport_encryption": "auto"}, "LabApp": QUIET_APP,
                  "ServerApp": {"logging_config": QUIET_LOG}}
-        # Jupyter reads one file for the server and one for the lab; the same words in both leave no gap.
+        # Jupyter reads one file for the server and one for the lab; the same words in both leave no
+        # gap.
         app = json.dumps(_merged(quiet, config or {}, identity))
         _write_private(private / "config" / "jupyter_server_config.json", app)
         _write_private(private / "config" / "jupyter_lab_config.json", app)
         _write_private(private / "config" / "labconfig" / "default_setting_overrides.json",
                        json.dumps(_merged(QUIET_SETTINGS, settings or {})))
-        # The two endpoints that this warning names (terminals, language servers) check the token themselves.
+        # The two endpoints that this warning names (terminals, language servers) check the token
+        # themselves.
         hush = "-Wignore:Extension endpoints without"
-        command = [sys.executable, hush, "-m", "jupyterlab", f"--ServerApp.ip={ip}", f"--ServerApp.port={port}",
-                   "--ServerApp.port_retries=0", f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{opens}",
+        command = [sys.executable, hush, "-m", "jupyterlab", f"--ServerApp.ip={ip}",
+                   f"--ServerApp.port={port}", "--ServerApp.port_retries=0",
+                   f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{opens}",
                    "--ServerApp.allow_unauthenticated_access=False"]
         command += [] if browser else ["--no-browser"]
         command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        command += [f"--ServerApp.certfile={certfile}", f"--ServerApp.keyfile={keyfile}"] if certfile else []
+        command += [f"--ServerApp.certfile={certfile}",
+                    f"--ServerApp.keyfile={keyfile}"] if certfile else []
         _write_private(log_path, "")
         with log_path.open("a") as log:
-            # A session of its own: Ctrl-C reaches us, and we stop the server, which would ask before it stops.
-            process = subprocess.Popen(command, cwd=root, env=_environment(private / "config", state), text=True,
-                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        scheme, host = ("https" if certfile else "http"), (LOCAL if is_local(ip) else socket.gethostname())
-        server = Server(root=root, ip=ip, port=port, token=token, token_file=token_file, log_path=log_path, opens=opens,
-                        base_url=f"{scheme}://{host}:{port}", process=process)
+            # A session of its own: Ctrl-C reaches us, and we stop the server, which would ask
+            # before it stops.
+            process = subprocess.Popen(command, cwd=root,
+                                       env=_environment(private / "config", state), text=True,
+                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                       start_new_session=True)
+        scheme, host = (("https" if certfile else "http"),
+                        (LOCAL if is_local(ip) else socket.gethostname()))
+        server = Server(root=root, ip=ip, port=port, token=token, token_file=token_file,
+                        log_path=log_path, opens=opens, base_url=f"{scheme}://{host}:{port}",
+                        process=process)
         try:
             _wait(server)
             yield server
@@ -213,9 +245,12 @@ def _write_private(path: Path, text: str) -> None:
 def _environment(config: Path, state: Path | None) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items()
            if key not in ("JUPYTER_TOKEN", "JUPYTER_TOKEN_FILE", "JUPYTER_NO_CONFIG")}
-    env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [str(config), os.environ.get("JUPYTER_CONFIG_PATH")]))
+    env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None,
+                                                        [str(config), os.environ.get(
+                                                            "JUPYTER_CONFIG_PATH")]))
     if state is not None:
-        env |= {"JUPYTER_CONFIG_DIR": str(state / "config"), "JUPYTER_DATA_DIR": str(state / "data"),
+        env |= {"JUPYTER_CONFIG_DIR": str(state / "config"),
+                "JUPYTER_DATA_DIR": str(state / "data"),
                 "JUPYTER_RUNTIME_DIR": str(state / "runtime"), "IPYTHONDIR": str(state / "ipython"),
                 "JUPYTERLAB_SETTINGS_DIR": str(state / "lab" / "settings"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(state / "lab" / "workspaces")}
@@ -223,16 +258,19 @@ def _environment(config: Path, state: Path | None) -> dict[str, str]:
 
 
 def _status(server: Server, token: str | None) -> int:
-    """The HTTP status of a listing of the course, with and without the token. No proxy: it is this machine."""
+    """The HTTP status of a listing of the course, with and without the token. No proxy: it is this
+    machine."""
     host = {"": LOCAL, "0.0.0.0": LOCAL, "::": "::1"}.get(server.ip, server.ip)
     if server.base_url.startswith("https"):
         trust = ssl.create_default_context()
-        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE     # our own child, through the loopback
+        # our own child, through the loopback
+        trust.check_hostname, trust.verify_mode = (False, ssl.CERT_NONE)
         connection = http.client.HTTPSConnection(host, server.port, timeout=5, context=trust)
     else:
         connection = http.client.HTTPConnection(host, server.port, timeout=5)
     with contextlib.closing(connection):
-        connection.request("GET", "/api/contents?content=0", headers={"Authorization": f"token {token}"} if token else {})
+        connection.request("GET", "/api/contents?content=0",
+                           headers={"Authorization": f"token {token}"} if token else {})
         return connection.getresponse().status
 
 
@@ -241,22 +279,25 @@ def _wait(server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
         if server.process.poll() is not None:
-            raise ConfigError(f"JupyterLab did not start; the end of its log:\n{server.log()[-1500:].strip()}")
+            raise ConfigError(f"JupyterLab did not start; the end of its "
+                              f"log:\n{server.log()[-1500:].strip()}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             inside = _status(server, server.token)
             break
         if time.monotonic() > deadline:
-            raise ConfigError(f"JupyterLab did not answer within {START_SECONDS:.0f} s; the end of its log:\n"
-                              f"{server.log()[-1500:].strip()}")
+            raise ConfigError(f"JupyterLab did not answer within {START_SECONDS:.0f} s; the end of "
+                              f"its log:\n{server.log()[-1500:].strip()}")
         time.sleep(0.05)
     stranger = _status(server, None)
     if inside != 200 or stranger not in (401, 403):
-        raise ConfigError(f"JupyterLab answers {stranger} without the token and {inside} with it, instead of 403 and "
-                          f"200, so it was stopped; look for a setting of authentication in `jupyter --paths`")
+        raise ConfigError(f"JupyterLab answers {stranger} without the token and {inside} with it, "
+                          f"instead of 403 and 200, so it was stopped; look for a setting of "
+                          f"authentication in `jupyter --paths`")
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """SIGTERM lets Jupyter shut its kernels down; what is then left of its process group is killed."""
+    """SIGTERM lets Jupyter shut its kernels down; what is then left of its process group is
+    killed."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -267,4 +308,5 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def has_display() -> bool:
-    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    return (sys.platform in ("darwin", "win32")
+            or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")))

@@ -1,16 +1,19 @@
-"""Run notebooks without a browser: declared parameters only, and a record of what happened that survives a crash.
+"""Run notebooks without a browser: declared parameters only, and a record of what happened that
+survives a crash.
 
-papermill runs the cells. It would execute the *names* of parameters as code, take "false" for a true value, and write
-`completed` over every cell of a kernel that was killed. So this module reads what the cell tagged `parameters`
-declares from its syntax tree, converts what was asked by annotation, and keeps its own record: NAME.json beside
-NAME.ipynb, replaced whole at the start, as each cell begins and at the end. Seconds and bytes throughout.
+papermill runs the cells. It would execute the *names* of parameters as code, take "false" for a
+true value, and write `completed` over every cell of a kernel that was killed. So this module reads
+what the cell tagged `parameters` declares from its syntax tree, converts what was asked by
+annotation, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole at the start, as
+each cell begins and at the end. Seconds and bytes throughout.
 
-A notebook claims something: the comment that opens its cell tagged `claim` says it in one line, the assert below it
-holds it.
+A notebook claims something: the comment that opens its cell tagged `claim` says it in one line, the
+assert below it holds it.
 """
 
 import ast
-import dataclasses
+import copy
+import importlib
 import io
 import itertools
 import json
@@ -28,13 +31,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from lpkit.config import convert
 from lpkit.errors import ConfigError, nearest
-from lpkit.files import write_atomically
+from lpkit.files import resource, write_atomically
+from lpkit.machine_facts import cores, status_bytes, versions
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -50,7 +53,7 @@ class Parameter:
     """One line of a parameters cell: `steps: int = 200  # updates`."""
 
     name: str
-    kind: Any               # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
+    kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
     annotation: str         # as written
     default: Any
     comment: str
@@ -70,11 +73,12 @@ class Job:
 # --- what a notebook declares
 
 def folder() -> Path:
-    """The course: `notebooks/` here, or beside the package."""
-    for place in (Path.cwd() / "notebooks", Path(__file__).resolve().parents[2] / "notebooks"):
+    """The course: `notebooks/` here, or the project's own."""
+    for place in (Path.cwd() / "notebooks", resource("notebooks")):
         if place.is_dir():
             return place
-    raise ConfigError("there is no notebooks/ folder here; run this in the repository, or give the path of a notebook")
+    raise ConfigError("there is no notebooks/ folder here; run this in the repository, or give the "
+                      "path of a notebook")
 
 
 def course() -> list[Path]:
@@ -83,11 +87,13 @@ def course() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """'00_start_here', '00', 'start_here' or a path -> the file. Raises ConfigError with the nearest name."""
+    """'00_start_here', '00', 'start_here' or a path -> the file. Raises ConfigError with the
+    nearest name."""
     if name.endswith(".ipynb") or os.sep in name:
         path = Path(name)
         if not path.is_file():
-            raise ConfigError(f"there is no notebook {name!r}; `lpkit notebook --list` shows the course")
+            raise ConfigError(f"there is no notebook {name!r}; `lpkit notebook --list` shows the "
+                              f"course")
         return path.resolve()
     books = course()
     known: dict[str, Path] = {}
@@ -96,32 +102,43 @@ def find(name: str) -> Path:
         known.update({path.stem: path, number: path} | ({rest: path} if rest else {}))
     if name not in known:
         close = nearest(name, known) if known else "the course is empty"
-        raise ConfigError(f"there is no notebook {name!r}; "
-                          + (close if close.startswith("did") or not known
-                             else f"choose one of {', '.join(path.stem for path in books)}"))
+        if known and not close.startswith("did"):
+            close = f"choose one of {', '.join(path.stem for path in books)}"
+        raise ConfigError(f"there is no notebook {name!r}; {close}")
     return known[name]
 
 
-def read(path: Path) -> "NotebookNode":
-    import nbformat
+def needed(package: str) -> Any:
+    """The imported package. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(f"notebooks need the package {package}, which is not installed; "
+                          f"pip install {package}") from None
 
+
+def read(path: Path) -> "NotebookNode":
+    nbformat = needed("nbformat")
     try:
         book = nbformat.read(path, as_version=4)
     except (OSError, ValueError, nbformat.ValidationError) as error:
         raise ConfigError(f"{path.name} is not a notebook: {str(error).splitlines()[0]}") from None
     kernel = book.metadata.get("kernelspec", {}).get("name")
     if kernel != "python3":
-        raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started here")
+        raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started "
+                          f"here")
     return book
 
 
 def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
     """The code cells that carry `tag`."""
-    return [cell for cell in book.cells if cell.cell_type == "code" and tag in cell.metadata.get("tags", [])]
+    return [cell for cell in book.cells if cell.cell_type == "code"
+            and tag in cell.metadata.get("tags", [])]
 
 
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
-    """What the parameters cell declares: `name: annotation = literal  # comment`, and nothing else, unexecuted."""
+    """What the parameters cell declares: `name: annotation = literal  # comment`, and nothing else,
+    unexecuted."""
     cells = tagged(book, "parameters")
     return declared(cells[0].source) if cells else {}
 
@@ -131,16 +148,20 @@ def declared(source: str) -> dict[str, Parameter]:
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        raise ConfigError(f"the parameters cell does not parse: line {error.lineno}: {error.msg}") from None
+        raise ConfigError(
+            f"the parameters cell does not parse: line {error.lineno}: {error.msg}") from None
     comments = {token.start[0]: token.string.lstrip("#").strip()
-                for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
+                for token in tokenize.generate_tokens(io.StringIO(source).readline)
+                if token.type == tokenize.COMMENT}
     found = {}
     for node in tree.body:
         line = ast.unparse(node)
         if line == "from typing import Literal":    # the annotations need it
             continue
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None):
-            raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment`, not `{line}`")
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+                and node.value is not None):
+            raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment`, "
+                              f"not `{line}`")
         name, kind = node.target.id, _kind(node.annotation)
         try:
             default = ast.literal_eval(node.value)      # reads a literal, runs nothing
@@ -148,9 +169,10 @@ def declared(source: str) -> dict[str, Parameter]:
         except ConfigError:
             raise
         except ValueError:
-            raise ConfigError(f"the default of {name} must be a literal, not `{ast.unparse(node.value)}`") from None
-        found[name] = Parameter(name=name, kind=kind, annotation=ast.unparse(node.annotation), default=default,
-                                comment=comments.get(node.end_lineno, ""))
+            raise ConfigError(f"the default of {name} must be a literal, not "
+                              f"`{ast.unparse(node.value)}`") from None
+        found[name] = Parameter(name=name, kind=kind, annotation=ast.unparse(node.annotation),
+                                default=default, comment=comments.get(node.end_lineno, ""))
     return found
 
 
@@ -167,37 +189,43 @@ def _kind(node: ast.expr) -> Any:
             choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             if all(isinstance(choice, ast.Constant) for choice in choices):
                 return Literal[tuple(choice.value for choice in choices)]
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[kind, ast.Constant(value=last)])):
+        case ast.Subscript(value=ast.Name(id="tuple"),
+                           slice=ast.Tuple(elts=[kind, ast.Constant(value=last)])):
             if last is Ellipsis:
                 return tuple[_kind(kind), ...]
-    raise ConfigError(f"the annotation `{ast.unparse(node)}` is none of {', '.join(KINDS)}, None, Literal[...], "
-                      f"tuple[..., ...] or a union of these")
+    raise ConfigError(f"the annotation `{ast.unparse(node)}` is none of {', '.join(KINDS)}, None, "
+                      f"Literal[...], tuple[..., ...] or a union of these")
 
 
 def claim(book: "NotebookNode") -> str:
     """What the notebook claims: the comment that opens each cell tagged `claim`, in one line."""
     said = []
     for cell in tagged(book, "claim"):
-        lines = itertools.takewhile(lambda line: line.startswith("#"), cell.source.lstrip().splitlines())
+        lines = itertools.takewhile(lambda line: line.startswith("#"),
+                                    cell.source.lstrip().splitlines())
         said.append(" ".join(line.lstrip("#").strip() for line in lines))
     return "; ".join(filter(None, said))
 
 
 def title(book: "NotebookNode") -> str:
-    heading = (line for cell in book.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()
-               if line.startswith("# "))
+    heading = (line for cell in book.cells if cell.cell_type == "markdown"
+               for line in cell.source.splitlines() if line.startswith("# "))
     return next(heading, "").lstrip("# ").strip()
 
 
 # --- what was asked
 
-def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any], tier: str | None = None) -> dict[str, Any]:
-    """Every declared parameter with its value. Only declared names pass; text is converted by annotation."""
+def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
+           tier: str | None = None) -> dict[str, Any]:
+    """Every declared parameter with its value. Only declared names pass; text is converted by
+    annotation."""
     if tier is not None:
         if "tier" not in known:
-            raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose its size")
+            raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose "
+                              "its size")
         if asked.get("tier", tier) != tier:
-            raise ConfigError(f"--tier {tier} and tier={asked['tier']} contradict each other; give one")
+            raise ConfigError(f"--tier {tier} and tier={asked['tier']} contradict each other; give "
+                              f"one")
         asked = {**asked, "tier": tier}
     values = {name: parameter.default for name, parameter in known.items()}
     for name, value in asked.items():
@@ -209,13 +237,15 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any], tier: str |
 
 
 def _literal(value: Any, name: str) -> Any:
-    """Only what Python reads back from its own repr may enter a notebook: no inf, no nan, no subclass of anything."""
+    """Only what Python reads back from its own repr may enter a notebook: no inf, no nan, no
+    subclass of anything."""
     try:
         same = ast.literal_eval(repr(value)) == value       # reads a literal, runs nothing
     except (ValueError, SyntaxError):
         same = False
     if not same:
-        raise ConfigError(f"{name} cannot be {value!r}: a parameter is a finite number, text, true/false, none or a list")
+        raise ConfigError(f"{name} cannot be {value!r}: a parameter is a finite number, text, "
+                          f"true/false, none or a list")
     return value
 
 
@@ -231,7 +261,8 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
         if not equals or not key:
             raise ConfigError(f"expected key=value, got {setting!r}")
         commas = key in known and not _holds_commas(known[key].kind)
-        axes.setdefault(key, []).extend(part.strip() for part in (value.split(",") if commas else [value]))
+        axes.setdefault(key, []).extend(part.strip()
+                                        for part in (value.split(",") if commas else [value]))
     return [dict(zip(axes, point)) for point in itertools.product(*axes.values())]
 
 
@@ -241,13 +272,14 @@ def _holds_commas(kind: Any) -> bool:
     return kind is str or get_origin(kind) is tuple
 
 
-def with_parameters(book: "NotebookNode", asked: Mapping[str, Any], tier: str | None = None) -> "NotebookNode":
-    """A copy of `book` with a cell after its parameters cell that sets what was asked, as papermill would place it.
+def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
+                    tier: str | None = None) -> "NotebookNode":
+    """A copy of `book` with a cell after its parameters cell that sets what was asked, as papermill
+    would place it.
 
-    The cell is written here: papermill turns a tuple into text and warns about annotations that it cannot parse.
+    The cell is written here: papermill turns a tuple into text and warns about annotations that it
+    cannot parse.
     """
-    import copy
-
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)
@@ -256,7 +288,8 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any], tier: str | 
     book = copy.deepcopy(book)
     if changed:
         at = book.cells.index(tagged(book, "parameters")[0]) + 1
-        source = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in changed.items())])
+        source = "\n".join(["# Parameters",
+                            *(f"{name} = {value!r}" for name, value in changed.items())])
         book.cells.insert(at, new_code_cell(source, id="injected-parameters",
                                             metadata={"tags": ["injected-parameters"]}))
     return book
@@ -269,28 +302,32 @@ def with_tier(path: Path, tier: str) -> "NotebookNode":
 
 # --- running
 
-def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None, out: Path) -> list[Job]:
+def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
+         out: Path) -> list[Job]:
     """One job for each point of the grid, all of them checked before the first one starts."""
     book = read(path)
     known = parameters(book)
     points = grid(known, settings)
-    labels = [path.stem] if len(points) == 1 else [f"{path.stem}-{i + 1:03}" for i in range(len(points))]
-    jobs = [Job(path=path, label=label, asked=point, values=choose(known, point, tier), out=Path(out).resolve())
-            for label, point in zip(labels, points)]
+    labels = ([path.stem] if len(points) == 1
+              else [f"{path.stem}-{i + 1:03}" for i in range(len(points))])
+    jobs = [Job(path=path, label=label, asked=point, values=choose(known, point, tier),
+                out=Path(out).resolve()) for label, point in zip(labels, points)]
     for job in jobs:
         _refuse_strangers(job)
     return jobs
 
 
 def _refuse_strangers(job: Job) -> None:
-    """A notebook in `out` may be replaced only by a run of the same notebook, and not while that run goes on."""
+    """A notebook in `out` may be replaced only by a run of the same notebook, and not while that
+    run goes on."""
     import psutil
 
     if job.out.exists() and not job.out.is_dir():
         raise ConfigError(f"--out {job.out.name} is a file; give a folder")
     output, record = job.out / f"{job.label}.ipynb", job.out / f"{job.label}.json"
     if output.exists() and (output.samefile(job.path) or not record.exists()):
-        raise ConfigError(f"{output.name} in {job.out} is not the output of a run; choose another --out")
+        raise ConfigError(f"{output.name} in {job.out} is not the output of a run; choose another "
+                          f"--out")
     if record.exists():
         try:
             old = json.loads(record.read_text())
@@ -298,21 +335,26 @@ def _refuse_strangers(job: Job) -> None:
         except (OSError, ValueError, KeyError, TypeError):
             ours = False
         if not ours:
-            raise ConfigError(f"{record.name} in {job.out} is not a record of {job.path.stem}; choose another --out")
-        if old["status"] == "running" and old["pid"] != os.getpid() and psutil.pid_exists(old["pid"]):
+            raise ConfigError(f"{record.name} in {job.out} is not a record of {job.path.stem}; "
+                              f"choose another --out")
+        if old["status"] == "running" and old["pid"] != os.getpid() and psutil.pid_exists(
+                old["pid"]):
             raise ConfigError(f"process {old['pid']} is still writing {record.name} in {job.out}; "
                               f"wait for it, or choose another --out")
 
 
-def run(job: Job, *, threads: int | None = None, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Run one notebook in a fresh kernel and return its record, which lies in `job.out` all the while.
+def run(job: Job, *, threads: int | None = None,
+        say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Run one notebook in a fresh kernel and return its record, which lies in `job.out` all the
+    while.
 
-    A failing cell and a killed kernel are results, not exceptions: status `failed`, and `error` says which cell.
-    An interrupt is recorded as `killed` and goes on upwards. `threads` is torch's share of the processor.
+    A failing cell and a killed kernel are results, not exceptions: status `failed`, and `error`
+    says which cell. An interrupt is recorded as `killed` and goes on upwards. `threads` is torch's
+    share of the processor.
     """
     import logging
 
-    import papermill
+    papermill = needed("papermill")
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
@@ -329,57 +371,64 @@ def run(job: Job, *, threads: int | None = None, say: Callable[[str], None] = la
 
     def cell_starts(cell, cell_index):
         if cell.get("id") in code:
-            record.update(cell=code.index(cell.id) + 1, line=next(iter(cell.source.splitlines()), ""),
+            record.update(cell=code.index(cell.id) + 1,
+                          line=next(iter(cell.source.splitlines()), ""),
                           seconds=time.perf_counter() - started)
             say(f"{job.label}: cell {record.values['cell']} of {len(code)}")
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)    # everything that it would say is in the record
+    # everything that it would say is in the record
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)
     record.update(status="running")
     ending: dict[str, Any] = {"status": "killed"}
     try:
         with kernel.measured():
             papermill.execute_notebook(
-                with_parameters(book, job.values), str(unfinished).replace("{", "{{").replace("}", "}}"),
-                kernel_name="python3", progress_bar=False, store_widget_state=False, kernel_manager_class=kernel.manager(),
+                with_parameters(book, job.values),
+                str(unfinished).replace("{", "{{").replace("}", "}}"), kernel_name="python3",
+                progress_bar=False, store_widget_state=False, kernel_manager_class=kernel.manager(),
                 resources={"metadata": {"path": str(job.path.parent)}}, on_cell_start=cell_starts,
             )
         ending = {"status": "done"}
     except PapermillExecutionError as error:
         ending = record.failed(error.ename, error.evalue)
     except DeadKernelError:
-        ending = record.failed("DeadKernelError", f"the kernel died while cell {record.values['cell']} ran"
-                                                  f"{kernel.cause_of_death()}")
+        ending = record.failed("DeadKernelError", f"the kernel died while cell "
+                               f"{record.values['cell']} ran{kernel.cause_of_death()}")
     except RuntimeError as error:       # the kernel did not start
         ending = record.failed(type(error).__name__, str(error))
     finally:
         if unfinished.exists():
             # without the kernel a widget's view is an error message; the figures lie beside it
             write_atomically(job.out / f"{job.label}.ipynb",
-                             json.dumps(without_widgets(json.loads(unfinished.read_text())), indent=1))
+                             json.dumps(without_widgets(json.loads(unfinished.read_text())),
+                                        indent=1))
             unfinished.unlink()
         record.update(**ending, seconds=time.perf_counter() - started, end=_now())
     return record.values
 
 
-def run_all(jobs: list[Job], *, processes: int = 1, say: Callable[[str], None] = lambda line: None) -> list[dict]:
+def run_all(jobs: list[Job], *, processes: int = 1,
+            say: Callable[[str], None] = lambda line: None) -> list[dict]:
     """Run jobs side by side, each in a process of its own, and return their records in order.
 
     Raises ConfigError when the output cannot be written.
     """
     if processes < 1:
         raise ConfigError(f"processes must be 1 or more, got {processes}")
+    needed("papermill")     # before a process is started for each job
     try:
         if processes == 1:
             return [run(job, say=say) for job in jobs]
         return _side_by_side(jobs, processes, say)
     except OSError as error:
-        raise ConfigError(f"cannot write to {jobs[0].out}: {error.strerror or error}; free some space, or choose another "
-                          f"--out") from None
+        raise ConfigError(f"cannot write to {jobs[0].out}: {error.strerror or error}; free some "
+                          f"space, or choose another --out") from None
 
 
 def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -> list[dict]:
-    """The record on disk is the only channel, so a worker that is killed costs its own job and no other."""
-    threads = max(1, _cores() // processes)
+    """The record on disk is the only channel, so a worker that is killed costs its own job and no
+    other."""
+    threads = max(1, cores() // processes)
     spawn = multiprocessing.get_context("spawn")
     workers, over = [], threading.Event()
 
@@ -391,21 +440,24 @@ def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -
         workers.append(worker)
         say(f"{job.label}: started as process {worker.pid}")
         worker.join()
-        path = job.out / f"{job.label}.json"
-        values = json.loads(path.read_text()) if path.exists() else _Record(job, "", 0, _Kernel(None)).values
+        record = _Record(job, "", 0, _Kernel(None))
+        if record.path.exists():
+            record.values = json.loads(record.path.read_text())
+        values = record.values
         if values["status"] in ("asked", "running") or values["pid"] != worker.pid:
-            values |= {"status": "killed", "end": _now(), "error": {
-                "cell": values["cell"], "line": values["line"], "kind": "killed",
-                "message": f"the process that ran it ended with exit code {worker.exitcode}"}}
+            ending = record.failed("killed", f"the process that ran it ended with exit code "
+                                   f"{worker.exitcode}")
+            values |= ending | {"status": "killed", "end": _now()}
             job.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(values, indent=1))
+            write_atomically(record.path, json.dumps(values, indent=1))
         say(f"{job.label}: {values['status']}")
         return values
 
     with ThreadPoolExecutor(processes) as pool:
         try:
             return list(pool.map(supervise, jobs))
-        except BaseException:           # an interrupt: the pool waits for its threads, so end what they wait for
+        # an interrupt: the pool waits for its threads, so end what they wait for
+        except BaseException:
             over.set()
             for worker in workers:
                 worker.terminate()
@@ -419,16 +471,13 @@ def _work(job: Job, threads: int) -> None:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Within, SIGTERM unwinds like an interrupt: the kernel is shut down and the record says `killed`. Exits 143."""
+    """Within, SIGTERM unwinds like an interrupt: the kernel is shut down and the record says
+    `killed`. Exits 143."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _now() -> str:
@@ -441,16 +490,22 @@ class _Record:
     def __init__(self, job: Job, claimed: str, cells: int, kernel: "_Kernel"):
         self.path = job.out / f"{job.label}.json"
         self.kernel = kernel
+        packages = versions(("lpkit", "torch", "ipykernel", "papermill"))
+        found = {name: version or "not installed" for name, version in packages.items()}
         self.values: dict[str, Any] = {
-            "format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label, "status": "asked",
+            "format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
+            "status": "asked",
             "claim": claimed, "tier": job.values.get("tier"), "asked": dict(job.asked),
-            "parameters": dict(job.values), "start": _now(), "end": None, "seconds": 0.0, "cell": 0, "cells": cells,
+            "parameters": dict(job.values), "start": _now(), "end": None, "seconds": 0.0, "cell": 0,
+            "cells": cells,
             "line": "", "error": None, "peak_rss_bytes": 0, "peak_rss_how": PEAK_HOW,
-            "output": str(job.out / f"{job.label}.ipynb"), "pid": os.getpid(), "versions": _versions(),
+            "output": str(job.out / f"{job.label}.ipynb"), "pid": os.getpid(),
+            "versions": {"python": platform.python_version(), **found},
         }
 
     def failed(self, kind: str, message: str) -> dict[str, Any]:
-        error = {"cell": self.values["cell"], "line": self.values["line"], "kind": kind, "message": message}
+        error = {"cell": self.values["cell"], "line": self.values["line"], "kind": kind,
+                 "message": message}
         return {"status": "failed", "error": error}
 
     def update(self, **changes: Any) -> None:
@@ -458,22 +513,13 @@ class _Record:
         write_atomically(self.path, json.dumps(self.values, indent=1, allow_nan=False))
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("lpkit", "torch", "ipykernel", "papermill"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages counted in each; "
-            "at least the kernel's own VmHWM")
+PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
+            "counted in each; at least the kernel's own VmHWM")
 
 
 class _Kernel:
-    """What the front door must know about the kernel beneath papermill: its process, its memory, how it ended."""
+    """What the front door must know about the kernel beneath papermill: its process, its memory,
+    how it ended."""
 
     def __init__(self, threads: int | None):
         self.threads = threads
@@ -481,7 +527,8 @@ class _Kernel:
         self.peak_rss_bytes = 0
 
     def manager(self) -> type:
-        """A kernel manager for this run: encrypted where it can be (ipykernel warns otherwise), threads shared out."""
+        """A kernel manager for this run: encrypted where it can be (ipykernel warns otherwise),
+        threads shared out."""
         from jupyter_client import AsyncKernelManager
 
         kernel = self
@@ -491,15 +538,30 @@ class _Kernel:
                 if self.has_trait("transport_encryption"):
                     self.transport_encryption = "auto"
                 if kernel.threads:
-                    share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(kernel.threads))
+                    share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+                                          str(kernel.threads))
                     options["env"] = {**os.environ, **(options.get("env") or {}), **share}
                 await super().start_kernel(**options)
                 kernel.process = self.provisioner.process
 
         return Manager
 
-    def measured(self) -> "_Sampler":
-        return _Sampler(self)
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Within, look at the kernel's memory every SAMPLE_SECONDS."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(SAMPLE_SECONDS):
+                self.sample()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def sample(self) -> None:
         import psutil
@@ -517,7 +579,9 @@ class _Kernel:
                 total += process.memory_info().rss
             except psutil.Error:        # gone since it was listed
                 continue
-        self.peak_rss_bytes = max(self.peak_rss_bytes, total, _high_water_bytes(self.process.pid))
+        # the kernel's own high-water mark is what sampling misses between two looks
+        own = status_bytes("VmHWM", self.process.pid) or 0
+        self.peak_rss_bytes = max(self.peak_rss_bytes, total, own)
 
     def cause_of_death(self) -> str:
         code = self.process.poll() if self.process else None
@@ -529,42 +593,12 @@ class _Kernel:
         return "" if code is None else f" (it left with exit code {code})"
 
 
-def _high_water_bytes(pid: int) -> int:
-    """The kernel's own high-water mark: what sampling misses between two looks. Linux only, else 0."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            line = next((line for line in file if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-    except OSError:
-        return 0
-    return int(line.split()[1]) * 1024
-
-
-class _Sampler:
-    """Looks at the kernel's memory every SAMPLE_SECONDS while a notebook runs."""
-
-    def __init__(self, kernel: _Kernel):
-        self.kernel = kernel
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self.over.wait(SAMPLE_SECONDS):
-            self.kernel.sample()
-
-    def __enter__(self) -> None:
-        self.thread.start()
-
-    def __exit__(self, *exc) -> None:
-        self.over.set()
-        self.thread.join()
-
-
 # --- what there is
 
 def describe(path: Path) -> dict[str, Any]:
     """One notebook for `--list`: its title, claim and parameters, JSON-ready."""
     book = read(path)
-    fields = ("name", "annotation", "default", "comment")
-    listed = [{key: value for key, value in dataclasses.asdict(parameter).items() if key in fields}
-              for parameter in parameters(book).values()]
+    listed = [{"name": p.name, "annotation": p.annotation, "default": p.default,
+               "comment": p.comment}
+              for p in parameters(book).values()]
     return {"name": path.stem, "title": title(book), "claim": claim(book), "parameters": listed}

@@ -1,12 +1,14 @@
-"""Where text comes from. A source is a stream of pieces of documents, so a corpus never has to fit in memory.
+"""Where text comes from. A source is a stream of pieces of documents, so a corpus never has to fit
+in memory.
 
     python-stdlib            the standard library of the running interpreter (no download)
     a file, a folder, a glob .txt .md .py .jsonl .parquet, each also as .gz or .zst
     hf:owner/name[:subset]   streamed from the Hugging Face hub
 
-Training or validation is decided by a hash, never by an order, so that adding a document moves no other one. What is
-hashed is the path of a file relative to its folder; for the documents of a .jsonl or .parquet file, and for the blocks
-of a text file that stands alone, it is the text itself, so that equal texts never straddle the split.
+Training or validation is decided by a hash, never by an order, so that adding a document moves no
+other one. What is hashed is the path of a file relative to its folder; for the documents of a
+.jsonl or .parquet file, and for the blocks of a text file that stands alone, it is the text itself,
+so that equal texts never straddle the split.
 """
 
 import contextlib
@@ -30,13 +32,15 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from lpkit.errors import ConfigError
 
 PIECE_CHARS = 1 << 18       # of a text file, read at once
-BLOCK_CHARS = 1 << 14       # of a text file that stands alone, given to one split: 1 MB of text makes about 60
+# of a text file that stands alone, given to one split: 1 MB of text makes about 60
+BLOCK_CHARS = 1 << 14
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 class Piece(NamedTuple):
-    """`text` of a document, in order. `key` decides the split; `ends` says that the document is complete."""
+    """`text` of a document, in order. `key` decides the split; `ends` says that the document is
+    complete."""
 
     key: str
     text: str
@@ -54,7 +58,8 @@ class Source(Protocol):
 
 
 def is_validation(key: str, val_fraction: float) -> bool:
-    """The split of one document: a hash of its key, as a number in [0, 1). A larger fraction only adds documents."""
+    """The split of one document: a hash of its key, as a number in [0, 1). A larger fraction only
+    adds documents."""
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
@@ -71,11 +76,12 @@ def find(source: str) -> Source:
     if path.is_file():
         return Files(name=source, files=((path.name, path),), alone=True)
     if path.exists():
-        raise ConfigError(f"{source!r} is neither a file nor a folder; copy its text into a file first")
+        raise ConfigError(f"{source!r} is neither a file nor a folder; copy its text into a file "
+                          f"first")
     if glob.has_magic(source):
         return Files(name=source, files=tuple(_matches(str(path))))
-    raise ConfigError(f"there is no file, folder or glob {source!r}; give one that exists, hf:owner/name, or "
-                      f"python-stdlib, which needs no download")
+    raise ConfigError(f"there is no file, folder or glob {source!r}; give one that exists, "
+                      f"hf:owner/name, or python-stdlib, which needs no download")
 
 
 def python_stdlib() -> "Files":
@@ -83,11 +89,13 @@ def python_stdlib() -> "Files":
     root = Path(sysconfig.get_path("stdlib"))
     files = [(key, path) for key, path in _walk(root, (".py",))
              if not _NOT_THE_LIBRARY.intersection(Path(key).parts)
-             and not path.name.startswith("_sysconfigdata")]    # written by the build: one machine's paths
+             # written by the build: one machine's paths
+             and not path.name.startswith("_sysconfigdata")]
     if not files:
-        raise ConfigError("this Python comes without the source of its standard library (a frozen or zipped build); "
-                          "give a folder of text as data.source")
-    return Files(name="python-stdlib", files=tuple(files), facts={"python": platform.python_version()})
+        raise ConfigError("this Python comes without the source of its standard library (a frozen "
+                          "or zipped build); give a folder of text as data.source")
+    return Files(name="python-stdlib", files=tuple(files),
+                 facts={"python": platform.python_version()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +105,12 @@ class Files:
     name: str
     files: tuple[tuple[str, Path], ...]
     alone: bool = False         # one file named by itself: its blocks are split, not the file
-    facts: Mapping[str, Any] = field(default_factory=dict)      # what else a header should say of it
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else a header should say of it
 
     def __post_init__(self):
         if not self.files:
-            raise ConfigError(f"there is nothing to read in {self.name!r}; a source holds {', '.join(SUFFIXES)} files, "
-                              f"each optionally .gz or .zst")
+            raise ConfigError(f"there is nothing to read in {self.name!r}; a source holds "
+                              f"{', '.join(SUFFIXES)} files, each optionally .gz or .zst")
 
     def fingerprint(self) -> list[Any]:
         facts = []
@@ -124,20 +132,24 @@ class Files:
                 if read:
                     yield from (Piece(text, text, True) for text in read(stream, path))
                 elif self.alone:
-                    yield from (Piece(text, text, ends) for text, ends in _blocks(stream, path, BLOCK_CHARS))
+                    yield from (Piece(text, text, ends)
+                                for text, ends in _blocks(stream, path, BLOCK_CHARS))
                 else:
-                    yield from (Piece(key, text, ends) for text, ends in _blocks(stream, path, PIECE_CHARS))
+                    yield from (Piece(key, text, ends)
+                                for text, ends in _blocks(stream, path, PIECE_CHARS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The training split of a dataset on the Hugging Face hub, streamed: nothing is kept but the token files."""
+    """The training split of a dataset on the Hugging Face hub, streamed: nothing is kept but the
+    token files."""
 
     name: str                   # hf:owner/name or hf:owner/name:subset
 
     def __post_init__(self):
         if not re.fullmatch(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*)?", self.name):
-            raise ConfigError(f"{self.name!r} is not the name of a dataset; write hf:owner/name or hf:owner/name:subset")
+            raise ConfigError(f"{self.name!r} is not the name of a dataset; write hf:owner/name or "
+                              f"hf:owner/name:subset")
 
     def fingerprint(self) -> list[Any]:
         return [self.name]      # what the hub holds is not asked: prepare again with --out to renew
@@ -149,37 +161,30 @@ class HubSource:
         try:
             import datasets
         except ImportError:
-            raise ConfigError(f"{self.name!r} needs the package `datasets`; pip install 'lpkit[data]', or give a "
-                              f"file or folder as data.source") from None
+            raise ConfigError(f"{self.name!r} needs the package `datasets`; pip install "
+                              f"'lpkit[data]', or give a file or folder as data.source") from None
         _, name, *subset = self.name.split(":")
         try:
-            rows = iter(datasets.load_dataset(name, *subset, split="train", streaming=True))
+            for number, row in enumerate(datasets.load_dataset(name, *subset, split="train",
+                                                               streaming=True), 1):
+                text = _field(row, f"document {number} of {self.name}")
+                yield Piece(text, text, True)
+        except ConfigError:
+            raise
         except Exception as error:  # whatever the network, the hub or the dataset's own files raise
-            raise self._gone(error) from error
-        number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self._gone(error) from error
-            number += 1
-            text = _field(row, f"document {number} of {self.name}")
-            yield Piece(text, text, True)
-
-    def _gone(self, error: Exception) -> ConfigError:
-        why = " ".join(str(error).split())[:200]
-        return ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go online, or give a file "
-                           f"or folder as data.source")
+            why = " ".join(str(error).split())[:200]
+            raise ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go "
+                              f"online, or give a file or folder as data.source") from error
 
 
 def _walk(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Every file under `root` with such a name, by its relative path. Hidden folders and links to folders are left."""
+    """Every file under `root` with such a name, by its relative path. Hidden folders and links to
+    folders are left."""
     found = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
-        paths = (Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
+        paths = (Path(folder, name) for name in names if name.endswith(suffixes)
+                 and not name.startswith("."))
         found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     return sorted(found)
 
@@ -202,13 +207,15 @@ def _zstd(path: Path) -> BinaryIO:
     return zstandard.open(path, "rb")
 
 
-PACKINGS = {"": lambda path: path.open("rb"), ".gz": lambda path: gzip.open(path, "rb"), ".zst": _zstd}
+PACKINGS = {"": lambda path: path.open("rb"), ".gz": lambda path: gzip.open(path, "rb"),
+            ".zst": _zstd}
 
 
 def _kind(path: Path) -> tuple[str, str]:
     """The packing and the suffix under it: a.jsonl.gz -> ('.gz', '.jsonl')."""
     suffix = path.suffix.lower()
-    return (suffix, Path(path.stem).suffix.lower()) if suffix in PACKINGS and suffix else ("", suffix)
+    return ((suffix, Path(path.stem).suffix.lower()) if suffix in PACKINGS and suffix
+            else ("", suffix))
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -222,19 +229,25 @@ def _sentences(path: Path):
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x}); {way_out}") from None
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x}); "
+                          f"{way_out}") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {way_out}") from None
-    except Exception as error:  # two libraries that need not be installed have error types of their own
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; "
+                          f"{way_out}") from None
+    # two libraries that need not be installed have error types of their own
+    except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("zstandard", "zstd", "pyarrow"):
             raise
-        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}; {way_out}") from None
+        raise ConfigError(
+            f"cannot read {path}: {' '.join(str(error).split())}; {way_out}") from None
 
 
 def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
-    """The text in blocks of about `chars` that end with a line, each with whether it is the last."""
+    """The text in blocks of about `chars` that end with a line, each with whether it is the
+    last."""
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as lines:
-        read = lambda: _checked(lines.read(chars) + lines.readline(chars), path)    # a line without end is cut
+        # a line without end is cut
+        read = lambda: _checked(lines.read(chars) + lines.readline(chars), path)
         block = read()
         while block:
             following = read()
@@ -244,20 +257,23 @@ def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, boo
 
 def _checked(text: str, where: object) -> str:
     if "\0" in text:
-        raise ConfigError(f"{where} is not text (it holds a NUL byte); a source is UTF-8 text: remove it, or choose the "
-                          f"files to read with a glob")
+        raise ConfigError(f"{where} is not text (it holds a NUL byte); a source is UTF-8 text: "
+                          f"remove it, or choose the files to read with a glob")
     return text
 
 
 def _field(row: Any, where: str) -> str:
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str):
-        has = f"its fields are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is {type(row).__name__}"
-        raise ConfigError(f"{where} has no field 'text' ({has}); rename the field that holds the text")
+        has = (f"its fields are {', '.join(map(str, row))}" if isinstance(row, dict)
+               else f"it is {type(row).__name__}")
+        raise ConfigError(f"{where} has no field 'text' ({has}); rename the field that holds the "
+                          f"text")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{where} is not valid text (half of a surrogate pair); repair or remove it") from None
+        raise ConfigError(f"{where} is not valid text (half of a surrogate pair); repair or remove "
+                          f"it") from None
     return _checked(text, where)
 
 
@@ -269,8 +285,8 @@ def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"line {number} of {path} is not JSON ({error}); a .jsonl file has one object with a "
-                                  f"field 'text' on each line") from None
+                raise ConfigError(f"line {number} of {path} is not JSON ({error}); a .jsonl file "
+                                  f"has one object with a field 'text' on each line") from None
             yield _field(row, f"line {number} of {path}")
 
 
@@ -278,8 +294,8 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ConfigError(f"{path} needs the package `pyarrow`; pip install 'lpkit[data]', or convert it to "
-                          f".jsonl") from None
+        raise ConfigError(f"{path} needs the package `pyarrow`; pip install 'lpkit[data]', or "
+                          f"convert it to .jsonl") from None
     with contextlib.ExitStack() as stack:
         if _kind(path)[0]:      # parquet is read from its end, a packed stream is not
             unpacked = stack.enter_context(tempfile.TemporaryFile())
@@ -287,20 +303,21 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
             stream = unpacked
         table = parquet.ParquetFile(stream)
         if "text" not in table.schema_arrow.names:
-            raise ConfigError(f"{path} has no column 'text' (its columns are {', '.join(table.schema_arrow.names)}); "
-                              f"rename the column that holds the text")
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=["text"]):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                yield _field({"text": text}, f"row {number} of {path}")
+            raise ConfigError(f"{path} has no column 'text' (its columns are "
+                              f"{', '.join(table.schema_arrow.names)}); rename the column that "
+                              f"holds the text")
+        rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])
+                for text in batch.column(0).to_pylist())
+        for number, text in enumerate(rows, 1):
+            yield _field({"text": text}, f"row {number} of {path}")
 
 
 DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """What a header says about where its tokens came from; no path of this machine beyond the name that was given."""
+    """What a header says about where its tokens came from; no path of this machine beyond the name
+    that was given."""
     facts: dict[str, Any] = {"name": source.name}
     if isinstance(source, Files):
         facts |= {"files": len(source.files), **source.facts}

@@ -1,7 +1,9 @@
-"""Text to token ids and back. To add one: a class that satisfies contracts.Tokenizer with `build`, and a row below.
+"""Text to token ids and back. To add one: a class that satisfies contracts.Tokenizer with `build`,
+and a row below.
 
-Every tokenizer has an `end` token that closes each document. Text given to `encode` can never produce it: a prompt or
-a corpus that spells `<|endoftext|>` gets the ordinary tokens of those characters.
+Every tokenizer has an `end` token that closes each document. Text given to `encode` can never
+produce it: a prompt or a corpus that spells `<|endoftext|>` gets the ordinary tokens of those
+characters.
 """
 
 import hashlib
@@ -17,21 +19,39 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
-BPE_TRAINING_CHARS = 1 << 26    # the merges are learned from the first 64 Mi characters of the training split
+# the merges are learned from the first 64 Mi characters of the training split
+BPE_TRAINING_CHARS = 1 << 26
 Texts = Callable[[], Iterator[str]]
 
 
-class Bytes:
-    """One token for each byte of UTF-8. Token 0 ends a document: NUL, which no source accepts inside a text."""
+class Fixed:
+    """A tokenizer that learns nothing: its name says everything about it."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
+        return cls()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), np.uint32)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Tokenizer:
+        return cls()
+
+
+class Bytes(Fixed):
+    """One token for each byte of UTF-8. Token 0 ends a document: NUL, which no source accepts
+    inside a text."""
 
     name = "bytes"
     default_vocab: ClassVar[int] = 256
     vocab = 256
     end = 0
-
-    @classmethod
-    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "Bytes":
-        return cls()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -40,19 +60,14 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # A model may cut a character in two, or have a larger vocabulary: 0xff is never UTF-8, so both show as U+FFFD.
+        # A model may cut a character in two, or have a larger vocabulary: 0xff is never UTF-8, so
+        # both show as U+FFFD.
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Bytes":
-        return cls()
 
 
 class BPE:
-    """Byte-level BPE with GPT-2's pre-tokenisation, trained with the `tokenizers` library (Sennrich et al. 2016).
+    """Byte-level BPE with GPT-2's pre-tokenisation, trained with the `tokenizers` library (Sennrich
+    et al. 2016).
 
     Every byte is in the vocabulary, so that every text has tokens and decodes to itself.
     """
@@ -73,14 +88,17 @@ class BPE:
         self.vocab = self._model.get_vocab_size()
         self.end = self._model.token_to_id(END_OF_TEXT)
         if self.end is None:
-            raise ConfigError(f"this BPE tokenizer has no {END_OF_TEXT} token; prepare the corpus again")
+            raise ConfigError(f"this BPE tokenizer has no {END_OF_TEXT} token; prepare the corpus "
+                              f"again")
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
-        """Learn `vocab` entries from `texts`, or take them from the cache: they are kept under the texts' own hash."""
+        """Learn `vocab` entries from `texts`, or take them from the cache: they are kept under the
+        texts' own hash."""
         if vocab < 257:
-            raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which starts from 256 bytes and "
-                              f"{END_OF_TEXT}; use at least 257 (8192 is usual), or data.tokenizer=bytes")
+            raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which "
+                              f"starts from 256 bytes and {END_OF_TEXT}; use at least 257 (8192 is "
+                              f"usual), or data.tokenizer=bytes")
         digest = hashlib.sha256(f"bpe 1 {vocab}\n".encode())
         for text in _first(texts(), BPE_TRAINING_CHARS):
             digest.update(text.encode())
@@ -99,7 +117,8 @@ class BPE:
         return np.array(self._model.encode(text).ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # The library drops ids that it does not know; here they show, as the cut character of a byte model does.
+        # The library drops ids that it does not know; here they show, as the cut character of a
+        # byte model does.
         runs, run = [], []
         for i in map(int, ids):
             if 0 <= i < self.vocab:
@@ -117,8 +136,9 @@ class BPE:
         return cls(json.dumps(values.get("model")))
 
 
-class GPT2:
-    """GPT-2's own vocabulary through `tiktoken`, whose files must be in its cache or within reach of the network."""
+class GPT2(Fixed):
+    """GPT-2's own vocabulary through `tiktoken`, whose files must be in its cache or within reach
+    of the network."""
 
     name = "gpt2"
     default_vocab: ClassVar[int] = 50257
@@ -129,42 +149,31 @@ class GPT2:
 
             self._model = tiktoken.get_encoding("gpt2")
         except ImportError:
-            raise ConfigError("data.tokenizer=gpt2 needs the package `tiktoken`; pip install 'lpkit[data]', or use "
-                              "data.tokenizer=bpe, which is trained on the source") from None
+            raise ConfigError("data.tokenizer=gpt2 needs the package `tiktoken`; pip install "
+                              "'lpkit[data]', or use data.tokenizer=bpe, which is trained on the "
+                              "source") from None
         except Exception as error:  # requests' errors, a bad checksum, a proxy's page
-            raise ConfigError(f"the files of data.tokenizer=gpt2 are not in tiktoken's cache and cannot be fetched "
-                              f"({type(error).__name__}); go online once, or use data.tokenizer=bpe, which is trained "
-                              f"on the source") from None
+            raise ConfigError(f"the files of data.tokenizer=gpt2 are not in tiktoken's cache and "
+                              f"cannot be fetched ({type(error).__name__}); go online once, or use "
+                              f"data.tokenizer=bpe, which is trained on the source") from None
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token
-
-    @classmethod
-    def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "GPT2":
-        return cls()
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode_ordinary(text)
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode_ordinary(text), np.uint32)
-
     def decode(self, ids: Iterable[int]) -> str:
-        parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff" for i in map(int, ids))
+        parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff"
+                 for i in map(int, ids))
         return b"".join(parts).decode(errors="replace")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "GPT2":
-        return cls()
 
 
 TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
 
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no corpus."""
+    """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no
+    corpus."""
     return pick(TOKENIZERS, str(values.get("name")), "tokenizer").from_dict(values)
 
 
@@ -183,7 +192,8 @@ def _train(texts: Iterator[str], vocab: int) -> str:
     model = Library(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT],
+                                  show_progress=False, initial_alphabet=sorted(
+                                      pre_tokenizers.ByteLevel.alphabet()))
     model.train_from_iterator(texts, trainer)
     return model.to_str()

@@ -62,12 +62,10 @@ def prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None = None) -
             if getattr(data, key) != has:
                 raise ConfigError(f"{data.source} was prepared with {key} {has}, but data.{key} is "
                                   f"{getattr(data, key)}; set data.{key}={has}, or prepare the text again")
-    else:
-        source = sources.find(data.source)
-        cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-        with _disk_sentences(cache):
-            files = _written_once(source, data, vocab, cache / _name(source, data, vocab), cache)
-    return _fits(files, vocab)
+        return _fits(files, vocab)
+    source, cache = sources.find(data.source), _cache(cache_dir)
+    with _disk_sentences(cache):
+        return _fits(_written_once(source, data, vocab, cache / _name(source, data, vocab), cache), vocab)
 
 
 def prepare_into(folder: Path | str, data: DataConfig, vocab: int, cache_dir: Path | str | None = None) -> TokenFiles:
@@ -78,14 +76,17 @@ def prepare_into(folder: Path | str, data: DataConfig, vocab: int, cache_dir: Pa
     if is_prepared(data.source):
         raise ConfigError(f"{data.source} is prepared already; use it as data.source, or copy the folder")
     pick(TOKENIZERS, data.tokenizer, "tokenizer")
-    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     with _disk_sentences(folder):
-        return _fits(_written_once(sources.find(data.source), data, vocab, folder, cache), vocab)
+        return _fits(_written_once(sources.find(data.source), data, vocab, folder, _cache(cache_dir)), vocab)
 
 
 def default_cache_dir() -> Path:
     """Where the platform keeps what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / "tokens"
+
+
+def _cache(asked: Path | str | None) -> Path:
+    return Path(asked).expanduser() if asked else default_cache_dir()
 
 
 def is_prepared(folder: Path | str) -> bool:

@@ -1,12 +1,13 @@
-"""What this machine can do, found by doing it: each row runs its technique on a tiny input, here and now.
+"""What this machine can do, found by doing it: each row runs its technique on a tiny input, here
+and now.
 
-A row that does not work says why, in the library's own words where it has some, and names the nearest thing that does.
-To add a row, add a `Check` to `CHECKS`: its `run` takes the device, returns a detail and raises when it cannot.
-What may crash or hang (processes that talk to each other) runs in a process of its own with a time limit.
+A row that does not work says why, in the library's own words where it has some, and names the
+nearest thing that does. To add a row, add a `Check` to `CHECKS`: its `run` takes the device,
+returns a detail and raises when it cannot. What may crash or hang (processes that talk to each
+other) runs in a process of its own with a time limit.
 """
 
 import copy
-import importlib.metadata
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,11 +28,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel", "accelerate",
-             "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab", "ipywidgets", "plotly", "papermill",
-             "nvidia-ml-py", "numpy")
-CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "amx_fp16",
-                "asimd", "bf16", "i8mm", "sve")
+from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
+from lpkit.nn.attention import plain
+from lpkit.precision.backends import BACKENDS
+from lpkit.techniques.recipes import RECIPES
+
+LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
+             "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",
+             "ipywidgets", "plotly", "papermill", "nvidia-ml-py", "numpy")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16",
+                "amx_int8", "amx_fp16", "asimd", "bf16", "i8mm", "sve")
 PROCESS_SECONDS = 60.0
 
 
@@ -61,14 +67,21 @@ class Probe:
     nearest: str = ""       # and what to use instead
 
 
+def reason(error: Exception) -> str:
+    """The first line that says something."""
+    lines = filter(None, map(str.strip, str(error).splitlines()))
+    return next(lines, type(error).__name__)[:200]
+
+
 def probe(check: Check, device: torch.device) -> Probe:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # torch explains at length why it will not; the reason is asked below
+            # torch explains at length why it will not; the reason is asked below
+            warnings.simplefilter("ignore")
             detail = check.run(device)
     except Exception as error:
-        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return Probe(name=check.name, kind=check.kind, works=False, why=why[:200], nearest=check.nearest)
+        return Probe(name=check.name, kind=check.kind, works=False, why=reason(error),
+                     nearest=check.nearest)
     return Probe(name=check.name, kind=check.kind, works=True, detail=detail)
 
 
@@ -82,7 +95,8 @@ def _operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch
 
 
 def _same(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> str:
-    """The relative error of got against a @ b.T in float64, or UnavailableError when it is no product at all."""
+    """The relative error of got against a @ b.T in float64, or UnavailableError when it is no
+    product at all."""
     want = a.double().cpu() @ b.double().cpu().T
     error = float((got.double().cpu() - want).norm() / want.norm())
     if not error <= tolerance:
@@ -110,43 +124,16 @@ def _tf32(device: torch.device) -> str:
         torch.set_float32_matmul_precision(before)
 
 
-def _fp8(device: torch.device) -> str:
-    a, b = _operands(device)
-    one = torch.ones((), device=device)
-    product = torch._scaled_mm(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale_a=one, scale_b=one,
-                               out_dtype=torch.bfloat16)
-    return f"torch._scaled_mm, {_same(product, a, b, 1e-2)}"
+def _recipe(name: str, backend: str = "scaled_mm") -> Callable[[torch.device], str]:
+    """The forward product of a recipe, held to its definition in float64, as the table of recipes
+    has it."""
+    def run(device: torch.device) -> str:
+        from lpkit.measure import matrix
 
-
-def _blackwell(device: torch.device, what: str) -> None:
-    if device.type != "cuda":
-        raise UnavailableError(f"{what} products are instructions of NVIDIA's Blackwell")
-    if torch.cuda.get_device_capability(device) < (10, 0):
-        raise UnavailableError(f"{what} products came with compute capability 10.0 (Blackwell); "
-                          f"this is {'.'.join(map(str, torch.cuda.get_device_capability(device)))}")
-
-
-def _mxfp8(device: torch.device) -> str:
-    _blackwell(device, "MXFP8")
-    a, b = _operands(device, 128)
-    scale = torch.full((128 * 4,), 127, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)     # 2^0 each
-    product = torch._scaled_mm(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale_a=scale, scale_b=scale,
-                               out_dtype=torch.bfloat16)
-    return f"torch._scaled_mm with a scale per 32, {_same(product, a, b, 1e-2)}"
-
-
-def _nvfp4(device: torch.device) -> str:
-    _blackwell(device, "NVFP4")
-    one = torch.full((128, 64), 0x22, dtype=torch.uint8, device=device).view(torch.float4_e2m1fn_x2)   # E2M1 1.0, twice
-    scale = torch.ones(128 * 8, device=device).to(torch.float8_e4m3fn)
-    product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
-    ones = torch.ones(128, 128)
-    return f"torch._scaled_mm with a scale per 16, {_same(product, ones, ones, 1e-2)}"
-
-
-def _int8(device: torch.device) -> str:
-    a, b = (4 * x for x in _operands(device))
-    return f"torch._int_mm, {_same(torch._int_mm(a.to(torch.int8), b.to(torch.int8).t()), a, b, 0.0)}"
+        if why := BACKENDS[backend].why_not(name, RECIPES[name], device):
+            raise UnavailableError(why)
+        return f"torch._scaled_mm, {matrix.Trial(name, backend, device).forward()}"
+    return run
 
 
 # Attention: forward and backward, causal, against the softmax written out in float64.
@@ -154,25 +141,27 @@ def _int8(device: torch.device) -> str:
 def _attended(attend: Callable[..., torch.Tensor], device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q, k, v = (torch.randn(1, 2, 128, 64, generator=generator).to(device, dtype).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 128, 64, generator=generator).to(device, dtype).requires_grad_()
+               for _ in range(3))
     got = attend(q, k, v)
     got.sum().backward()
     with torch.no_grad():
-        q64, k64, v64 = (x.double().cpu() for x in (q, k, v))
-        scores = (q64 @ k64.mT / 8).masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf)
-        want = scores.softmax(-1) @ v64
+        want = plain(*(x.double().cpu() for x in (q, k, v)))
     error = float((got.double().cpu() - want).norm() / want.norm())
     if not error < 2e-2 or not all(bool(x.grad.isfinite().all()) for x in (q, k, v)):
         raise UnavailableError(f"the result is wrong: relative error {error:.1e}")
-    return f"forward and backward in {str(dtype).removeprefix('torch.')}, relative error {error:.0e}"
+    name = str(dtype).removeprefix("torch.")
+    return f"forward and backward in {name}, relative error {error:.0e}"
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[torch.device], str]:
     def run(device: torch.device) -> str:
         if device.type == "cpu" and backend not in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-            raise UnavailableError("a CUDA kernel; on a CPU torch has its own flash kernel and the plain one")
+            raise UnavailableError("a CUDA kernel; on a CPU torch has its own flash kernel and the "
+                                   "plain one")
         with sdpa_kernel(backend):
-            return _attended(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), device)
+            return _attended(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+                             device)
     return run
 
 
@@ -182,22 +171,24 @@ def _flash_attn(device: torch.device) -> str:
     _installed("flash-attn")
     from flash_attn import flash_attn_func  # (B, T, H, E)
 
-    return _attended(lambda q, k, v: flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
-                     .transpose(1, 2), device)
+    return _attended(lambda q, k, v: flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)),
+                                                     causal=True).transpose(1, 2), device)
 
 
 def _flex(device: torch.device) -> str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device=str(device))
-    return f"{_attended(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), device)}; torch.compile makes it fast"
+    said = _attended(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), device)
+    return f"{said}; torch.compile makes it fast"
 
 
 # Compilers
 
 def _triton(device: torch.device) -> str:
     if device.type != "cuda":
-        raise UnavailableError("Triton compiles for GPUs; TRITON_INTERPRET=1 runs a kernel on a CPU to check its numbers")
+        raise UnavailableError("Triton compiles for GPUs; TRITON_INTERPRET=1 runs a kernel on a "
+                               "CPU to check its numbers")
     _installed("triton")
     f = torch.compile(lambda x: torch.relu(x) * 2 + 1)
     x = torch.linspace(-1, 1, 256, device=device)
@@ -205,14 +196,13 @@ def _triton(device: torch.device) -> str:
     return "torch.compile ran a Triton kernel"
 
 
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise UnavailableError(f"{package} is not installed") from None
+def _installed(package: str) -> None:
+    if versions([package])[package] is None:
+        raise UnavailableError(f"{package} is not installed")
 
 
-# Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end of the doctor.
+# Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end
+# of the doctor.
 
 def _all_reduce(rank: int, world: int, device: torch.device) -> None:
     x = torch.full((4,), float(rank + 1), device=device)
@@ -220,7 +210,8 @@ def _all_reduce(rank: int, world: int, device: torch.device) -> None:
     assert x.tolist() == [world * (world + 1) / 2] * 4, f"the sum is wrong: {x.tolist()}"
 
 
-def _gradients(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int, torch.device], None]:
+def _gradients(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int, torch.device],
+                                                                        None]:
     """Rank r sees (r + 1) x; the gradient must be that of one process that sees them all."""
     def program(rank: int, world: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -231,7 +222,8 @@ def _gradients(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, in
         wrapped = wrap(model, world)
         wrapped(x * (rank + 1)).square().mean().backward()
         got = next(wrapped.parameters()).grad
-        torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got, alone.weight.grad)
+        torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got,
+                                   alone.weight.grad)
     return program
 
 
@@ -250,15 +242,16 @@ PROGRAMS: dict[str, Callable[[int, int, torch.device], None]] = {
 
 
 def _rank(program: str, backend: str, rank: int, world: int, folder: str) -> None:
-    """One process. What goes wrong is left in a file, for `_processes` to read. The store is a file: no port to find."""
+    """One process. What goes wrong is left in a file, for `_processes` to read. The store is a
+    file: no port to find."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     try:
         if backend == "nccl":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,
-                                timeout=timedelta(seconds=PROCESS_SECONDS))
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank,
+                                world_size=world, timeout=timedelta(seconds=PROCESS_SECONDS))
         PROGRAMS[program](rank, world, device)
         dist.destroy_process_group()
     except Exception as error:
@@ -267,7 +260,8 @@ def _rank(program: str, backend: str, rank: int, world: int, folder: str) -> Non
 
 
 def _fork_server() -> Any:
-    """One process that has imported torch, and forks each rank: torch is loaded once, and this process stays whole."""
+    """One process that has imported torch, and forks each rank: torch is loaded once, and this
+    process stays whole."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -281,17 +275,21 @@ def _processes(program: str, backend: str, world: int = 2) -> Callable[[torch.de
         if backend == "nccl" and device.type != "cuda":
             raise UnavailableError("NCCL moves data between NVIDIA GPUs")
         if backend == "nccl" and torch.cuda.device_count() < world:
-            raise UnavailableError(f"it takes {world} GPUs, and {torch.cuda.device_count()} is here")
+            raise UnavailableError(f"it takes {world} GPUs, and {torch.cuda.device_count()} is "
+                                   f"here")
         context = _fork_server()
         deadline = time.monotonic() + PROCESS_SECONDS
         with tempfile.TemporaryDirectory(prefix="lpkit-doctor-") as folder:
-            ranks = [context.Process(target=_rank, args=(program, backend, rank, world, folder), daemon=True)
+            ranks = [context.Process(target=_rank, args=(program, backend, rank, world, folder),
+                                     daemon=True)
                      for rank in range(world)]
             try:
                 for rank in ranks:
                     rank.start()
-                while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
-                    multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout=1)
+                while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode
+                                                                               for rank in ranks):
+                    multiprocessing.connection.wait([rank.sentinel for rank in ranks
+                                                     if rank.exitcode is None], timeout=1)
                     if time.monotonic() > deadline:
                         raise UnavailableError(f"no answer within {PROCESS_SECONDS:.0f} s")
                 for bad in sorted(Path(folder).glob("*.error")):
@@ -311,21 +309,31 @@ CHECKS: tuple[Check, ...] = (
     Check(name="fp32", kind="precision", run=_cast(torch.float32, 1e-5)),
     Check(name="tf32", kind="precision", run=_tf32, nearest="fp32"),
     Check(name="bf16", kind="precision", run=_cast(torch.bfloat16, 1e-2), nearest="fp32"),
-    Check(name="fp16", kind="precision", run=_cast(torch.float16, 1e-2), nearest="bf16, which needs no loss scaling"),
-    Check(name="fp8", kind="precision", run=_fp8, nearest="fp8 by emulation: the same numbers, without the speed"),
-    Check(name="mxfp8", kind="precision", run=_mxfp8, nearest="mxfp8 by emulation"),
-    Check(name="nvfp4", kind="precision", run=_nvfp4, nearest="nvfp4 by emulation"),
-    Check(name="int8", kind="precision", run=_int8, nearest="bf16"),
-    Check(name="sdpa flash", kind="attention", run=_sdpa(SDPBackend.FLASH_ATTENTION), nearest="sdpa efficient or math"),
-    Check(name="sdpa efficient", kind="attention", run=_sdpa(SDPBackend.EFFICIENT_ATTENTION), nearest="sdpa flash"),
-    Check(name="sdpa cudnn", kind="attention", run=_sdpa(SDPBackend.CUDNN_ATTENTION), nearest="sdpa flash"),
+    Check(name="fp16", kind="precision", run=_cast(torch.float16, 1e-2),
+          nearest="bf16, which needs no loss scaling"),
+    Check(name="fp8", kind="precision", run=_recipe("fp8-tensorwise"),
+          nearest="fp8 by emulation: the same numbers, without the speed"),
+    Check(name="mxfp8", kind="precision", run=_recipe("mxfp8"), nearest="mxfp8 by emulation"),
+    Check(name="nvfp4", kind="precision", run=_recipe("nvfp4"), nearest="nvfp4 by emulation"),
+    Check(name="int8", kind="precision", run=_recipe("int8"), nearest="bf16"),
+    Check(name="sdpa flash", kind="attention", run=_sdpa(SDPBackend.FLASH_ATTENTION),
+          nearest="sdpa efficient or math"),
+    Check(name="sdpa efficient", kind="attention", run=_sdpa(SDPBackend.EFFICIENT_ATTENTION),
+          nearest="sdpa flash"),
+    Check(name="sdpa cudnn", kind="attention", run=_sdpa(SDPBackend.CUDNN_ATTENTION),
+          nearest="sdpa flash"),
     Check(name="sdpa math", kind="attention", run=_sdpa(SDPBackend.MATH)),
-    Check(name="flash-attn", kind="attention", run=_flash_attn, nearest="sdpa flash, the same algorithm inside torch"),
+    Check(name="flash-attn", kind="attention", run=_flash_attn,
+          nearest="sdpa flash, the same algorithm inside torch"),
     Check(name="flex", kind="attention", run=_flex, nearest="sdpa math with a mask"),
-    Check(name="triton", kind="compiler", run=_triton, nearest="plain PyTorch, which every kernel of the kit has beside it"),
-    Check(name="gloo", kind="parallel", run=_processes("all-reduce", "gloo"), nearest="one process"),
-    Check(name="nccl", kind="parallel", run=_processes("all-reduce", "nccl"), nearest="gloo: the same program, on CPUs"),
-    Check(name="DDP", kind="parallel", run=_processes("DDP", "gloo"), nearest="one process, with gradient accumulation"),
+    Check(name="triton", kind="compiler", run=_triton, nearest="plain PyTorch, which every kernel "
+          "of the kit has beside it"),
+    Check(name="gloo", kind="parallel", run=_processes("all-reduce", "gloo"),
+          nearest="one process"),
+    Check(name="nccl", kind="parallel", run=_processes("all-reduce", "nccl"),
+          nearest="gloo: the same program, on CPUs"),
+    Check(name="DDP", kind="parallel", run=_processes("DDP", "gloo"),
+          nearest="one process, with gradient accumulation"),
     Check(name="FSDP2", kind="parallel", run=_processes("FSDP2", "gloo"), nearest="DDP"),
 )
 
@@ -336,52 +344,22 @@ def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
     import psutil
 
-    from lpkit.hardware import cpu_name
-
+    flags = cpu_flags()
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
-            "cpu_features": [name for name in CPU_FEATURES if name in _cpu_flags()],
+            "cpu_features": [name for name in CPU_FEATURES if name in flags],
             "cores": cores(), "memory_bytes": psutil.virtual_memory().total,
-            "memory_available_bytes": psutil.virtual_memory().available, "memory_limit_bytes": _memory_limit(),
-            "gpus": _gpus(), "driver": _driver(), "cuda": torch.version.cuda, "hip": torch.version.hip,
-            "libraries": {name: _version(name) for name in LIBRARIES}}
-
-
-def cores() -> int:
-    """The cores that this process may use, which a container makes fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _version(package: str) -> str | None:
-    try:
-        return _installed(package)
-    except UnavailableError:
-        return None
-
-
-def _cpuinfo() -> list[tuple[str, str]]:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
-
-
-def _cpu_flags() -> set[str]:
-    return set(next((value for key, value in _cpuinfo() if key in ("flags", "Features")), "").split())
-
-
-def _memory_limit() -> int | None:
-    """What the container allows (cgroup 2), or None."""
-    path = Path("/sys/fs/cgroup/memory.max")
-    said = path.read_text().strip() if path.exists() else "max"
-    return int(said) if said.isdigit() else None
+            "memory_available_bytes": psutil.virtual_memory().available,
+            "memory_limit_bytes": memory_limit_bytes(),
+            "gpus": _gpus(), "driver": _driver(), "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "libraries": versions(LIBRARIES)}
 
 
 def _gpus() -> list[dict[str, Any]]:
-    found = []
-    for i in range(torch.cuda.device_count()):
-        it = torch.cuda.get_device_properties(i)
-        found.append({"name": it.name, "capability": f"{it.major}.{it.minor}", "memory_bytes": it.total_memory,
-                      "multiprocessors": it.multi_processor_count})
-    return found
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
+             "memory_bytes": gpu.total_memory, "multiprocessors": gpu.multi_processor_count}
+            for gpu in gpus]
 
 
 def _driver() -> str | None:
@@ -389,24 +367,22 @@ def _driver() -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
-def device_here() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[str, Any]:
-    """The whole report, JSON-ready: the machine, the device that was tried, one row per check, which dtype a run takes
-    here by itself, and every precision recipe with every backend. That bf16 works says nothing of its speed, so that
-    choice comes from a race.
+    """The whole report, JSON-ready: the machine, the device that was tried, one row per check,
+    which dtype a run takes here by itself, and every precision recipe with every backend. That bf16
+    works says nothing of its speed, so that choice comes from a race.
 
-    Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB for some seconds.
+    Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB
+    for some seconds.
     """
     from lpkit.hardware import bf16_choice
     from lpkit.measure import matrix
 
-    device = device_here()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choice = bf16_choice(device)    # first, while the machine is quiet
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
         cells = beside.submit(matrix.probe, device) if recipes else None
         probes = [asdict(probe(check, device)) for check in checks]
     return {"machine": machine(), "device": str(device), "probes": probes,
-            "recipes": matrix.to_dicts(cells.result()) if cells else [], "chosen": {"precision": asdict(choice)}}
+            "recipes": matrix.to_dicts(cells.result()) if cells else [],
+            "chosen": {"precision": asdict(choice)}}

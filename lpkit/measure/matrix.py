@@ -1,11 +1,15 @@
-"""Which recipe runs where, on what, and with what: native, emulated, or no; why; and the nearest thing that works.
+"""Which recipe runs where, on what, and with what: native, emulated, or no; why; and the nearest
+thing that works.
 
-    probe(device)   this machine, found by running each: forward and backward of a tiny Linear against its definition
-                    in float64, torch.compile, recomputation, accumulation. In a process of its own, with a time limit
-    by_rule(name)   another machine of the catalogue, from what the libraries say they need; each rule has its source
+    probe(device)   this machine, found by running each: forward and backward of a tiny Linear
+                    against its definition in float64, torch.compile, recomputation, accumulation.
+                    In a process of its own, with a time limit
+    by_rule(name)   another machine of the catalogue, from what the libraries say they need; each
+                    rule has its source
 
-Statuses: native, the device multiplies these formats itself; emulated, the same numbers in wider products, slower than
-the wider recipe alone; no. `python -m lpkit.measure.matrix DEVICE` probes and prints one JSON line a pair.
+Statuses: native, the device multiplies these formats itself; emulated, the same numbers in wider
+products, slower than the wider recipe alone; no. `python -m lpkit.measure.matrix DEVICE` probes and
+prints one JSON line a pair.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lpkit.measure.doctor import reason
 from lpkit.precision.backends import BACKENDS, HARDWARE, Library
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
+from lpkit.tables import markdown_table
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
@@ -39,8 +45,10 @@ HERE = "run on this machine"
 
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {   # https://developer.nvidia.com/cuda-gpus
-    "cpu": None, "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0), "l4": (8, 9), "l40s": (8, 9), "rtx-4090": (8, 9),
-    "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb200": (10, 0), "rtx-5090": (12, 0),
+    "cpu": None, "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0), "l4": (8, 9), "l40s": (8, 9),
+    "rtx-4090": (8, 9),
+    "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb200": (10, 0),
+    "rtx-5090": (12, 0),
     "mi300x": None,
 }
 
@@ -72,22 +80,23 @@ class Departure:
 
 
 DEPARTURES = (
-    Departure(backend="transformer-engine", recipe="mxfp8", capability=(12, 0), status="no", source=TE,
-               why="Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0"),
-    Departure(backend="transformer-engine", recipe="nvfp4", capability=(12, 0), status="no", source=TE,
-               why="Transformer Engine lists NVFP4 on 12.0 as partial"),
+    Departure(backend="transformer-engine", recipe="mxfp8", capability=(12, 0), status="no",
+              source=TE, why="Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0"),
+    Departure(backend="transformer-engine", recipe="nvfp4", capability=(12, 0), status="no",
+              source=TE, why="Transformer Engine lists NVFP4 on 12.0 as partial"),
     Departure(backend="scaled_mm", recipe="fp8-rowwise", capability=(12, 0), status="no",
-               why="with torch 2.10 a scale a row ends in CUBLAS_STATUS_NOT_SUPPORTED on 12.0",
-               source="https://github.com/pytorch/pytorch/issues/192707"),
+              why="with torch 2.10 a scale a row ends in CUBLAS_STATUS_NOT_SUPPORTED on 12.0",
+              source="https://github.com/pytorch/pytorch/issues/192707"),
     Departure(backend="torchao", recipe="fp8-rowwise", capability=(12, 0), status="no",
-               why="it calls torch._scaled_mm, which with torch 2.10 has no scale a row on 12.0",
-               source="https://github.com/pytorch/pytorch/issues/192707"),
+              why="it calls torch._scaled_mm, which with torch 2.10 has no scale a row on 12.0",
+              source="https://github.com/pytorch/pytorch/issues/192707"),
 )
-SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_mm": TORCH, "transformer-engine": TE,
-           "torchao": AO, "emulated": "lpkit.precision.scaled"}
+SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_mm": TORCH,
+           "transformer-engine": TE, "torchao": AO, "emulated": "lpkit.precision.scaled"}
 FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it works
     ("emulated", "compile"): "the Linear itself runs outside the graph",
-    ("scaled_mm", "compile"): "with a history or stochastic rounding, the Linear itself runs outside the graph",
+    ("scaled_mm", "compile"): "with a history or stochastic rounding, the Linear itself runs "
+    "outside the graph",
     ("torchao", "compile"): "and needs it to be fast: without, its casts are separate kernels",
     ("transformer-engine", "compile"): "te.Linear runs outside the graph",
     ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
@@ -95,7 +104,8 @@ FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it
 
 
 def nearest(machine: str, recipe: str, capability: Capability) -> str:
-    """Another backend that runs `recipe` natively, or the native recipe most like it, or emulation."""
+    """Another backend that runs `recipe` natively, or the native recipe most like it, or
+    emulation."""
     for backend in BACKENDS:
         if backend != "emulated" and _rule(backend, recipe, machine, capability)[0] == "native":
             return f"{recipe} with {backend}"
@@ -114,9 +124,13 @@ def by_rule(machine: str) -> tuple[Cell, ...]:
         for backend in backends_of(RECIPES[recipe]):
             status, why, source = _rule(backend, recipe, machine, capability)
             for feature in FEATURES:
-                said = why if status == "no" else "; ".join(filter(None, (why, FEATURE_RULES.get((backend, feature), ""))))
-                cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature, status=status, why=said,
-                                  source=source, nearest=nearest(machine, recipe, capability) if status == "no" else ""))
+                said, instead = why, ""
+                if status == "no":
+                    instead = nearest(machine, recipe, capability)
+                elif (backend, feature) in FEATURE_RULES:
+                    said = f"{why}; {FEATURE_RULES[backend, feature]}".removeprefix("; ")
+                cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
+                                  status=status, why=said, source=source, nearest=instead))
     return tuple(cells)
 
 
@@ -132,48 +146,58 @@ def _rule(backend: str, name: str, machine: str, capability: Capability) -> tupl
     for one in DEPARTURES:
         if (one.backend, one.recipe, one.capability) == (backend, name, capability):
             return one.status, one.why, one.source
-    return _RULES[type(BACKENDS[backend]).__name__](BACKENDS[backend], name, recipe, machine, capability, source)
+    return _RULES[type(BACKENDS[backend]).__name__](BACKENDS[backend], name, recipe, machine,
+                                                    capability, source)
 
 
 def _pytorch(backend, name: str, recipe: Recipe, machine: str, capability: Capability, source: str):
     if recipe.products:
         return "no", "nn.Linear casts no operands", source
     if machine == "cpu":
-        return "native", "fast where the CPU has instructions for it (AVX-512 BF16, AMX); `auto` holds a race", source
+        return ("native", "fast where the CPU has instructions for it (AVX-512 BF16, AMX); `auto` "
+                "holds a race", source)
     if recipe.dtype in CATALOGUE[machine].flops:
         return "native", f"the datasheet lists {recipe.dtype}", CATALOGUE[machine].source
-    return "emulated", f"no {recipe.dtype} units; PyTorch converts and computes in float32", CATALOGUE[machine].source
+    return ("emulated", f"no {recipe.dtype} units; PyTorch converts and computes in float32",
+            CATALOGUE[machine].source)
 
 
-def _emulated(backend, name: str, recipe: Recipe, machine: str, capability: Capability, source: str):
-    return ("emulated", "the same numbers in bf16 or float32 products", source) if recipe.products else (
+def _emulated(backend, name: str, recipe: Recipe, machine: str, capability: Capability,
+              source: str):
+    return ("emulated", "the same numbers in bf16 or float32 products",
+            source) if recipe.products else (
         "no", "it casts nothing", source)
 
 
-def _scaled_mm(backend, name: str, recipe: Recipe, machine: str, capability: Capability, source: str):
+def _scaled_mm(backend, name: str, recipe: Recipe, machine: str, capability: Capability,
+               source: str):
     if not recipe.products:
         return "no", "it casts nothing", source
     for product, (a, b) in recipe.products.items():
         found = HARDWARE.get(a.format, {}).get((a.block, b.block))
         if found is None:
-            return "no", f"PyTorch has no product of {a.format} {a.block} and {b.format} {b.block}, as {product} needs", source
+            return ("no", f"PyTorch has no product of {a.format} {a.block} and {b.format} "
+                    f"{b.block}, as {product} needs", source)
         needed, on_cpu, what = found
         if machine == "cpu":
             if not on_cpu:
                 return "no", f"{what}: PyTorch has it on GPUs alone", source
             continue
         if capability is None:
-            return "no", "MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN", AO
+            return ("no", "MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN",
+                    AO)
         if capability < needed:
             return "no", f"{what}: needs compute capability {_dotted(needed)}", source
         if a.block == (1, 128) and capability >= (10, 0):
-            return "no", f"{what}: PyTorch has them on 9.0 alone", "https://github.com/pytorch/pytorch/pull/158037"
+            return ("no", f"{what}: PyTorch has them on 9.0 alone",
+                    "https://github.com/pytorch/pytorch/pull/158037")
     if machine == "cpu":
         return "emulated", "PyTorch's CPU kernel takes these formats and converts them", source
     return "native", f"compute capability {_dotted(capability)}", source
 
 
-def _library(backend: Library, name: str, recipe: Recipe, machine: str, capability: Capability, source: str):
+def _library(backend: Library, name: str, recipe: Recipe, machine: str, capability: Capability,
+             source: str):
     if name not in backend.rows:
         return "no", f"it has no {name}; it has {', '.join(backend.rows)}", source
     needed = backend.rows[name].capability
@@ -185,7 +209,9 @@ def _library(backend: Library, name: str, recipe: Recipe, machine: str, capabili
         return "no", "its AMD path uses the FNUZ formats, which the kit's rows do not name", source
     if capability < needed:
         return "no", f"it needs compute capability {_dotted(needed)}", source
-    return "native", f"when {backend.package} is installed; compute capability {_dotted(capability)}", source
+    return ("native",
+            f"when {backend.package} is installed; compute capability {_dotted(capability)}",
+            source)
 
 
 _RULES = {"PyTorch": _pytorch, "Emulated": _emulated, "ScaledMM": _scaled_mm, "Library": _library}
@@ -201,20 +227,22 @@ def probe(device: torch.device | str | None = None, *, seconds: float = PROBE_SE
           only: Iterable[tuple[str, str]] | None = None) -> tuple[Cell, ...]:
     """Every recipe, backend and feature here, by running each, in another process.
 
-    A pair that crashes it or takes longer than what is left of `seconds` is a no with that reason, and a fresh process
-    goes on behind it.
+    A pair that crashes it or takes longer than what is left of `seconds` is a no with that reason,
+    and a fresh process goes on behind it.
     """
     device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     waiting = list(only if only is not None else [(recipe, backend) for recipe in RECIPES
                                                   for backend in backends_of(RECIPES[recipe])])
     cells: list[Cell] = []
     while waiting:
-        command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", device, json.dumps(waiting)]
+        command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", device,
+                   json.dumps(waiting)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             out, why = done.stdout, f"the process that tried it ended with {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            out = late.stdout if isinstance(late.stdout, str) else (late.stdout or b"").decode(errors="replace")
+            out = (late.stdout if isinstance(late.stdout, str)
+                   else (late.stdout or b"").decode(errors="replace"))
             why = f"no answer within {seconds:g} s"
         answered = [json.loads(line) for line in out.splitlines() if line.startswith("[{")]
         cells += [Cell(**cell) for answer in answered for cell in answer]
@@ -225,9 +253,10 @@ def probe(device: torch.device | str | None = None, *, seconds: float = PROBE_SE
 
 
 def _refused(recipe: str, backend: str, device: str, why: str) -> list[Cell]:
-    instead = f"{recipe} emulated: the same numbers, without the speed" if RECIPES[recipe].products else "fp32"
-    return [Cell(machine="this", recipe=recipe, backend=backend, feature=feature, status="no", why=why, nearest=instead,
-                 source=HERE) for feature in FEATURES]
+    instead = (f"{recipe} emulated: the same numbers, without the speed" if RECIPES[recipe].products
+               else "fp32")
+    return [Cell(machine="this", recipe=recipe, backend=backend, feature=feature, status="no",
+                 why=why, nearest=instead, source=HERE) for feature in FEATURES]
 
 
 def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
@@ -235,23 +264,17 @@ def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
     row = RECIPES[recipe]
     if why := BACKENDS[backend].why_not(recipe, row, device):
         return _refused(recipe, backend, str(device), why)
-    native = "emulated" if backend == "emulated" or (row.products and device.type == "cpu") else "native"
-    cells = []
+    native = ("emulated" if backend == "emulated" or (row.products and device.type == "cpu")
+              else "native")
+    cells, trial = [], Trial(recipe, backend, device)
     for feature in FEATURES:
         try:
-            why, status, instead = _FEATURES[feature](recipe, backend, device), native, ""
+            why, status, instead = getattr(trial, feature)(), native, ""
         except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why, status, instead = (lines or [type(error).__name__])[0][:200], "no", f"{recipe} emulated"
-        cells.append(Cell(machine="this", recipe=recipe, backend=backend, feature=feature, status=status, why=why,
-                          nearest=instead, source=HERE))
+            why, status, instead = reason(error), "no", f"{recipe} emulated"
+        cells.append(Cell(machine="this", recipe=recipe, backend=backend, feature=feature,
+                          status=status, why=why, nearest=instead, source=HERE))
     return cells
-
-
-def _model(recipe: str, backend: str, device: torch.device) -> nn.Linear:
-    torch.manual_seed(0)
-    linear = nn.Linear(SIZE, SIZE, device=device)
-    return BACKENDS[backend].wrap(linear, RECIPES[recipe], name="probe", seed=0)
 
 
 def _input(device: torch.device, seed: int = 1) -> torch.Tensor:
@@ -264,25 +287,19 @@ def _gradients(model: nn.Module, x: torch.Tensor, recipe: Recipe,
     """y, dx, dw of one micro-batch, whose gradient of y is known."""
     x = x.detach().requires_grad_()
     with recipe.autocast(x.device):
-        y = model(x) if call is None else call(x)
+        y = model(x) if call is None else call(x)     # a compiled module has no truth value
     y.backward(_input(x.device, seed=3).to(y.dtype))
     advance(model)
     return [y.detach(), x.grad, model.weight.grad]
 
 
 def _compare(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], limit: float) -> str:
-    errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True)]
+    errors = [float((a.double() - b.double()).norm() / b.double().norm())
+              for a, b in zip(got, want, strict=True)]
     if not all(error <= limit for error in errors):
-        raise ArithmeticError(f"the numbers are not the recipe's: relative errors {', '.join(f'{e:.1e}' for e in errors)}")
+        raise ArithmeticError(f"the numbers are not the recipe's: relative errors "
+                              f"{', '.join(f'{e:.1e}' for e in errors)}")
     return f"relative error {max(errors):.0e}"
-
-
-def _warm(recipe: str, backend: str, device: torch.device) -> nn.Module:
-    """With a history, the first micro-batch only fills it."""
-    model = _model(recipe, backend, device)
-    _gradients(model, _input(device), RECIPES[recipe])
-    model.weight.grad = None
-    return model
 
 
 class Definition:
@@ -293,86 +310,96 @@ class Definition:
     def cast(self, x: torch.Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise) -> Scaled:
         return quantise(x, cast, amax=amax, noise=noise)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
+                bias: torch.Tensor | None = None) -> torch.Tensor:
         y = reference(a, b)
         return (y if bias is None else y + bias).to(dtype)
 
 
-def _definition(recipe: str, device: torch.device) -> list[torch.Tensor]:
-    """What it should be; for a recipe that casts nothing, float64."""
-    row = RECIPES[recipe]
-    if row.products:
-        model = ScaledLinear.wrap(_model("fp32", "pytorch", device), row, Definition(), name="probe")
-        _gradients(model, _input(device), row)      # as `_warm`
+class Trial:
+    """One recipe with one backend on one device, tried in every way. Each way raises when the
+    numbers are wrong."""
+
+    def __init__(self, recipe: str, backend: str, device: torch.device):
+        self.recipe, self.backend, self.device = RECIPES[recipe], BACKENDS[backend], device
+        # libraries round, draw and scale in ways of their own: there, only the size of the error is
+        # the recipe's
+        self.library = isinstance(self.backend, Library)
+        self.limit = ERROR if self.library else 0.01
+
+    def linear(self) -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(SIZE, SIZE, device=self.device)
+
+    def warm(self, model: nn.Module | None = None) -> nn.Module:
+        """With a history, the first micro-batch only fills it."""
+        model = model or self.backend.wrap(self.linear(), self.recipe, name="probe", seed=0)
+        self.gradients(model)
         model.weight.grad = None
-        return _gradients(model, _input(device), row)
-    return _gradients(_model(recipe, "pytorch", device).double(), _input(device).double(), RECIPES["fp32"])
+        return model
 
+    def gradients(self, model: nn.Module, seed: int = 1,
+                  call: Callable | None = None) -> list[torch.Tensor]:
+        return _gradients(model, _input(self.device, seed), self.recipe, call)
 
-def _limit(backend: str) -> float:
-    """Libraries round, draw and scale in ways of their own: there, only the size of the error is the recipe's."""
-    return ERROR if isinstance(BACKENDS[backend], Library) else 0.01
+    def definition(self) -> list[torch.Tensor]:
+        """What y, dx and dw should be; for a recipe that casts nothing, in float64."""
+        if not self.recipe.products:
+            return _gradients(self.linear().double(), _input(self.device).double(), RECIPES["fp32"])
+        return self.gradients(self.warm(ScaledLinear.wrap(self.linear(), self.recipe, Definition(),
+                                                          name="probe")))
 
+    def forward(self) -> str:
+        return _compare(self.gradients(self.warm())[:1], self.definition()[:1], self.limit)
 
-def _forward(recipe: str, backend: str, device: torch.device) -> str:
-    got = _gradients(_warm(recipe, backend, device), _input(device), RECIPES[recipe])
-    return _compare(got[:1], _definition(recipe, device)[:1], _limit(backend))
+    def backward(self) -> str:
+        return _compare(self.gradients(self.warm())[1:], self.definition()[1:], self.limit)
 
+    def compile(self) -> str:
+        """Traced and run, forward and backward. Code is not generated, which would take minutes for
+        all of them; the doctor's row for Triton says whether that works."""
+        model, plain = self.warm(), self.warm()
+        torch._dynamo.reset()
+        got = self.gradients(model, call=torch.compile(model, backend="aot_eager"))
+        return f"traced, {_compare(got, self.gradients(plain), self.limit)}"
 
-def _backward(recipe: str, backend: str, device: torch.device) -> str:
-    got = _gradients(_warm(recipe, backend, device), _input(device), RECIPES[recipe])
-    return _compare(got[1:], _definition(recipe, device)[1:], _limit(backend))
+    def recompute(self) -> str:
+        """Forward twice, the same numbers, and a history that moves on once."""
+        from torch.utils.checkpoint import checkpoint
 
+        model, plain = self.warm(), self.warm()
+        got = self.gradients(model, call=lambda x: checkpoint(model, x, use_reentrant=False))
+        want = self.gradients(plain)
+        for ours, theirs in zip(scaled_linears(model), scaled_linears(plain), strict=True):
+            for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+                if not torch.equal(a, b):
+                    raise ArithmeticError("its state moved twice")
+        return _compare(got, want, ERROR if self.library else 1e-6)
 
-def _compiles(recipe: str, backend: str, device: torch.device) -> str:
-    """Traced and run, forward and backward. Code is not generated, which would take minutes for all of them; the doctor's row
-    for Triton says whether that works."""
-    model, plain = _warm(recipe, backend, device), _warm(recipe, backend, device)
-    torch._dynamo.reset()
-    got = _gradients(model, _input(device), RECIPES[recipe], call=torch.compile(model, backend="aot_eager"))
-    return f"traced, {_compare(got, _gradients(plain, _input(device), RECIPES[recipe]), _limit(backend))}"
-
-
-def _recomputes(recipe: str, backend: str, device: torch.device) -> str:
-    """Forward twice, the same numbers, and a history that moves on once."""
-    from torch.utils.checkpoint import checkpoint
-
-    model, plain = _warm(recipe, backend, device), _warm(recipe, backend, device)
-    got = _gradients(model, _input(device), RECIPES[recipe], call=lambda x: checkpoint(model, x, use_reentrant=False))
-    want = _gradients(plain, _input(device), RECIPES[recipe])
-    for ours, theirs in zip(scaled_linears(model), scaled_linears(plain), strict=True):
-        for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
-            if not torch.equal(a, b):
-                raise ArithmeticError("its state moved twice")
-    return _compare(got, want, ERROR if isinstance(BACKENDS[backend], Library) else 1e-6)
-
-
-def _accumulates(recipe: str, backend: str, device: torch.device) -> str:
-    """Two micro-batches, one gradient: the sum of what each gives."""
-    row, model, apart = RECIPES[recipe], _warm(recipe, backend, device), _warm(recipe, backend, device)
-    parts = []
-    for seed in (1, 2):
-        apart.weight.grad = None
-        parts.append(_gradients(apart, _input(device, seed), row)[2].clone())
-        _gradients(model, _input(device, seed), row)
-    return _compare([model.weight.grad], [sum(parts)], 1e-3)
-
-
-_FEATURES = {"forward": _forward, "backward": _backward, "compile": _compiles, "recompute": _recomputes,
-             "accumulate": _accumulates}
+    def accumulate(self) -> str:
+        """Two micro-batches, one gradient: the sum of what each gives."""
+        model, apart = self.warm(), self.warm()
+        parts = []
+        for seed in (1, 2):
+            apart.weight.grad = None
+            parts.append(self.gradients(apart, seed)[2].clone())
+            self.gradients(model, seed)
+        return _compare([model.weight.grad], [sum(parts)], 1e-3)
 
 
 # Shown
 
 def grid(cells: Iterable[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Heads, and a row a recipe: one word a backend, with the features that fail. For a notebook: `html_table(*grid(cells))`."""
+    """Heads, and a row a recipe: one word a backend, with the features that fail. For a notebook:
+    `html_table(*grid(cells))`."""
     cells = list(cells)
     columns = [name for name in BACKENDS if any(cell.backend == name for cell in cells)]
     rows = []
     for recipe in dict.fromkeys(cell.recipe for cell in cells):
         row = [recipe]
         for backend in columns:
-            found = {cell.feature: cell.status for cell in cells if (cell.recipe, cell.backend) == (recipe, backend)}
+            found = {cell.feature: cell.status for cell in cells
+                     if (cell.recipe, cell.backend) == (recipe, backend)}
             works = [status for status in found.values() if status != "no"]
             missing = [feature for feature, status in found.items() if status == "no"]
             word = works[0] if works else "-" if found else ""
@@ -382,35 +409,37 @@ def grid(cells: Iterable[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def page() -> str:
-    """docs/matrix.md: every machine by rule. Regenerate with `python -m lpkit.measure.matrix --page > docs/matrix.md`."""
+    """docs/matrix.md: every machine by rule. Regenerate with `python -m lpkit.measure.matrix --page
+    > docs/matrix.md`."""
     lines = [
-        "# What runs where", "",
-        "Which precision recipe runs on which machine, and through which backend. This page is made from the rules that",
-        "the kit itself uses (`lpkit.measure.matrix`). On the machine at hand nothing is looked up: `lpkit doctor` runs",
-        "every recipe with every backend and compares the numbers.", "",
-        "- **native**: the device multiplies these formats itself.",
-        "- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss curves, never faster.",
-        "- **no**: the reason is below; the recipe can still be emulated.", "",
+        "# What runs where", "", "Which precision recipe runs on which machine, and through which "
+        "backend. This page is made from the rules that", "the kit itself uses "
+        "(`lpkit.measure.matrix`). On the machine at hand nothing is looked up: `lpkit doctor` "
+        "runs", "every recipe with every backend and compares the numbers.", "",
+        "- **native**: the device multiplies these formats itself.", "- **emulated**: the same "
+        "numbers, in bf16 or float32 products. Good for learning and for loss curves, never "
+        "faster.", "- **no**: the reason is below; the recipe can still be emulated.", "",
         "The best of each, with the backends that give it:", ""]
-    recipes = list(RECIPES)
-    lines += ["| machine | " + " | ".join(recipes) + " |", "|---" * (len(recipes) + 1) + "|"]
     every = {machine: by_rule(machine) for machine in CAPABILITY}
-    for machine, cells in every.items():
-        lines.append(f"| {_title(machine)} | " + " | ".join(_best(cells, recipe) for recipe in recipes) + " |")
-    lines += ["", "## Why not", "", "| machine | recipe | backend | why | nearest | source |", "|---|---|---|---|---|---|"]
-    merged: dict[tuple[str, ...], list[str]] = {}
+    best = [(_title(machine), *(_best(cells, recipe) for recipe in RECIPES))
+            for machine, cells in every.items()]
+    lines += [markdown_table(("machine", *RECIPES), best), "", "## Why not", ""]
+    machines: dict[tuple[str, ...], list[str]] = {}
     for machine, cells in every.items():
         for cell in cells:
             if cell.status == "no" and cell.feature == "forward":
-                merged.setdefault((cell.recipe, cell.backend, cell.why, cell.nearest, cell.source), []).append(machine)
-    for (recipe, backend, why, instead, source), machines in merged.items():
-        named = "all" if len(machines) == len(CAPABILITY) else ", ".join(machines)
-        link = f"[source]({source})" if source.startswith("https") else source
-        lines.append(f"| {named} | {recipe} | {backend} | {why} | {instead} | {link} |")
-    lines += ["", "## Features", "",
-              "Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe does.",
-              "Worth knowing:", ""]
-    lines += [f"- {backend}, {feature}: {why}." for (backend, feature), why in FEATURE_RULES.items()]
+                link = (f"[source]({cell.source})" if cell.source.startswith("https")
+                        else cell.source)
+                machines.setdefault((cell.recipe, cell.backend, cell.why, cell.nearest, link),
+                                    []).append(machine)
+    refusals = [("all" if len(named) == len(CAPABILITY) else ", ".join(named), *row)
+                for row, named in machines.items()]
+    lines.append(markdown_table(("machine", "recipe", "backend", "why", "nearest", "source"),
+                                refusals))
+    lines += ["", "## Features", "", "Forward, backward, `torch.compile`, recomputation and "
+              "gradient accumulation work wherever the recipe does.", "Worth knowing:", ""]
+    lines += [f"- {backend}, {feature}: {why}."
+              for (backend, feature), why in FEATURE_RULES.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -43,6 +43,7 @@ from lpkit.precision.compute import compute_dtype
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory, micro_batch
 from lpkit.predict.units import quantity
+from lpkit.tables import html_table
 from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
@@ -276,11 +277,9 @@ class Reconciled:
             {"measured": self.measured.rows} if self.measured else {})
         columns = [{**rows, "peak": sum(rows.values())} for rows in sides.values()]
         names = [name for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
-        lines = ["".join(f"<td>{cell}</td>" for cell in (name, *(quantity(rows.get(name, 0), "bytes") for rows in columns)))
-                 for name in names]
-        head = "".join(f"<th style='text-align:left'>{side}</th>" for side in ("", *sides))
+        lines = [(name, *(quantity(rows.get(name, 0), "bytes") for rows in columns)) for name in names]
         said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table>{said}"
+        return html_table(("", *sides), lines) + said
 
 
 def reconcile(config: Config, world_size: int = 1, *, layout: Layout | None = None, device: str | None = None) -> Reconciled:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
     is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import tree_leaves
 
 from lpkit.contracts import Choice, StatePlacement
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
@@ -194,13 +196,14 @@ class Tracker(TorchDispatchMode):
     def _enter(self, phase: str) -> None:
         before, self.phase = self.phase, phase
         if before == "forward" and phase == "backward":
-            self.operations = {}
+            operations: Counter[str] = Counter()
             for record in self.records.values():
                 if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
                     record.row = "activations"
                 if record.row in ("activations", "logits and loss"):
                     name = LOSS if record.row == "logits and loss" else _short(record.kept_by or record.module)
-                    self.operations[name] = self.operations.get(name, 0) + record.nbytes
+                    operations[name] += record.nbytes
+            self.operations = dict(operations)
         elif before == "backward":
             self._hold_gradients()
 
@@ -384,33 +387,26 @@ class Tracker(TorchDispatchMode):
 
     def now(self) -> dict[str, int]:
         """Live bytes by row."""
-        rows: dict[str, int] = {}
+        rows: Counter[str] = Counter()
         for record in self.records.values():
-            rows[record.row] = rows.get(record.row, 0) + record.nbytes
+            rows[record.row] += record.nbytes
         return _ordered(rows)
 
     def kept(self) -> dict[str, int]:
         """Live bytes that autograd keeps for backward, by the module whose operation kept them first."""
-        found: dict[str, int] = {}
+        saved: Counter[str] = Counter()
         for record in self.records.values():
-            if record.kept_by is not None and record.row in ("activations", "logits and loss", "low-precision weights", "scales"):
-                name = _short(record.kept_by)
-                found[name] = found.get(name, 0) + record.nbytes
-        return found
+            if record.kept_by is not None and record.row in _SAVED:
+                saved[_short(record.kept_by)] += record.nbytes
+        return dict(saved)
 
     def footprint(self, *, points: int = 400, **more: Any) -> Footprint:
         """Read the log, complete once the `with` is over. `more`: the other fields of Footprint."""
-        rows: dict[str, int] = {}
-        most: dict[str, int] = {}
-        totals, total, rounding = [], 0, 0
-        for record, change, _, _ in self.log:
-            rows[record.row] = now = rows.get(record.row, 0) + change
-            most[record.row] = max(most.get(record.row, 0), now)
-            if self.kind == "cuda":
-                rounding += _rounding(change)
-                most["allocator"] = max(most.get("allocator", 0), rounding)
-            total += change
-            totals.append(total + rounding)
+        most: Counter[str] = Counter()
+        totals = []
+        for rows in self._rows():
+            most |= rows        # the larger of each
+            totals.append(rows.total())
         began = next((i for i, (_, _, phase, _) in enumerate(self.log) if phase != "before"), len(self.log)) - 1
         moments = range(max(0, began), len(totals))
         size = max(1, -(-len(moments) // points))
@@ -422,15 +418,22 @@ class Tracker(TorchDispatchMode):
                          offloaded_bytes=self.most_offloaded, **more)
 
     def _points(self, moments: set[int]) -> Iterator[Point]:
-        rows: dict[str, int] = {}
-        for i, (record, change, phase, module) in enumerate(self.log):
-            rows[record.row] = rows.get(record.row, 0) + change
-            if self.kind == "cuda":
-                rows["allocator"] = rows.get("allocator", 0) + _rounding(change)
+        for i, rows in enumerate(self._rows()):
             if i in moments:
+                _, _, phase, module = self.log[i]
                 yield Point("forward" if phase == "before" else phase, module, _ordered(rows))
 
+    def _rows(self) -> Iterator[Counter[str]]:
+        """Live bytes by row after each entry of the log: one Counter, which changes."""
+        rows: Counter[str] = Counter()
+        for record, change, _, _ in self.log:
+            rows[record.row] += change
+            if self.kind == "cuda":
+                rows["allocator"] += _rounding(change)
+            yield rows
 
+
+_SAVED = ("activations", "logits and loss", "low-precision weights", "scales")
 _IN_FLIGHT = ("temporaries", "attention workspace", "recomputed block", "communication buffers")
 
 
@@ -466,11 +469,5 @@ def _inner(t: Any) -> Iterator[Tensor]:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """In nested lists, tuples and dicts of an operation's arguments or results."""
-    if isinstance(value, Tensor):
-        yield from _inner(value)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+    for leaf in tree_leaves(value):
+        yield from _inner(leaf)

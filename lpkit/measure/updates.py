@@ -26,6 +26,7 @@ from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import Product, products
 from lpkit.predict.time import StepTime, step_floor, step_time
 from lpkit.techniques.machines import Machine
+from lpkit.timing import interleaved_seconds
 from lpkit.training.build import Decisions, decide
 from lpkit.training.training import RandomTokens, Training
 
@@ -267,7 +268,8 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     group = {p: () if p.group == 1 else (p.group,) for p in (*forward, *(g for p in forward for g in p.backward()))}
     alone = {p: hardware.product((*g, p.M, p.K), (*g, p.K, p.N), dtype, bench.device) for p, g in group.items()}
     phases, others, begun = [], _others_seconds(), time.perf_counter()
-    times = hardware.race([*squares.values(), sweep, *alone.values(), lambda: phases.append(bench.update())], rounds=rounds)
+    times = interleaved_seconds([*squares.values(), sweep, *alone.values(),
+                                 lambda: phases.append(bench.update())], rounds=rounds)
     disturbed = _disturbed(others, begun)
     # the model's own products count too: one of their shapes may suit the machine better than a square
     flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]
@@ -297,7 +299,7 @@ def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int =
     """Update the model of each config `rounds` times, one after the other."""
     benches = [Bench(config, device) for config in configs]
     others, begun = _others_seconds(), time.perf_counter()
-    times = hardware.race([bench.update for bench in benches], rounds=rounds)
+    times = interleaved_seconds([bench.update for bench in benches], rounds=rounds)
     return Turns(seconds=tuple(map(min, times)), disturbed=_disturbed(others, begun), precision=benches[-1].precision,
                  where=f"{benches[-1].where}, the best of {rounds} turns")
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 from lpkit.predict.units import quantity
+from lpkit.tables import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +69,15 @@ class Comparison:
         return [{**asdict(row), "error": None if row.error is None or math.isinf(row.error) else row.error}
                 for row in self.rows]
 
-    def for_figure(self) -> list[tuple[str, float | None, float | None, float | None, str]]:
-        """What `lpkit.ui.comparison_figure` takes: (name, guess, formula, measured, unit)."""
-        return [(row.name, row.guess, row.formula, row.measured, row.unit) for row in self.rows]
-
     def _repr_html_(self) -> str:
         guessed = any(row.guess is not None for row in self.rows)
         heads = ["", *(["your guess"] if guessed else []), "formula", "measured", "formula is off by", "where"]
         lines = []
         for row in self.rows:
             values = [*([row.guess] if guessed else []), row.formula, row.measured]
-            cells = [escape(row.name), *("" if v is None else escape(quantity(v, row.unit)) for v in values),
-                     percent(row.error), escape(row.where)]
-            lines.append("".join(_cell(cell, right=0 < i < len(cells) - 1) for i, cell in enumerate(cells)))
-        head = "".join(f"<th style='text-align:left'>{h}</th>" for h in heads)
-        return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+            sizes = ["" if value is None else quantity(value, row.unit) for value in values]
+            lines.append([row.name, *sizes, percent(row.error), row.where])
+        return html_table(heads, lines, prose=len(heads) - 1)
 
 
 def percent(error: float | None) -> str:
@@ -91,10 +85,6 @@ def percent(error: float | None) -> str:
     if error is None:
         return ""
     return "exact" if error == 0 else "under 0.1%" if abs(error) < 0.0005 else f"{error:+.1%}"
-
-
-def _cell(text: str, *, right: bool) -> str:
-    return f"<td style='text-align:{'right' if right else 'left'}'>{text}</td>"
 
 
 def _error(value: float | None, measured: float | None) -> float | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
+from lpkit.files import resource
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
@@ -44,7 +45,7 @@ from lpkit.techniques.recipes import Recipe as Row
 BASES = ("bf16", "fp16", "fp32")
 WORTH = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
-MEASURED = Path(__file__).parents[2] / "data" / "measured"
+MEASURED = resource("data/measured")
 SCALE_BYTES = {"float32": 4, "power-of-two": 1, "power-of-two-floor": 1, "e4m3": 1, "none": 0}
 CATALOGUED = {"mxfp8": "fp8", "nvfp4": "fp4"}       # a recipe's dtype, by the name of its row in a datasheet
 EAGER = 12      # traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log, rowwise

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from lpkit import hardware, measure
+from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import pick
 from lpkit.measure.tracking import Footprint
 from lpkit.predict import Machine, Memory, memory
 from lpkit.predict.time import step_time
+from lpkit.timing import interleaved_seconds
 
 PLAIN = "plain"
 RANGE = 5.65    # of 256 standard normal numbers, on average, from the least to the largest (Tippett 1925)
@@ -112,7 +113,8 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
         bench.training.data.drawn = benches[PLAIN].batch
     torch.manual_seed(config.seed)      # of stochastic rounding
     # the loss is read at the end, so that the device has finished
-    seconds = hardware.race([lambda name=name: losses[name].append(benches[name].train().item()) for name in names], rounds=rounds)
+    runners = [lambda name=name: losses[name].append(benches[name].train().item()) for name in names]
+    seconds = interleaved_seconds(runners, rounds=rounds)
     plain = seconds[0]
     return {name: Measured(footprint=footprints[name], losses=tuple(losses[name]), seconds=statistics.median(times),
                            times_plain=statistics.median(t / p for t, p in zip(times, plain)))

@@ -11,13 +11,13 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
+from lpkit.tables import html_table
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.yaml", "environment.json", "metrics.jsonl", "summary.json"
 TOKENIZER, CHECKPOINTS = "tokenizer.json", "checkpoints"
@@ -94,9 +94,7 @@ class Run:
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td style='text-align:left'>{name}</td><td style='text-align:left'>{escape(value)}</td></tr>"
-                       for name, value in described({"run_dir": str(self.path), **self.summary}))
-        return f"<table>{rows}</table>"
+        return html_table((), described({"run_dir": str(self.path), **self.summary}), prose=1)
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:

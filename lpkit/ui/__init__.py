@@ -1,49 +1,27 @@
-"""Widgets and figures: show a pure function, hold a guess, follow a run. The notebook hands this room its numbers."""
+"""Widgets and figures: show a pure function, hold a guess, follow a run. The notebook hands this
+room its numbers."""
 
-_WHERE = {
-    "Bits": "formats",
-    "Explorer": "explorer",
-    "Figure": "figure",
-    "Guess": "guess",
-    "LiveRun": "live",
-    "LiveRuns": "race",
-    "Pick": "guess",
-    "budget_view": "plan",
-    "bits_figure": "techniques",
-    "bought_figure": "techniques",
-    "comparison_figure": "comparison",
-    "exponents_figure": "formats",
-    "frontier_figure": "frontier",
-    "frontier_view": "frontier",
-    "gap_figure": "race",
-    "heat_map": "telemetry",
-    "html_table": "style",
-    "layouts_view": "plan",
-    "losses_figure": "recipes",
-    "lost_figure": "recipes",
-    "memory_figure": "memory",
-    "memory_view": "memory",
-    "opened": "plan",
-    "optimum_figure": "plan",
-    "option_figure": "plan",
-    "outlier_figure": "recipes",
-    "outlier_map": "recipes",
-    "plan_view": "plan",
-    "published_figure": "plan",
-    "quality_table": "telemetry",
-    "race_figure": "race",
-    "ranges_figure": "formats",
-    "roofline_figure": "roofline",
-    "scaling_view": "recipes",
-    "search_figure": "telemetry",
-    "telemetry_explorer": "telemetry",
-    "telemetry_of_runs": "telemetry",
-    "timeline_figure": "timeline",
-    "timelines_view": "timeline",
-    "training_figure": "live",
-    "value_figure": "formats",
-    "without_widgets": "figure",
+_NAMES = {
+    "lpkit.tables": "html_table",
+    "lpkit.ui.comparison": "comparison_figure",
+    "lpkit.ui.explorer": "Explorer",
+    "lpkit.ui.figure": "Figure without_widgets",
+    "lpkit.ui.formats": "Bits exponents_figure ranges_figure value_figure",
+    "lpkit.ui.frontier": "frontier_figure frontier_view",
+    "lpkit.ui.guess": "Guess Pick",
+    "lpkit.ui.live": "LiveRun training_figure",
+    "lpkit.ui.memory": "memory_figure memory_view",
+    "lpkit.ui.plan": "budget_view layouts_view opened optimum_figure option_figure plan_view "
+    "published_figure",
+    "lpkit.ui.race": "LiveRuns gap_figure race_figure",
+    "lpkit.ui.recipes": "losses_figure lost_figure outlier_figure outlier_map scaling_view",
+    "lpkit.ui.roofline": "roofline_figure",
+    "lpkit.ui.techniques": "bits_figure bought_figure",
+    "lpkit.ui.telemetry": "heat_map quality_table search_figure telemetry_explorer "
+    "telemetry_of_runs",
+    "lpkit.ui.timeline": "timeline_figure timelines_view",
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_WHERE)
 
 
@@ -52,7 +30,7 @@ def __getattr__(name: str):
 
     if name not in _WHERE:
         raise AttributeError(f"module 'lpkit.ui' has no attribute {name!r}")
-    return getattr(import_module(f"lpkit.ui.{_WHERE[name]}"), name)
+    return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any
 import ipywidgets as widgets
 
 from lpkit.errors import ConfigError, pick
+from lpkit.tables import FONT
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import FONT, WARNING
+from lpkit.ui.style import WARNING
 
 Control = Sequence | range | Mapping | bool | widgets.Widget
 
@@ -16,10 +17,11 @@ Control = Sequence | range | Mapping | bool | widgets.Widget
 class Explorer(Stored, widgets.VBox):
     """Redraws `show(**choices)` on every change of a control.
 
-    show      a pure and fast (under 50 ms) function of its arguments: returns a plotly spec, or (spec, html) for a
-              table beside the figure. A ConfigError it raises is shown as a sentence, under the last good figure
-    controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu), name=range(...),
-              name=True or False (a box to tick), or a widget with a `value`
+    show      a pure and fast (under 50 ms) function of its arguments: returns a plotly spec, or
+              (spec, html) for a table beside the figure. A ConfigError it raises is shown as a
+              sentence, under the last good figure
+    controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu),
+              name=range(...), name=True or False (a box to tick), or a widget with a `value`
     labels    the words beside a control; by default its name
     start     values to begin with; by default the first
 
@@ -32,18 +34,23 @@ class Explorer(Stored, widgets.VBox):
         for name in (*labels, *start):
             pick(controls, name, "control")
         self.show = show
-        self.controls = {name: _control(control, labels.get(name, name.replace("_", " ")), start.get(name))
+        self.controls = {name: _control(control, labels.get(name, name.replace("_", " ")),
+                                        start.get(name))
                          for name, control in controls.items()}
         self.figure = Figure(max_hz=60)   # the browser draws only the latest anyway
-        self.table = widgets.HTML(layout=widgets.Layout(display="none", flex="0 1 auto", margin="8px 0 0 0"))
+        self.table = widgets.HTML(layout=widgets.Layout(display="none", flex="0 1 auto",
+                                                        margin="8px 0 0 0"))
         self.message = widgets.HTML(layout=widgets.Layout(display="none"))
         panel = widgets.GridBox(list(self.controls.values()), layout=widgets.Layout(
-            grid_template_columns="repeat(auto-fill, minmax(300px, 1fr))", grid_gap="2px 24px", width="100%",
-            align_items="center", padding="8px 12px"))
-        drawing = widgets.Box([self.figure], layout=widgets.Layout(flex="1 1 520px", min_width="0", overflow="hidden"))
+            grid_template_columns="repeat(auto-fill, minmax(300px, 1fr))", grid_gap="2px 24px",
+            width="100%", align_items="center", padding="8px 12px"))
+        drawing = widgets.Box([self.figure],
+                              layout=widgets.Layout(flex="1 1 520px", min_width="0",
+                                                    overflow="hidden"))
         row = widgets.HBox([drawing, self.table], layout=widgets.Layout(
             flex_flow="row wrap", align_items="flex-start", width="100%", overflow="hidden"))
-        super().__init__([panel, self.message, row], layout=widgets.Layout(width="100%", overflow="hidden"))
+        super().__init__([panel, self.message, row],
+                         layout=widgets.Layout(width="100%", overflow="hidden"))
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         self.draw()
@@ -72,8 +79,10 @@ class Explorer(Stored, widgets.VBox):
         try:
             shown = self.show(**self.choices)
         except ConfigError as error:
-            self.message.value = (f"<div role='alert' style='font:13px {FONT};color:{WARNING};border-left:3px solid "
-                                  f"{WARNING};padding:2px 10px;margin:4px 12px'>{escape(str(error))}</div>")
+            self.message.value = (f"<div role='alert' style='font:13px "
+                                  f"{FONT};color:{WARNING};border-left:3px solid "
+                                  f"{WARNING};padding:2px 10px;margin:4px "
+                                  f"12px'>{escape(str(error))}</div>")
             self.message.layout.display = None
             return
         spec, html = shown if isinstance(shown, tuple) else (shown, "")
@@ -93,16 +102,19 @@ def _control(control: Control, label: str, start: Any) -> widgets.Widget:
     elif isinstance(control, bool):
         made = widgets.Checkbox(value=control if start is None else start, description=label)
     elif isinstance(control, range):
-        made = widgets.IntSlider(min=control[0], max=control[-1], step=control.step, description=label,
+        made = widgets.IntSlider(min=control[0], max=control[-1], step=control.step,
+                                 description=label,
                                  value=control[0] if start is None else start)
     else:
         if not len(control):
             raise ConfigError(f"the control {label!r} has no values to choose from")
         values = list(control.values()) if isinstance(control, Mapping) else list(control)
-        numbers = not isinstance(control, Mapping) and all(isinstance(value, (int, float)) for value in values)
+        numbers = (not isinstance(control, Mapping)
+                   and all(isinstance(value, (int, float)) for value in values))
         kind = widgets.SelectionSlider if numbers else widgets.Dropdown
         options = list(control.items()) if isinstance(control, Mapping) else [
-            (f"{value:,}" if isinstance(value, (int, float)) else str(value), value) for value in values]
+            (f"{value:,}" if isinstance(value, (int, float)) else str(value), value)
+            for value in values]
         made = kind(options=options, value=values[0] if start is None else start, description=label)
     made.style.description_width = "118px"
     made.layout.width = "auto"

@@ -1,11 +1,13 @@
-"""The figure class of the kit: a plotly spec in, a live figure out, with plotly.js sent once per kernel.
+"""The figure class of the kit: a plotly spec in, a live figure out, with plotly.js sent once per
+kernel.
 
-`go.FigureWidget` carries 5 MB of JavaScript in every figure. Here one `Library` widget carries plotly's own packaged
-plotly.min.js, gzipped, and every `Figure` is a stub of 2 kB that refers to it. Nothing comes from another host.
+`go.FigureWidget` carries 5 MB of JavaScript in every figure. Here one `Library` widget carries
+plotly's own packaged plotly.min.js, gzipped, and every `Figure` is a stub of 2 kB that refers to
+it. Nothing comes from another host.
 
-Where nothing is live (an executed notebook, a published page) the output also holds plotly's own mime type, which
-JupyterLab and plotly draw, and a sentence in plain text. An output is stored when it is displayed: after updates,
-`refresh_output` stores the figure as it is now.
+Where nothing is live (an executed notebook, a published page) the output also holds plotly's own
+mime type, which JupyterLab and plotly draw, and a sentence in plain text. An output is stored when
+it is displayed: after updates, `refresh_output` stores the figure as it is now.
 """
 
 import functools
@@ -48,7 +50,8 @@ class Library(anywidget.AnyWidget):
 def _packed_plotly() -> tuple[str, bytes]:
     import plotly
 
-    # Level 4 takes a third of the time of level 9 for a tenth more bytes; it is paid once per kernel.
+    # Level 4 takes a third of the time of level 9 for a tenth more bytes; it is paid once per
+    # kernel.
     source = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return plotly.__version__, gzip.compress(source, compresslevel=4, mtime=0)
 
@@ -68,9 +71,11 @@ def library() -> Library:
 
 
 class Stored:
-    """Mixin for widgets that show `figure`: their stored output can be drawn without a kernel, and brought up to date.
+    """Mixin for widgets that show `figure`: their stored output can be drawn without a kernel, and
+    brought up to date.
 
-    It displays itself under an id of its own, so that an executed notebook can be given the final state.
+    It displays itself under an id of its own, so that an executed notebook can be given the final
+    state.
     """
 
     figure: "Figure"
@@ -88,9 +93,11 @@ class Stored:
         display(self._repr_mimebundle_(), raw=True, display_id=self._display_id)
 
     def refresh_output(self) -> None:
-        """Store the state of now in the output that is already displayed; nothing when it never was.
+        """Store the state of now in the output that is already displayed; nothing when it never
+        was.
 
-        Call it in the cell that waits for the last update, so that a headless run keeps the final figure.
+        Call it in the cell that waits for the last update, so that a headless run keeps the final
+        figure.
         """
         from IPython.display import display
 
@@ -100,13 +107,15 @@ class Stored:
 
 
 class Figure(Stored, anywidget.AnyWidget):
-    """A live plotly figure. `Figure(spec)` takes {"data": [...], "layout": {...}} or a `plotly.graph_objects.Figure`.
+    """A live plotly figure. `Figure(spec)` takes {"data": [...], "layout": {...}} or a
+    `plotly.graph_objects.Figure`.
 
-    figure.update(spec)   replace it, in one message; from any thread. What comes faster than `max_hz` is coalesced:
-                          the latest wins, and the last always arrives
+    figure.update(spec)   replace it, in one message; from any thread. What comes faster than
+                          `max_hz` is coalesced: the latest wins, and the last always arrives
     figure.clicked        {"curve", "x", "y"} of the point that was clicked last: observe it
-    figure.spec           what is shown: plain lists and numbers, in the house style, at most 5000 points per trace
-                          (a longer line keeps its ends and the extremes of every stretch between)
+    figure.spec           what is shown: plain lists and numbers, in the house style, at most 5000
+                          points per trace (a longer line keeps its ends and the extremes of every
+                          stretch between)
     """
 
     _esm = Path(__file__).with_name("figure.js")
@@ -117,7 +126,8 @@ class Figure(Stored, anywidget.AnyWidget):
 
     def __init__(self, spec: Any = None, *, max_hz: float = 8.0):
         self._updates = Throttle(self._show, max_hz=max_hz)
-        super().__init__(spec=plain(spec or {}), library=library(), layout=widgets.Layout(width="100%"))
+        super().__init__(spec=plain(spec or {}), library=library(),
+                         layout=widgets.Layout(width="100%"))
 
     @property
     def figure(self) -> "Figure":
@@ -135,11 +145,15 @@ class Figure(Stored, anywidget.AnyWidget):
 
 
 def plain(spec: Any) -> dict:
-    """`spec` as JSON-ready {"data", "layout"} in the house style. Errors: ConfigError when it is no plotly spec."""
-    if hasattr(spec, "to_plotly_json"):   # by parts: the whole figure would pack its arrays where nobody can thin them
-        spec = {"data": [trace.to_plotly_json() for trace in spec.data], "layout": spec.layout.to_plotly_json()}
+    """`spec` as JSON-ready {"data", "layout"} in the house style. Errors: ConfigError when it is no
+    plotly spec."""
+    # by parts: the whole figure would pack its arrays where nobody can thin them
+    if hasattr(spec, "to_plotly_json"):
+        spec = {"data": [trace.to_plotly_json() for trace in spec.data],
+                "layout": spec.layout.to_plotly_json()}
     if not isinstance(spec, Mapping) or not set(spec) <= {"data", "layout", "config", "frames"}:
-        raise ConfigError(f"a figure is {{'data': [...], 'layout': {{...}}}} or a plotly Figure, got {spec!r:.80}")
+        raise ConfigError(f"a figure is {{'data': [...], 'layout': {{...}}}} or a plotly Figure, "
+                          f"got {spec!r:.80}")
     data = [_plain(thin(trace)) for trace in spec.get("data") or []]
     layout = {**_plain({**(spec.get("layout") or {}), "template": None}), "template": TEMPLATE}
     layout.setdefault("height", TEMPLATE["layout"]["height"])
@@ -150,21 +164,25 @@ def plain(spec: Any) -> dict:
 
 
 def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
-    """Pixels above the axes for the title and, under it, the rows of the legend: plotly lets the two overlap."""
+    """Pixels above the axes for the title and, under it, the rows of the legend: plotly lets the
+    two overlap."""
     names = [trace.get("name") or "" for trace in data if trace.get("showlegend", True)]
     shown = layout.get("showlegend", len(data) > 1) and "legend" not in layout and names
-    rows = math.ceil(len(names) * (48 + 7.5 * max(map(len, names))) / 640) if shown else 0   # columns of one width
+    # columns of one width
+    rows = (math.ceil(len(names) * (48 + 7.5 * max(map(len, names))) / 640) if shown else 0)
     return 16 + 28 * bool((layout.get("title") or {}).get("text")) + 21 * rows
 
 
 def _plain(value: Any) -> Any:
-    """numpy to lists; what JSON has no word for (NaN, infinities) to null, which plotly draws as a gap."""
+    """numpy to lists; what JSON has no word for (NaN, infinities) to null, which plotly draws as a
+    gap."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray) or hasattr(value, "to_numpy"):
         value = np.asarray(value).tolist()
     if isinstance(value, (list, tuple, range)):
-        if set(map(type, value)) <= {int, str, bool, type(None)}:   # nothing to do, and there may be thousands
+        # nothing to do, and there may be thousands
+        if set(map(type, value)) <= {int, str, bool, type(None)}:
             return list(value)
         return [_plain(item) for item in value]
     if isinstance(value, np.generic):
@@ -175,16 +193,18 @@ def _plain(value: Any) -> Any:
 
 
 def thin(trace: Mapping[str, Any], limit: int = MAX_POINTS) -> Mapping[str, Any]:
-    """A scatter trace with at most `limit` points: both ends, and the lowest and highest y of each stretch between.
+    """A scatter trace with at most `limit` points: both ends, and the lowest and highest y of each
+    stretch between.
 
-    Every list of the trace that is as long as y (x, text, customdata, marker sizes) keeps the same points.
+    Every list of the trace that is as long as y (x, text, customdata, marker sizes) keeps the same
+    points.
     """
     y = trace.get("y")
     if trace.get("type", "scatter") not in ("scatter", "scattergl") or y is None or len(y) <= limit:
         return trace
     count = len(y)
-    values = np.asarray([math.nan if item is None else item for item in y] if isinstance(y, (list, tuple)) else y,
-                        dtype=float)
+    values = np.asarray([math.nan if item is None else item for item in y]
+                        if isinstance(y, (list, tuple)) else y, dtype=float)
     edges = np.linspace(1, count - 1, (limit - 2) // 2 + 1).astype(int)
     kept = {0, count - 1}
     for start, end in itertools.pairwise(edges):
@@ -219,17 +239,20 @@ def describe(spec: Spec) -> str:
 
 
 def without_widgets(notebook: dict) -> dict:
-    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget state goes, and so do the
-    views of outputs that have a picture to show instead, so that JupyterLab and sphinx draw the stored figures. A control
-    without a picture keeps its view, by which the site knows to say where controls work.
+    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget
+    state goes, and so do the views of outputs that have a picture to show instead, so that
+    JupyterLab and sphinx draw the stored figures. A control without a picture keeps its view, by
+    which the site knows to say where controls work.
     """
     def still(output: dict) -> dict:
         data = output.get("data", {})
         if WIDGET_MIME not in data or not set(data) - {WIDGET_MIME, "text/plain"}:
             return output
-        return {**output, "data": {mime: value for mime, value in data.items() if mime != WIDGET_MIME}}
+        return {**output, "data": {mime: value for mime, value in data.items()
+                                   if mime != WIDGET_MIME}}
 
     return {**notebook,
-            "metadata": {key: value for key, value in notebook["metadata"].items() if key != "widgets"},
-            "cells": [{**cell, "outputs": [still(output) for output in cell["outputs"]]} if "outputs" in cell else cell
-                      for cell in notebook["cells"]]}
+            "metadata": {key: value for key, value in notebook["metadata"].items()
+                         if key != "widgets"},
+            "cells": [{**cell, "outputs": [still(output) for output in cell["outputs"]]}
+                      if "outputs" in cell else cell for cell in notebook["cells"]]}

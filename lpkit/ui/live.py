@@ -1,6 +1,8 @@
-"""A training run as it happens: the loss, the gradient norm, the speed, and buttons to stop and pause it.
+"""A training run as it happens: the loss, the gradient norm, the speed, and buttons to stop and
+pause it.
 
-`training_figure` is the pure function; `LiveRun` follows a handle with it. Losses are in nats per token.
+`training_figure` is the pure function; `LiveRun` follows a handle with it. Losses are in nats per
+token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +13,10 @@ import ipywidgets as widgets
 
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
+from lpkit.tables import FAINT, FONT, INK
+from lpkit.ui.draw import axis, figure, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS, FAINT, FONT, INK
+from lpkit.ui.style import COLOURS
 from lpkit.ui.throttle import Throttle
 
 
@@ -37,43 +41,41 @@ def tokens_per_second(record: StepRecord) -> float:
     return record.tokens / record.step / record.step_seconds
 
 
-def training_figure(records: Sequence[StepRecord], *, title: str = "", planned_steps: int | None = None,
+def training_figure(records: Sequence[StepRecord], *, title: str = "",
+                    planned_steps: int | None = None,
                     levels: Mapping[str, float] | None = None) -> dict:
-    """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over the same steps.
+    """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over
+    the same steps.
 
     `levels` are losses to compare with, by name: dotted lines.
     """
     steps = [record.step for record in records]
     evaluated = [record for record in records if record.val_loss is not None]
-    line = {"type": "scatter", "mode": "lines", "x": steps}
     data = [
-        {**line, "name": "training loss", "y": [record.loss for record in records],
-         "line": {"color": COLOURS[0], "width": 1.5}, "hovertemplate": "step %{x}: %{y:.4f}<extra></extra>"},
-        {"type": "scatter", "mode": "lines+markers", "name": "validation loss", "x": [r.step for r in evaluated],
-         "y": [r.val_loss for r in evaluated], "line": {"color": COLOURS[1], "width": 2.5}, "marker": {"size": 8}, "cliponaxis": False,
-         "hovertemplate": "step %{x}: %{y:.4f} on held-out text<extra></extra>"},
-        {**line, "name": "gradient norm", "y": [record.grad_norm for record in records], "xaxis": "x2", "yaxis": "y2",
-         "line": {"color": COLOURS[2], "width": 1.2}, "showlegend": False},
-        {**line, "name": "tokens/s", "y": [tokens_per_second(record) for record in records], "xaxis": "x3",
-         "yaxis": "y3", "line": {"color": COLOURS[4], "width": 1.2}, "showlegend": False},
+        scatter(steps, [record.loss for record in records], "training loss", COLOURS[0],
+                line={"width": 1.5}, hover="step %{x}: %{y:.4f}<extra></extra>"),
+        scatter([r.step for r in evaluated], [r.val_loss for r in evaluated], "validation loss",
+                COLOURS[1], mode="lines+markers", line={"width": 2.5}, marker={"size": 8},
+                cliponaxis=False, hover="step %{x}: %{y:.4f} on held-out text<extra></extra>"),
+        scatter(steps, [record.grad_norm for record in records], "gradient norm", COLOURS[2],
+                line={"width": 1.2}, xaxis="x2", yaxis="y2", showlegend=False),
+        scatter(steps, [tokens_per_second(record) for record in records], "tokens/s", COLOURS[4],
+                line={"width": 1.2}, xaxis="x3", yaxis="y3", showlegend=False),
     ]
     levels = levels or {}
-    lines = [{"type": "line", "xref": "x domain", "x0": 0, "x1": 1, "y0": y, "y1": y,
-              "line": {"color": FAINT, "width": 1, "dash": "dot"}} for y in levels.values()]
-    words = [{"xref": "x domain", "x": 1, "xanchor": "right", "y": y, "yanchor": "bottom", "text": escape(name),
-              "showarrow": False, "font": {"color": FAINT}} for name, y in levels.items()]
     reach = {"range": [0, max([planned_steps or 1, *steps[-1:]])], "autorange": False}
-    layout = {
-        "title": {"text": escape(title)}, "height": 380, "hovermode": "closest", "uirevision": "run", "shapes": lines,
-        "annotations": words,
-        "xaxis": {"domain": [0, 0.6], "title": {"text": "step"}, **reach},
-        "yaxis": {"title": {"text": "loss (nats per token)"}},
-        "xaxis2": {"domain": [0.7, 1], "anchor": "y2", "matches": "x", "showticklabels": False},
-        "yaxis2": {"domain": [0.56, 1], "anchor": "x2", "title": {"text": "gradient norm"}, "rangemode": "tozero"},
-        "xaxis3": {"domain": [0.7, 1], "anchor": "y3", "matches": "x", "title": {"text": "step"}},
-        "yaxis3": {"domain": [0, 0.44], "anchor": "x3", "title": {"text": "tokens/s"}, "rangemode": "tozero"},
-    }
-    return {"data": data, "layout": layout}
+    right = {"domain": [0.7, 1], "matches": "x"}
+    return figure(
+        data, escape(title), height=380, hovermode="closest", uirevision="run",
+        shapes=[rule(y=y, xref="x domain") for y in levels.values()],
+        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain",
+                          font={"color": FAINT})
+                     for name, y in levels.items()],
+        x=axis("step", domain=[0, 0.6], **reach), y=axis("loss (nats per token)"),
+        xaxis2={**right, "anchor": "y2", "showticklabels": False},
+        yaxis2=axis("gradient norm", domain=[0.56, 1], anchor="x2", rangemode="tozero"),
+        xaxis3=axis("step", **right, anchor="y3"),
+        yaxis3=axis("tokens/s", domain=[0, 0.44], anchor="x3", rangemode="tozero"))
 
 
 def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
@@ -81,9 +83,11 @@ def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
     if not records:
         return f"starting: {planned_steps} steps planned"
     last, recent = records[-1], records[-20:]
-    seconds = sorted(record.step_seconds for record in recent)[len(recent) // 2]   # the first step also compiles
+    # the first step also compiles
+    seconds = sorted(record.step_seconds for record in recent)[len(recent) // 2]
     speed = last.tokens / last.step / seconds
-    val = next((record.val_loss for record in reversed(records) if record.val_loss is not None), None)
+    val = next((record.val_loss for record in reversed(records) if record.val_loss is not None),
+               None)
     left = (planned_steps - last.step) * seconds
     parts = [f"step {last.step} of {planned_steps}", f"loss {last.loss:.3f}"]
     parts += [f"validation {val:.3f}"] if val is not None else []
@@ -94,18 +98,24 @@ def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
 class LiveRun(Stored, widgets.VBox):
     """A live figure of a run, with Stop and Pause. Stop keeps a checkpoint and the partial run.
 
-    The buttons work while the kernel is idle or awaits (`run = await handle`); a cell that blocks hears nothing.
+    The buttons work while the kernel is idle or awaits (`run = await handle`); a cell that blocks
+    hears nothing.
     """
 
-    def __init__(self, handle: RunHandle, *, max_hz: float = 8.0, throttle: Callable[..., Throttle] = Throttle):
+    def __init__(self, handle: RunHandle, *, max_hz: float = 8.0,
+                 throttle: Callable[..., Throttle] = Throttle):
         self.handle = handle
         self._stopping = self._paused = False
         self.status = widgets.HTML(layout=widgets.Layout(flex="1 1 auto", min_width="0"))
-        self.pause_button = widgets.Button(description="Pause", icon="pause", layout=widgets.Layout(width="104px"))
-        self.stop_button = widgets.Button(description="Stop", icon="stop", layout=widgets.Layout(width="104px"),
+        self.pause_button = widgets.Button(description="Pause", icon="pause",
+                                           layout=widgets.Layout(width="104px"))
+        self.stop_button = widgets.Button(description="Stop", icon="stop",
+                                          layout=widgets.Layout(width="104px"),
                                           tooltip="stop after this step and keep a checkpoint")
-        self.figure = Figure(self._spec(), max_hz=60)   # throttled here, so that a spec that is not shown is not made
-        bar = widgets.HBox([self.status, self.pause_button, self.stop_button], layout=widgets.Layout(
+        # throttled here, so that a spec that is not shown is not made
+        self.figure = Figure(self._spec(), max_hz=60)
+        bar = widgets.HBox([self.status, self.pause_button, self.stop_button],
+                           layout=widgets.Layout(
             width="100%", align_items="center", padding="4px 12px"))
         super().__init__([bar, self.figure], layout=widgets.Layout(width="100%", overflow="hidden"))
         self.pause_button.on_click(self._pause)
@@ -136,7 +146,8 @@ class LiveRun(Stored, widgets.VBox):
     def _say(self) -> None:
         records, planned = list(self.handle.records), self.handle.planned_steps
         if self.handle.done:
-            state = ("failed" if self.handle.error is not None else "done" if self._reached_all else "stopped")
+            state = ("failed" if self.handle.error is not None else "done" if self._reached_all
+                     else "stopped")
         else:
             state = "stopping" if self._stopping else "paused" if self._paused else "running"
         words = self._words(records, planned)
@@ -144,8 +155,10 @@ class LiveRun(Stored, widgets.VBox):
         if state == "failed":
             words = str(self.handle.error)
         colour = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}.get(state, INK)
-        self.status.value = (f"<div style='font:13px {FONT};color:{FAINT};line-height:1.5;overflow:hidden;"
-                             f"text-overflow:ellipsis'><b style='color:{colour}'>{state}</b>&ensp;{escape(words)}</div>")
+        style = (f"font:13px {FONT};color:{FAINT};line-height:1.5;overflow:hidden;"
+                 f"text-overflow:ellipsis")
+        self.status.value = (f"<div style='{style}'><b style='color:{colour}'>{state}</b>&ensp;"
+                             f"{escape(words)}</div>")
 
     def _stop(self, _button=None) -> None:
         self._stopping = True

@@ -1,4 +1,5 @@
-"""The bytes of a training step, drawn: one bar a moment, one segment a row, and a dashed line where the device ends."""
+"""The bytes of a training step, drawn: one bar a moment, one segment a row, and a dashed line where
+the device ends."""
 
 import dataclasses
 import math
@@ -6,15 +7,22 @@ import math
 from lpkit.config import Config
 from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.units import quantity
+from lpkit.tables import INK, html_table
 from lpkit.techniques.machines import Machine
-from lpkit.ui.style import INK, WARNING, html_table
+from lpkit.ui.draw import NAMES, axis, bars, figure, rule
+from lpkit.ui.style import WARNING
 
 COLOURS = {   # one family of rows, one hue
-    "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0", "gradients": "#6b7280",
-    "gathered weights": "#b8860b", "weight copies": "#ddaa33", "activations": "#bb5566", "recomputed block": "#e0a3ad",
-    "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6", "low-precision weights": "#cc9966", "scales": "#996633",
-    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb", "optimizer temporaries": "#888888",
-    "batch": "#000000", "transposed copies": "#e6c79c", "attention workspace": "#7b5ea7", "allocator": "#e5e5e5",
+    "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0",
+    "gradients": "#6b7280",
+    "gathered weights": "#b8860b", "weight copies": "#ddaa33", "activations": "#bb5566",
+    "recomputed block": "#e0a3ad",
+    "logits and loss": "#1f7a6f", "logits' gradients": "#8fd0c6",
+    "low-precision weights": "#cc9966", "scales": "#996633",
+    "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb",
+    "optimizer temporaries": "#888888",
+    "batch": "#000000", "transposed copies": "#e6c79c", "attention workspace": "#7b5ea7",
+    "allocator": "#e5e5e5",
 }
 
 
@@ -22,38 +30,36 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
     """The plotly spec. The longest bar is the peak."""
     moments = list(MOMENTS)
     # a line far outside would squeeze the bars to nothing
-    limit = held.memory_bytes if held.memory_bytes and held.peak_bytes > 0.1 * held.memory_bytes else None
+    limit = (held.memory_bytes if held.memory_bytes and held.peak_bytes > 0.1 * held.memory_bytes
+             else None)
     data = []
     for row in held.rows:
         sizes = [row.at.get(moment) for moment in moments]
-        data.append({
-            "type": "bar", "orientation": "h", "name": row.name, "y": moments, "x": sizes,
-            "marker": {"color": COLOURS[row.name]}, "textposition": "inside",
-            "text": ["" if size is None else quantity(size, "bytes") for size in sizes],
-            "hovertemplate": f"{row.name}: %{{text}}<extra>{row.formula}</extra>"})
+        data.append(bars(moments, sizes, row.name, COLOURS[row.name], textposition="inside",
+                         text=["" if size is None else quantity(size, "bytes") for size in sizes],
+                         hover=f"{row.name}: %{{text}}<extra>{row.formula}</extra>"))
     below = 21 * math.ceil(len(data) / 4)
-    layout = {
-        "title": {"text": title}, "barmode": "stack", "height": 120 + 46 * len(moments) + below, "bargap": 0.35,
+    ends = ([] if limit is None else [rule(x=limit, colour=INK if held.fits else WARNING, width=2,
+                                           dash="dash")])
+    return figure(
+        data, title, height=120 + 46 * len(moments) + below, barmode="stack", bargap=0.35,
+        shapes=ends, y=NAMES,
         # below: many rows would grow into the title
-        "legend": {"yref": "container", "y": 0, "yanchor": "bottom"}, "margin": {"b": 60 + below},
-        "xaxis": {"title": {"text": "bytes per device"}, "exponentformat": "SI", "ticksuffix": "B",
-                  "range": [0, 1.08 * max(held.peak_bytes, limit or 0)]},
-        "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False}, "shapes": []}
-    if limit is not None:
-        layout["shapes"].append({"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1,
-                                 "line": {"color": INK if held.fits else WARNING, "width": 2, "dash": "dash"}})
-    return {"data": data, "layout": layout}
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"}, margin={"b": 60 + below},
+        x=axis("bytes per device", exponentformat="SI", ticksuffix="B",
+               range=[0, 1.08 * max(held.peak_bytes, limit or 0)]))
 
 
-def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str, optimizer: str,
-                zero_stage: int, recompute: str) -> tuple[dict, str]:
-    """For an Explorer: `sequences` per device at a time, no accumulation. The figure, and the peak as a table."""
+def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
+                optimizer: str, zero_stage: int, recompute: str) -> tuple[dict, str]:
+    """For an Explorer: `sequences` per device at a time, no accumulation. The figure, and the peak
+    as a table."""
     config = dataclasses.replace(model, global_batch=sequences * devices, grad_accum_steps=1)
-    held = memory(config, machine, devices, precision=precision, optimizer=optimizer, zero=zero_stage,
-                  recompute=recompute)
+    held = memory(config, machine, devices, precision=precision, optimizer=optimizer,
+                  zero=zero_stage, recompute=recompute)
     verdict = "fits into" if held.fits else "does not fit into"
-    figure = memory_figure(held, title=f"A peak of {quantity(held.peak_bytes, 'bytes')} {verdict} the "
-                                       f"{quantity(machine.memory_bytes, 'bytes')} of one {machine.title}")
+    figure = memory_figure(held, title=f"A peak of {quantity(held.peak_bytes, 'bytes')} {verdict} "
+                           f"the {quantity(machine.memory_bytes, 'bytes')} of one {machine.title}")
     rows = [(name, quantity(size, "bytes"), f"{size / held.peak_bytes:.0%}")
             for name, size in sorted(held.at(held.peak_moment).items(), key=lambda row: -row[1])]
     return figure, html_table(("held at the peak", "per device", "share"),

@@ -15,9 +15,10 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, Law
 from lpkit.predict.units import duration, quantity
+from lpkit.tables import FAINT, FONT, GRID, INK, html_table
 from lpkit.techniques.machines import Machine
 from lpkit.ui.memory import COLOURS as MEMORY_COLOURS
-from lpkit.ui.style import COLOURS, FAINT, FONT, GRID, INK, html_table
+from lpkit.ui.style import COLOURS
 
 KINDS = {   # of the rows of a step's time
     "products": COLOURS[0], "attention": COLOURS[2], "limited by memory": COLOURS[3], "recomputation": "#e0a3ad",

@@ -1,4 +1,5 @@
-"""Bytes bought against time paid, a point for each technique, and the bits of what is saved against the gradient's error."""
+"""Bytes bought against time paid, a point for each technique, and the bits of what is saved against
+the gradient's error."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,26 +7,35 @@ from html import escape
 
 from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
-from lpkit.ui.style import COLOURS, FAINT, INK
+from lpkit.tables import FAINT, INK
+from lpkit.ui.draw import axis, figure, rule, scatter
+from lpkit.ui.style import COLOURS
 
-INSIDE = (820, 420)     # pixels of the axes, about: where names go is decided here, and the browser draws them
+# pixels of the axes, about: where names go is decided here, and the browser draws them
+INSIDE = (820, 420)
 HIGH, WIDE = 16, 6.6    # pixels of a name, and of a letter
-ANCHORS: dict[str, tuple[float, float]] = {     # by plotly's name: where the middle of a name is, in its width and height
-    "middle right": (0.5, 0), "middle left": (-0.5, 0), "top center": (0, 1), "bottom center": (0, -1),
-    "top right": (0.5, 0.9), "bottom right": (0.5, -0.9), "top left": (-0.5, 0.9), "bottom left": (-0.5, -0.9)}
+# by plotly's name: where the middle of a name is, in its width and height
+ANCHORS: dict[str, tuple[float, float]] = {
+    "middle right": (0.5, 0), "middle left": (-0.5, 0), "top center": (0, 1),
+    "bottom center": (0, -1),
+    "top right": (0.5, 0.9), "bottom right": (0.5, -0.9), "top left": (-0.5, 0.9),
+    "bottom left": (-0.5, -0.9)}
 
 
-def bought_figure(predicted: Mapping[str, tuple[float, float | None]], measured: Mapping[str, tuple[float, float]], *,
-                  plain: str = "plain", title: str = "") -> dict:
-    """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's, None without a formula:
-    such a prediction is a dash at the measured time. Edge: what no other technique beats in both, as measured.
+def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
+                  measured: Mapping[str, tuple[float, float]], *, plain: str = "plain",
+                  title: str = "") -> dict:
+    """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
+    None without a formula: such a prediction is a dash at the measured time. Edge: what no other
+    technique beats in both, as measured.
 
     Raises ConfigError when `plain` is not among them.
     """
     if plain not in predicted or plain not in measured:
         raise ConfigError(f"what is bought is counted from {plain!r}, and it is missing")
     names = [name for name in measured if name != plain]
-    at = {name: (100 * (measured[name][1] - 1), measured[plain][0] - measured[name][0]) for name in names}
+    at = {name: (100 * (measured[name][1] - 1), measured[plain][0] - measured[name][0])
+          for name in names}
     said = {name: (at[name][0] if predicted[name][1] is None else 100 * (predicted[name][1] - 1),
                    predicted[plain][0] - predicted[name][0]) for name in names if name in predicted}
     edge = _edge(at)
@@ -36,46 +46,47 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]], measured:
     timed = [name for name in said if predicted[name][1] is not None]
     bytes_only = [name for name in said if predicted[name][1] is None]
     data = [
-        {"type": "scatter", "mode": "lines", "name": "not beaten by another", "hoverinfo": "skip",
-         "x": [at[name][0] for name in edge], "y": [at[name][1] for name in edge],
-         "line": {"color": COLOURS[1], "width": 3, "shape": "hv"}},
-        {"type": "scatter", "mode": "lines", "showlegend": False, "hoverinfo": "skip", "x": [x for x, _ in joined],
-         "y": [y for _, y in joined], "line": {"color": FAINT, "width": 1.5}},
+        scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
+                "not beaten by another", COLOURS[1], line={"width": 3, "shape": "hv"}, hover=None),
+        scatter([x for x, _ in joined], [y for _, y in joined], colour=FAINT, line={"width": 1.5},
+                showlegend=False, hover=None),
         _points("formula", timed, said, "circle-open", COLOURS[0]),
         _points("formula for the bytes alone", bytes_only, said, "line-ew-open", COLOURS[0]),
         {**_points("measured", names, at, "circle", COLOURS[4]),
-         "mode": "markers+text", "text": [escape(name) for name in names], "textfont": {"size": 12, "color": INK},
-         "textposition": list(_positions(names, at, said, edge, x_range, y_range)), "cliponaxis": False},
+         "mode": "markers+text", "text": [escape(name) for name in names],
+         "textfont": {"size": 12, "color": INK},
+         "textposition": list(_positions(names, at, said, edge, x_range, y_range)),
+         "cliponaxis": False},
     ]
-    zero = {"color": FAINT, "width": 1, "dash": "dot"}
-    return {"data": [trace for trace in data if trace["x"]], "layout": {
-        "title": {"text": escape(title)}, "height": 560,
-        "xaxis": {"title": {"text": "time of a step, over plain"}, "range": x_range, "ticksuffix": "%", "zeroline": False},
-        "yaxis": {"title": {"text": f"bytes less than plain's {quantity(measured[plain][0], 'bytes')}"}, "range": y_range,
-                  "exponentformat": "SI", "ticksuffix": "B", "zeroline": False},
-        "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": zero, "layer": "below"},
-                   {"type": "line", "y0": 0, "y1": 0, "xref": "paper", "x0": 0, "x1": 1, "line": zero, "layer": "below"}]}}
+    return figure(
+        [trace for trace in data if trace["x"]], escape(title), height=560,
+        x=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
+        y=axis(f"bytes less than plain's {quantity(measured[plain][0], 'bytes')}", range=y_range,
+               exponentformat="SI", ticksuffix="B", zeroline=False),
+        shapes=[rule(x=0, layer="below"), rule(y=0, layer="below")])
 
 
-def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *, title: str = "") -> dict:
+def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *,
+                title: str = "") -> dict:
     """The plotly spec: an error by bits, on a log scale."""
     bits = list(range(min(measured), max(measured) + 1))
-    return {"data": [
-        {"type": "scatter", "mode": "lines", "name": "formula", "x": bits, "y": [formula(n) for n in bits],
-         "line": {"color": COLOURS[0]}, "hovertemplate": "%{x} bits: %{y:.2g}<extra>formula</extra>"},
-        {"type": "scatter", "mode": "markers", "name": "measured", "x": list(measured), "y": list(measured.values()),
-         "marker": {"size": 11, "color": COLOURS[4]}, "hovertemplate": "%{x} bits: %{y:.2g}<extra>measured</extra>"}],
-        "layout": {"title": {"text": escape(title)}, "height": 340,
-                   "xaxis": {"title": {"text": "bits of a saved number"}, "tickvals": bits},
-                   "yaxis": {"title": {"text": "error of the gradient, relative"}, "type": "log", "dtick": 1}}}
+    return figure([
+        scatter(bits, [formula(n) for n in bits], "formula", COLOURS[0],
+                hover="%{x} bits: %{y:.2g}"),
+        scatter(measured, measured.values(), "measured", COLOURS[4], mode="markers",
+                marker={"size": 11}, hover="%{x} bits: %{y:.2g}")],
+        escape(title), height=340, x=axis("bits of a saved number", tickvals=bits),
+                  y=axis("error of the gradient, relative", type="log", dtick=1))
 
 
-def _points(name: str, names: Sequence[str], at: Mapping[str, tuple[float, float]], symbol: str, colour: str) -> dict:
-    marker = {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 2, "color": colour}}
-    return {"type": "scatter", "mode": "markers", "name": name, "marker": marker, "x": [at[one][0] for one in names],
-            "y": [at[one][1] for one in names],
-            "customdata": [f"{escape(one)}: {quantity(at[one][1], 'bytes')} less, {at[one][0]:+.0f}% time" for one in names],
-            "hovertemplate": f"%{{customdata}}<extra>{name}</extra>"}
+def _points(name: str, names: Sequence[str], at: Mapping[str, tuple[float, float]], symbol: str,
+            colour: str) -> dict:
+    words = [f"{escape(one)}: {quantity(at[one][1], 'bytes')} less, {at[one][0]:+.0f}% time"
+             for one in names]
+    return scatter([at[one][0] for one in names], [at[one][1] for one in names], name, colour,
+                   mode="markers", marker={"symbol": symbol, "size": 11,
+                                           "line": {"width": 2, "color": colour}}, customdata=words,
+                   hover="%{customdata}")
 
 
 def _edge(at: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -91,17 +102,21 @@ def _edge(at: Mapping[str, tuple[float, float]]) -> list[str]:
 Box = tuple[float, float, float, float]     # left, low, right, high; pixels
 
 
-def _positions(names: Sequence[str], at: Mapping[str, tuple[float, float]], said: Mapping[str, tuple[float, float]],
-               edge: Sequence[str], x_range: Sequence[float], y_range: Sequence[float]) -> Iterator[str]:
-    """For each name the side of its point on which it covers least: other names, points, and lines."""
+def _positions(names: Sequence[str], at: Mapping[str, tuple[float, float]],
+               said: Mapping[str, tuple[float, float]], edge: Sequence[str],
+               x_range: Sequence[float], y_range: Sequence[float]) -> Iterator[str]:
+    """For each name the side of its point on which it covers least: other names, points, and
+    lines."""
     def pixel(point: tuple[float, float]) -> tuple[float, float]:
-        return tuple(size * (value - low) / (high - low) for size, value, (low, high) in zip(INSIDE, point, (x_range, y_range)))
+        return tuple(size * (value - low) / (high - low)
+                     for size, value, (low, high) in zip(INSIDE, point, (x_range, y_range)))
 
     taken = []
     for name in names:
         (x, y), (u, v) = pixel(at[name]), pixel(said.get(name, at[name]))
         taken.append((min(x, u) - 7, min(y, v) - 7, max(x, u) + 7, max(y, v) + 7))
-    for (x, y), (u, v) in itertools.pairwise(pixel(at[name]) for name in edge):     # to the right, then up
+    # to the right, then up
+    for (x, y), (u, v) in itertools.pairwise(pixel(at[name]) for name in edge):
         taken += [(x, y - 2, u, y + 2), (u - 2, y, u + 2, v)]
     for name in names:
         boxes = {anchor: _box(*pixel(at[name]), WIDE * len(name), anchor) for anchor in ANCHORS}
@@ -118,5 +133,9 @@ def _box(x: float, y: float, width: float, anchor: str) -> Box:
 def _hidden(box: Box, others: Sequence[Box]) -> float:
     """Square pixels, those outside the axes too."""
     outside = max(0.0, -box[0]) + max(0.0, box[2] - INSIDE[0] - 20)
-    return outside * HIGH + sum(max(0.0, min(box[2], b[2]) - max(box[0], b[0])) * max(0.0, min(box[3], b[3]) - max(box[1], b[1]))
+    return outside * HIGH + sum(max(0.0, min(box[2], b[2]) - max(box[0], b[0])) * max(0.0,
+                                                                                      min(box[3],
+                                                                                          b[3])
+                                                                                      - max(box[1],
+                                                                                            b[1]))
                                 for b in others)

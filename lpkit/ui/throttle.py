@@ -1,6 +1,7 @@
 """Many values in, few out: the latest, at a bounded rate, and always the last one.
 
-A training loop calls at every step; a browser that has to draw more than a few times a second falls behind for good.
+A training loop calls at every step; a browser that has to draw more than a few times a second falls
+behind for good.
 """
 
 import threading
@@ -18,10 +19,12 @@ def _timer(seconds: float, fire: Callable[[], None]) -> None:
 
 
 class Throttle:
-    """`throttle(value)` hands the latest value to `deliver`, at most `max_hz` times a second. Any thread may call.
+    """`throttle(value)` hands the latest value to `deliver`, at most `max_hz` times a second. Any
+    thread may call.
 
-    The first value goes at once, on the caller's thread; what comes too early waits on a timer's, replaced by what
-    comes later. Deliveries never overlap, and take at most `share` of the time: a costly one makes the next wait.
+    The first value goes at once, on the caller's thread; what comes too early waits on a timer's,
+    replaced by what comes later. Deliveries never overlap, and take at most `share` of the time: a
+    costly one makes the next wait.
     clock() -> seconds and timer(seconds, fire) are replaced in tests.
     """
 
@@ -29,13 +32,14 @@ class Throttle:
                  clock: Callable[[], float] = time.monotonic,
                  timer: Callable[[float, Callable[[], None]], None] = _timer):
         if not max_hz > 0 or not 0 < share <= 1:
-            raise ValueError(f"a throttle needs max_hz > 0 and 0 < share <= 1, got {max_hz} and {share}")
+            raise ValueError(f"a throttle needs max_hz > 0 and 0 < share <= 1, got {max_hz} and "
+                             f"{share}")
         self._deliver, self._period, self._share = deliver, 1 / max_hz, share
         self._clock, self._timer = clock, timer
         self._state = threading.Lock()        # held for moments
         self._delivering = threading.RLock()  # held while `deliver` works; it may flush
         self._latest = _NOTHING
-        self._armed = False                   # somebody will deliver: a timer, or the thread that is about to
+        self._armed = False  # somebody will deliver: a timer, or the thread that is about to
         self._next = -float("inf")
 
     def __call__(self, value: Any) -> None:
@@ -64,4 +68,5 @@ class Throttle:
             finally:
                 with self._state:
                     ended = self._clock()
-                    self._next = max(started + self._period, ended + (ended - started) * (1 / self._share - 1))
+                    self._next = max(started + self._period,
+                                     ended + (ended - started) * (1 / self._share - 1))

@@ -1,0 +1,82 @@
+"""What the operating system says of this machine: processor, cores, memory. The one reader of /proc
+and of cgroups.
+
+Facts that psutil has come from psutil where they are used. What torch must be asked is in
+`lpkit.hardware`.
+Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
+"""
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+CPUINFO = Path("/proc/cpuinfo")
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
+                    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def cpu_facts() -> dict[str, str]:
+    """The first processor's entries in /proc/cpuinfo; empty where there is no such file."""
+    facts: dict[str, str] = {}
+    for line in _read(CPUINFO).splitlines():
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    return facts
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    return cpu_facts().get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets: "flags" on x86, "Features" on ARM."""
+    facts = cpu_facts()
+    return set(facts.get("flags", facts.get("Features", "")).split())
+
+
+def cores() -> int:
+    """The cores that this process may use. A container often allows fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_limit_bytes() -> int | None:
+    """What the container allows, or None without a limit below the machine's own memory."""
+    for path in CONTAINER_LIMITS:
+        text = _read(path).strip()
+        if text.isdigit() and int(text) < psutil.virtual_memory().total:
+            return int(text)
+    return None
+
+
+def status_bytes(field: str, pid: int | str = "self") -> int | None:
+    """An entry of /proc/PID/status in bytes, for example VmHWM or RssAnon; None where the system
+    has none."""
+    for line in _read(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of Python packages, by name; None where one is not installed."""
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,52 @@
+"""Tables of words: HTML for a notebook, aligned text for a terminal, Markdown for a page. Standard
+library only."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"
+FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, "
+        "sans-serif")
+
+
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "",
+               prose: int | None = None) -> str:
+    """A quiet table. Cells are escaped. All columns but the first, and `prose`, one of sentences,
+    are set to the right. No heads: rows alone."""
+    def line(cells: Sequence[object], tag: str, style: str) -> str:
+        made = ""
+        for i, cell in enumerate(cells):
+            side = "left" if i in (0, prose) else "right"
+            # no sentence stays on its line
+            wrap = ("" if prose in (i, None) else "white-space:nowrap;")
+            made += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
+                     f"{escape(str(cell))}</{tag}>")
+        return f"<tr>{made}</tr>"
+
+    rule = f"border-bottom:1px solid {GRID};"
+    above = (f"<caption style='text-align:left;padding:3px 12px;color:{FAINT}'>"
+             f"{escape(caption)}</caption>")
+    return "".join([
+        f"<table style='border-collapse:collapse;font:13px {escape(FONT)};color:{INK};"
+        f"line-height:1.5;font-variant-numeric:tabular-nums'>",
+        above if caption else "",
+        line(heads, "th", f"{rule}font-weight:600;") if heads else "",
+        *(line(row, "td", rule) for row in rows), "</table>"])
+
+
+def text_table(rows: Iterable[Sequence[str]], *, align: str = "<", indent: str = "") -> str:
+    """Columns as wide as their widest cell. `align`: < or > for each column; the last holds for the
+    rest."""
+    rows = list(rows)
+    sides = align + align[-1] * max(map(len, rows), default=0)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])

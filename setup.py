@@ -1,0 +1,19 @@
+"""What a wheel holds: the package, and inside it the notebooks and the measured figures that lie beside it here.
+
+Everything else is in pyproject.toml. `lpkit.files.resource` finds either place.
+"""
+
+from setuptools import find_packages, setup
+
+BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.data.measured": "data/measured"}
+
+setup(
+    packages=[*find_packages(include=["lpkit*"]), *BESIDE],
+    package_dir=BESIDE,
+    package_data={
+        "lpkit": ["kernels/*.c", "ui/*.js"],
+        "lpkit.notebooks": ["*.ipynb"],
+        "lpkit.data.measured": ["*.json"],
+    },
+    include_package_data=False,
+)
