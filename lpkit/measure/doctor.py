@@ -31,7 +31,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.nn.attention import plain
 from lpkit.precision.backends import BACKENDS
+from lpkit.techniques import families
 from lpkit.techniques.recipes import RECIPES
+from lpkit.techniques.row import Row
 
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
              "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",
@@ -367,6 +369,22 @@ def _driver() -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
+def techniques() -> list[Probe]:
+    """Whether the implementation of every row can be imported here, also of rows from outside."""
+    found = []
+    for field, table in families().items():
+        for name, row in table.items():
+            if row.implementation:
+                check = Check(name=f"{field}={name}", kind="technique", run=lambda device, row=row: _loaded(row))
+                found.append(probe(check, torch.device("cpu")))
+    return found
+
+
+def _loaded(row: Row) -> str:
+    row.load()
+    return row.implementation
+
+
 def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[str, Any]:
     """The whole report, JSON-ready: the machine, the device that was tried, one row per check,
     which dtype a run takes here by itself, and every precision recipe with every backend. That bf16
@@ -383,6 +401,7 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
         cells = beside.submit(matrix.probe, device) if recipes else None
         probes = [asdict(probe(check, device)) for check in checks]
+        probes += [asdict(found) for found in techniques() if not found.works]
     return {"machine": machine(), "device": str(device), "probes": probes,
             "recipes": matrix.to_dicts(cells.result()) if cells else [],
             "chosen": {"precision": asdict(choice)}}

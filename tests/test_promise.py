@@ -1,0 +1,218 @@
+"""The promise of the architecture: a technique is one row and one function, also from outside.
+
+Each family gets a toy from this file. Nothing of the kit is edited: a row goes into the family's table, its implementation
+is named by this module. Then the toy is predicted, planned, trained, traced, measured, resumed, sampled, and looked at by
+`lpkit doctor`.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lpkit
+from lpkit import measure
+from lpkit.config import Config
+from lpkit.contracts import Batch, DataPolicy, Stage, Transform
+from lpkit.measure import doctor
+from lpkit.memory.recompute import Recomputation, Recompute
+from lpkit.nn.layers import GeluMLP
+from lpkit.predict import memory, predict
+from lpkit.predict.plan import plan
+from lpkit.techniques import blocks, changes, data, families, inits, optimizers, recipes, schedules
+from lpkit.techniques import memory as techniques
+from lpkit.techniques.row import Row, Settings
+from lpkit.training.runs import Run
+from lpkit.training.training import Training
+
+HERE = f"{__name__}:"
+
+
+# ---- implementations: one function or class each
+
+def sign_descent(w: Tensor, g: Tensor, slots: list[Tensor], settings: Settings, update: int) -> None:
+    """A slot that counts how often a gradient was positive, and a step of lr against its sign."""
+    slots[0].add_((g > 0).float())
+    w.sub_(g.sign(), alpha=settings.lr)
+
+
+def staircase(progress: float, settings: Settings) -> float:
+    return 1.0 if progress < 0.5 else settings.low
+
+
+def small_init(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.01) if p.ndim > 1 else nn.init.ones_(p)
+
+
+class Parallel(nn.Module):
+    """Attention and MLP side by side, after one norm."""
+
+    def __init__(self, config, attend):
+        from lpkit.nn.transformer import Attention
+
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width, bias=config.bias)
+        self.attention, self.mlp = Attention(config, attend), GeluMLP(config)
+
+    def forward(self, x, rotation=None, cache=None, layer=0):
+        h = self.norm1(x)
+        return x + self.attention(h, rotation, cache, layer) + self.mlp(h)
+
+
+def parallel_operations(s: blocks.MicroBatch):
+    first, *rest = blocks.pre_norm(s)
+    yield first
+    yield from (op for op in rest if op.name not in ("norm2", "add1"))
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from lpkit.nn.attention import plain
+
+    return plain(q, k, v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstHalf(Settings):
+    blocks: int = 1
+
+
+def first_blocks(settings: FirstHalf) -> Recomputation:
+    return Recomputation(transforms=(Recompute(every=2),))
+
+
+class Again(DataPolicy):
+    """The same window at every step."""
+
+    def __init__(self, *, tokens, batch, context, seed):
+        window = torch.tensor(tokens[:context + 1].astype("int64"))
+        self.same = Batch(window[:-1].expand(batch, -1).contiguous(), window[1:].expand(batch, -1).contiguous())
+
+    def batch(self, step: int) -> Batch:
+        return self.same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale(Settings):
+    by: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleHead(Transform):
+    by: float
+    stage = Stage.PRECISION
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        model.head.register_forward_hook(lambda module, inputs, out: out * self.by)
+        return model
+
+
+def scale_head(settings: Scale) -> ScaleHead:
+    return ScaleHead(by=settings.by)
+
+
+class Shrink:
+    """Weights of the last norm are pulled towards zero before each update; counts how often."""
+
+    def __init__(self, settings: Settings):
+        self.times = torch.zeros((), dtype=torch.int64)
+
+    def begin(self, training: Training, step: int) -> None:
+        with torch.no_grad():
+            training.model.norm.weight.mul_(0.99)
+        self.times += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"times": self.times}
+
+    def load_state_dict(self, state) -> None:
+        self.times = state["times"].clone()
+
+
+# ---- rows: one each
+
+@dataclass(frozen=True, kw_only=True)
+class Low(schedules.ScheduleSettings):
+    low: float = 0.25
+
+
+TOYS = {    # family: the table, its row, what a Config says
+    "optimizer": (optimizers.OPTIMIZERS, optimizers.Optimizer(
+        settings=optimizers.OptimizerSettings(lr=1e-3), slots=(optimizers.Slot(name="positive", signed=False),),
+        implementation=HERE + "sign_descent", why="the sign of the gradient"), {"optimizer": "toy"}),
+    "schedule": (schedules.SCHEDULES, schedules.LearningRateSchedule(settings=Low(), shape=staircase),
+                 {"schedule": "toy", "schedule.low": 0.5}),
+    "init": (inits.INITS, Row(implementation=HERE + "small_init"), {"model.init": "toy"}),
+    "block": (blocks.BLOCKS, blocks.Kind(operations=parallel_operations, implementation=HERE + "Parallel"),
+              {"model.block": "toy"}),
+    "attention": (blocks.ATTENTION, blocks.Kind(operations=blocks.plain, implementation=HERE + "attend_plainly"),
+                  {"model.attention": "toy"}),
+    "recipe": (recipes.RECIPES, None, {"precision.recipe": "toy"}),
+    "memory": (techniques.RECOMPUTE, techniques.Recompute(
+        implementation=HERE + "first_blocks", settings=FirstHalf(), repeats=frozenset({"products", "attention", "pointwise"}),
+        every=lambda settings: 2, why="every second block"), {"memory.recompute": "toy", "memory.recompute.blocks": 2}),
+    "data": (data.POLICIES, Row(implementation=HERE + "Again"), {"data.policy": "toy"}),
+    "transform": (changes.MODEL_TRANSFORMS, Row(implementation=HERE + "scale_head", settings=Scale()),
+                  {"transforms": [{"name": "toy", "by": 0.25}]}),
+    "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),
+}
+
+
+@pytest.fixture(params=TOYS)
+def toy(request, corpus, monkeypatch):
+    """The Config that names a toy, its row in its family for as long as the test runs."""
+    table, row, changed = TOYS[request.param]
+    if row is None:     # E5M2 with a scale for each row of 16: a recipe is a function of its settings
+        made = dict(recipes.RECIPES)
+        recipes.add("toy", recipes._fp8((1, 16)), recipes.Fp8Settings(gradient_format="e5m2"), "this file")
+        row = recipes.RECIPES["toy"]
+        recipes.RECIPES.clear()
+        recipes.RECIPES.update(made)
+    monkeypatch.setitem(table, "toy", row)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return SimpleNamespace(family=request.param, config=Config().replace({
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
+        "steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 2, "schedule.warmup_steps": 1,
+        "precision.recipe": "bf16", "system.device": "cpu"} | changed))
+
+
+def test_one_row_and_one_function_do_everything(toy, tmp_path):
+    config = toy.config
+    assert Config.from_yaml(config.to_yaml()) == config
+    # predict and plan
+    assert predict(config, "h200").step_seconds > 0
+    found = plan(config, 1e9, "h200", devices=2)
+    assert found.options and found.options[0].config.to_dict().keys() == config.to_dict().keys()
+    # train
+    run = lpkit.train(config, out=tmp_path / "whole")
+    assert run.summary["status"] == "complete" and run.config == config
+    # trace and measure: the formula knows the toy's bytes, the trace is the step to the byte
+    measured, traced = measure.memory(config, device="cpu"), lpkit.predict_trace(config)
+    assert traced.rows == measured.rows
+    there = memory(config.replace({"precision.recipe": measured.chosen["precision"].used}
+                                  if toy.family != "recipe" else {}), _cpu())
+    assert there.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
+    # resume: the same bits
+    handle = lpkit.start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
+    handle.result()
+    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
+    # sample, and the doctor
+    assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
+    assert any(probe.name.endswith("=toy") and probe.works for probe in doctor.techniques())
+
+
+def _cpu():
+    from lpkit.measure.trace import _machine
+
+    return _machine(torch.device("cpu"))
+
+
+def test_every_row_of_the_kit_can_be_loaded():
+    for field, table in families().items():
+        for name, row in table.items():
+            assert not row.implementation or callable(row.load()), f"{field}={name}"
