@@ -20,6 +20,7 @@ from lpkit.bench.harness import ROUNDS, Result, paired, provenance, steps_in_tur
 from lpkit.config import Config
 from lpkit.nn.transformer import cross_entropy
 from lpkit.precision.backends import BACKENDS
+from lpkit.precision.compute import autocast
 from lpkit.precision.linear import advance
 from lpkit.precision.transform import LowPrecision
 from lpkit.studies.advice import MEASURED, Advice, advise, case_name, catalogued
@@ -98,7 +99,7 @@ def _update(config: Config, name: str, tokens: torch.Tensor,
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def update(step: int) -> float:
-        with recipe.autocast(device):
+        with autocast(recipe, device):
             loss = cross_entropy(model(tokens[step, :, :-1]), tokens[step, :, 1:])
         loss.backward()
         advance(model)

@@ -28,6 +28,7 @@ from torch import nn
 
 from lpkit.measure.doctor import reason
 from lpkit.precision.backends import BACKENDS, HARDWARE, Library
+from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
 from lpkit.tables import markdown_table
@@ -286,7 +287,7 @@ def _gradients(model: nn.Module, x: torch.Tensor, recipe: Recipe,
                call: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[torch.Tensor]:
     """y, dx, dw of one micro-batch, whose gradient of y is known."""
     x = x.detach().requires_grad_()
-    with recipe.autocast(x.device):
+    with autocast(recipe, x.device):
         y = model(x) if call is None else call(x)     # a compiled module has no truth value
     y.backward(_input(x.device, seed=3).to(y.dtype))
     advance(model)
