@@ -19,7 +19,7 @@ from typing import Literal
 
 from lpkit.errors import ConfigError, nearest, pick, positive
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.row import Settings
+from lpkit.techniques.row import Row, Settings
 
 ALL = 0               # a block side of ALL spans the whole axis
 HADAMARD = 16         # elements of the contracted axis that a Hadamard transform mixes
@@ -146,12 +146,11 @@ class MxSettings(Fp8Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Row):
     """`compute` is the 16-bit dtype under autocast; None: float32 throughout. A product that is None runs in `compute`."""
 
     compute: str | None     # bfloat16 or float16
     dtype: str              # what the products run in on hardware that has it, by the name that the catalogue of machines uses
-    source: str = ""
     y: Casts | None = None
     dx: Casts | None = None
     dw: Casts | None = None
@@ -160,6 +159,7 @@ class Recipe:
     high_precision_layers: tuple[str, ...] = ()     # Linears that stay in `compute`: first, last, head, or patterns of names
     pad: bool = False
     settings: Settings = field(default_factory=Settings, compare=False)
+    implementation: str = "lpkit.precision.linear:ScaledLinear"
     make: Callable[[Settings], "Recipe"] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -269,10 +269,8 @@ add("int8", _int8, CastSettings(),
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto:
+class Auto(Row):
     """`auto`: bf16 where this machine does it fast, else fp32; the run records why."""
-
-    settings: Settings = field(default_factory=Settings)
 
 
 class _Askable(Mapping):
