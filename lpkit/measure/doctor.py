@@ -374,13 +374,14 @@ def techniques() -> list[Probe]:
     found = []
     for field, table in families().items():
         for name, row in table.items():
-            if row.implementation:
-                check = Check(name=f"{field}={name}", kind="technique", run=lambda device, row=row: _loaded(row))
-                found.append(probe(check, torch.device("cpu")))
+            check = Check(name=f"{field}={name}", kind="technique", run=lambda device, row=row: _loaded(row))
+            found.append(probe(check, torch.device("cpu")))
     return found
 
 
 def _loaded(row: Row) -> str:
+    if not row.implementation:
+        return "in the row itself"
     row.load()
     return row.implementation
 

@@ -1,11 +1,13 @@
 """Text from a run: one token at a time, with a key/value cache."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lpkit.config import MemoryConfig
 from lpkit.datasets import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import KVCache
@@ -34,11 +36,6 @@ def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200, temp
     return tokenizer.decode([*ids, *new])
 
 
-# Nothing of this is needed without backward.
-PLAIN = {"system.compile": False, "memory.recompute": "none", "memory.activation_offload": "device", "memory.optimizer_state": "device",
-         "memory.optimizer_step": "after"}
-
-
 def trained(run: Run, device: str = "cpu") -> Training:
     """The model of `run` as it was trained, with its newest good weights, in evaluation.
 
@@ -47,7 +44,9 @@ def trained(run: Run, device: str = "cpu") -> Training:
     found, problems = checkpoint.load_latest(run.checkpoints, only="model/", quarantine=False)
     if found is None:
         raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from" + "".join(f"; {p}" for p in problems))
-    config = run.config.replace(PLAIN | {"system.device": device})
+    # of the memory techniques, sampling needs the dtype of the parameters alone
+    config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype))
+    config = config.replace({"system.device": device, "system.compile": False})
     if run.environment.get("chosen", {}).get("device", {}).get("used") != device:
         config = config.replace({"precision.backend": "auto"})      # the one asked for may not run here
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
