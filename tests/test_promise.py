@@ -6,6 +6,7 @@ is named by this module. Then the toy is predicted, planned, trained, traced, me
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,12 @@ def _cpu():
     from lpkit.measure.trace import _machine
 
     return _machine(torch.device("cpu"))
+
+
+def test_the_page_of_techniques_is_made_of_the_rows():
+    from lpkit.techniques.__main__ import page
+
+    assert (Path(__file__).parents[1] / "docs" / "techniques.md").read_text() == page(), "python -m lpkit.techniques"
 
 
 def test_every_row_of_the_kit_can_be_loaded():

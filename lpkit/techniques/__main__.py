@@ -22,9 +22,20 @@ def page() -> str:
             continue
         parts.append("\n| name | what | settings | source |\n|---|---|---|---|\n")
         for name, row in table.items():
-            cells = (f"`{name}`", getattr(row, "why", ""), settings(row.settings), row.source)
+            cells = (f"`{name}`", what(row), settings(row.settings), row.source)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
+
+
+def what(row: Any) -> str:
+    """Why a run has it; of a block, what its operations say of themselves; of a recipe, its casts."""
+    said = row.why or (getattr(row, "operations", None).__doc__ if hasattr(row, "operations") else "") or ""
+    casts = getattr(row, "products", {})
+    if casts:
+        formats = dict.fromkeys(cast.format for pair in casts.values() for cast in pair)
+        blocks = dict.fromkeys("x".join(str(side or "all") for side in cast.block) for pair in casts.values() for cast in pair)
+        said = f"{', '.join(formats)}, a scale for {', '.join(blocks)}"
+    return said.partition(". ")[0].partition(":\n")[0].replace("\n", " ").strip().rstrip(".")
 
 
 def settings(defaults: Any) -> str:
