@@ -31,10 +31,11 @@ from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.scaled import quantise, spread
+from lpkit.tables import FAINT, INK
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe
-from lpkit.ui.style import COLOURS, FAINT, FONT, INK
+from lpkit.ui.style import COLOURS, FONT
 
 DOCS = Path(__file__).resolve().parent
 MEASURED = DOCS.parent / "data" / "measured"

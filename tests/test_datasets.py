@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from lpkit.cli import main
 from lpkit.config import DataConfig
 from lpkit.datasets import (
-    POLICIES,
     TOKENIZERS,
     RandomWindows,
     SequentialWindows,
@@ -34,6 +33,7 @@ from lpkit.datasets import sources as sources_module
 from lpkit.datasets import tokens as tokens_module
 from lpkit.datasets.sources import BLOCK_CHARS, is_validation
 from lpkit.errors import ConfigError
+from lpkit.techniques.data import POLICIES
 
 WORDS = "the cat sat on a mat and naïve café 漢字 🙂 def return None".split()
 
@@ -471,7 +471,7 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
 
 def test_preparing_needs_no_torch():
     code = ("import sys, lpkit.datasets as d; assert d.prepare and 'torch' not in sys.modules;"
-            "assert d.POLICIES and 'torch' in sys.modules")
+            "assert d.RandomWindows and 'torch' in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -488,7 +488,7 @@ def test_batches_are_those_of_a_naive_loop(tmp_path, name, dtype):
     ids = np.random.default_rng(0).integers(2**16 if dtype == "<u2" else 2**32, size=5000).astype(dtype)
     ids.tofile(tmp_path / "a.bin")
     tokens = np.memmap(tmp_path / "a.bin", dtype=dtype, mode="r")
-    policy = POLICIES[name](tokens=tokens, batch=5, context=33, seed=3)
+    policy = POLICIES[name].load()(tokens=tokens, batch=5, context=33, seed=3)
     for step in (0, 1, 7, 10**6):
         x, y = policy.batch(step).tensors
         wanted = naive(ids, policy.starts(step), 33)
@@ -502,7 +502,7 @@ def test_batches_are_those_of_a_naive_loop(tmp_path, name, dtype):
 @pytest.mark.parametrize("name", POLICIES)
 def test_resuming_needs_no_state(name):
     tokens = np.arange(4000, dtype=np.uint16)
-    make = lambda: POLICIES[name](tokens=tokens, batch=3, context=16, seed=5)
+    make = lambda: POLICIES[name].load()(tokens=tokens, batch=3, context=16, seed=5)
     whole, later = make().batches(), make().batches(start=40)
     for _ in range(40):
         next(whole)

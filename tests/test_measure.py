@@ -148,4 +148,4 @@ def test_a_step_is_timed_under_any_optimizer(changes):
                                "system.device": "cpu", **changes})
     found = step(config, rounds=1)
     assert found.bytes["weights"] == 4 * parameter_count(config.model)
-    assert ("gradients" in found.bytes) == (config.memory.optimizer_step == "after")
+    assert ("gradients" in found.bytes) == (config.memory.optimizer_step.name == "after")

@@ -15,7 +15,7 @@ from lpkit.measure.updates import memory, saved_bytes
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.recompute import within
-from lpkit.memory.saved import Copy, Counter, Few, Ticket
+from lpkit.memory.saved import CpuCopyStore, QuantizedStore, SavedTensorOffloader, SavedTensorRef
 from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper
@@ -263,18 +263,18 @@ def parcels(config: Config):
     sent, stayed = {}, []
     built = built_from(config)
     x, y = batch(config).tensors
-    pack = Counter.pack
+    pack = SavedTensorOffloader.pack
 
     def watched(self, least, t):
         kept = pack(self, least, t)
-        if isinstance(kept, Ticket):
+        if isinstance(kept, SavedTensorRef):
             sent[id(kept.parcel)] = (kept.parcel, t.dtype, t.numel())
         else:
             stayed.append(t)
         return kept
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Counter, "pack", watched)
+        patch.setattr(SavedTensorOffloader, "pack", watched)
         loss = built.loss(built.model, Batch(x, y))
     return list(sent.values()), stayed, built.model, loss
 
@@ -292,7 +292,7 @@ def test_activations_go_and_weights_and_statistics_stay(recipe, each):
 
 
 def test_a_tensor_goes_once_however_often_it_is_saved():
-    counter = Counter(Copy())
+    counter = SavedTensorOffloader(CpuCopyStore())
     t = torch.randn(8, 16)
     a, b, c = counter.pack(1, t), counter.pack(1, t.view(4, 32)), counter.pack(1, t.T)
     assert a.parcel is b.parcel is c.parcel and counter.pack(1, t[:, :8]).parcel is not a.parcel
@@ -307,7 +307,7 @@ def test_a_tensor_goes_once_however_often_it_is_saved():
 def test_few_bits_are_right_on_average_and_as_small_as_they_say(bits, error):
     """Each number's mean over n draws is within 5 standard errors, at most half a step each; the error is that of a step."""
     torch.manual_seed(0)
-    x, store, n = torch.randn(3, 300), Few(bits), 2000
+    x, store, n = torch.randn(3, 300), QuantizedStore(bits), 2000
     put = store.put(x)
     assert put.codes.nbytes == -(-900 // 256) * 256 * bits // 8 and put.scale.nbytes + put.least.nbytes == 8 * 4
     drawn = torch.stack([store.get(store.put(x)) for _ in range(n)]).double()
@@ -322,7 +322,7 @@ def test_few_bits_are_right_on_average_and_as_small_as_they_say(bits, error):
 def test_few_bits_of_any_shape_and_of_a_constant(bits, shape):
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.full(shape, 3.0, dtype=dtype)
-        found = Few(bits).get(Few(bits).put(x))
+        found = QuantizedStore(bits).get(QuantizedStore(bits).put(x))
         assert torch.equal(found, x) and found.dtype == dtype
 
 
@@ -330,7 +330,7 @@ def test_few_bits_of_any_shape_and_of_a_constant(bits, shape):
 def test_the_gradient_of_a_weight_is_right_on_average(bits):
     """What is linear in the activation: the mean over n draws against the exact gradient, in standard errors."""
     torch.manual_seed(0)
-    layer, x, counter, n = torch.nn.Linear(64, 32, bias=False), torch.randn(512, 64), Counter(Few(bits)), 300
+    layer, x, counter, n = torch.nn.Linear(64, 32, bias=False), torch.randn(512, 64), SavedTensorOffloader(QuantizedStore(bits)), 300
     target = torch.randn(512, 32)
     (layer(x) * target).sum().backward()
     exact, found = layer.weight.grad.double(), []

@@ -241,7 +241,7 @@ def test_memory_follows_the_configs_attention(kind, used):
 
 
 def test_an_unknown_attention_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.attention='spda'; did you mean 'sdpa'\?"):
+    with pytest.raises(ConfigError, match=r"model.attention 'spda'; did you mean 'sdpa'\?"):
         Config().replace({"model.attention": "spda"})
     with pytest.raises(ConfigError, match=r"model\.attention 'blokced'; did you mean 'blocked'\?"):
         memory(Config(), "h200", attention="blokced")

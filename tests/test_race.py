@@ -39,7 +39,7 @@ def tiny(corpus, monkeypatch):
 def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
     """All three products of a Linear of Gaussian operands, in float64, with and without the casts. Rotations cancel."""
     recipe, draw = RECIPES[name], torch.Generator().manual_seed(1)
-    tokens, width, wide = SMALL.batch * SMALL.model.T, SMALL.model.D, SMALL.model.F
+    tokens, width, wide = SMALL.global_batch * SMALL.model.T, SMALL.model.D, SMALL.model.F
     x, w, g = (torch.randn(shape, generator=draw) for shape in ((tokens, width), (wide, width), (tokens, wide)))
     sides = {"y": (x, w), "dx": (g, w.T), "dw": (g.T, x.T)}
     shares = []
@@ -63,7 +63,7 @@ def test_who_runs_on_a_cpu_and_what_is_trained():
     assert recipes == CASTING      # no fp16: it would be multiplied in float32
     made = recipe_race.entries(SMALL, recipes)
     assert list(made) == ["bf16", *CASTING, recipe_race.AGAIN]
-    assert [config.precision.recipe for config in made.values()] == ["bf16", *CASTING, "bf16"]
+    assert [config.precision.recipe.name for config in made.values()] == ["bf16", *CASTING, "bf16"]
     assert [config.seed for config in made.values()] == [0] * (1 + len(CASTING)) + [1]
 
 

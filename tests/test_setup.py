@@ -44,7 +44,7 @@ def test_make_without_a_goal_explains():
 
 
 @needs_make
-@pytest.mark.parametrize("goal, last", [("lab", "-m lpkit lab"), ("docs", "docs/build.py"), ("test", "build/smoke")])
+@pytest.mark.parametrize("goal, last", [("lab", "-m lpkit lab"), ("docs", "docs/build.py"), ("test", "build/smoke tests")])
 def test_each_goal_sets_up_first(goal, last):
     planned = make("-n", goal)
     assert planned.returncode == 0 and planned.stderr == ""

@@ -11,11 +11,10 @@ from lpkit import measure, preset
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
-from lpkit.memory.row import Row
-from lpkit.memory.rows import MEMORY
 from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import parameter_count
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.memory import RECOMPUTE, Recompute
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "global_batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
@@ -152,7 +151,7 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
         predict_trace(SMALL, 4, layout=Layout(shard=2))
     with pytest.raises(ConfigError, match="of cpu or cuda, not 'tpu'"):
         predict_trace(SMALL, device="tpu")
-    monkeypatch.setitem(MEMORY["recompute"], "budget", Row(why="", needs_compile="whose graph it divides"))
+    monkeypatch.setitem(RECOMPUTE, "budget", Recompute(settings=RECOMPUTE["budget"].settings, needs_compile="whose graph it divides"))
     for watch in (predict_trace, measure.memory):
         with pytest.raises(ConfigError, match=r"memory\.recompute=budget needs torch\.compile, and what is compiled cannot be"):
             watch(SMALL.replace({"memory.recompute": "budget"}))

@@ -32,7 +32,7 @@ def test_a_linear_and_a_relu_by_hand():
             optimizer.step()
             optimizer.zero_grad()
         del loss
-    held = {"weights": W, "optimizer state": W, "global_batch": x.nbytes}
+    held = {"weights": W, "optimizer state": W, "batch": x.nbytes}
     found = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
     made = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
     # Forward: y lives until relu has made its own, which is kept. The sum is 4 bytes.

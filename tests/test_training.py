@@ -22,7 +22,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
-from lpkit.memory.loss import chunked, whole
+from lpkit.memory.loss import chunked_cross_entropy, full_cross_entropy
 from lpkit.training import checkpoint, runs, sampling, training
 from lpkit.training.background import Series, start, start_each, train
 from lpkit.training.build import Compile
@@ -128,7 +128,7 @@ def weighted(rows: int = 6) -> Batch:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("loss", [whole, partial(chunked, chunk=4)], ids=["whole", "chunked"])
+@pytest.mark.parametrize("loss", [full_cross_entropy, partial(chunked_cross_entropy, chunk=4)], ids=["whole", "chunked"])
 def test_weights_weigh_the_mean(loss, parts):
     """Against float64: sum w_i nats_i / sum w_i over the whole batch, whatever the micro-batches."""
     batch, model = weighted(), Table()
@@ -328,7 +328,7 @@ def test_a_series_names_the_run_at_hand(tiny, tmp_path):
 
 # ---- telemetry
 
-@pytest.mark.parametrize("loss", ["whole", "chunked"])
+@pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_telemetry_sees_into_what_is_compiled(tiny, tmp_path, loss):
     config = tiny.replace({"memory.cross_entropy": loss, "precision.recipe": "bf16", "global_batch": 8})
     torch._dynamo.reset()

@@ -318,6 +318,8 @@ def _check(x: Tensor, fmt: Grid, dtype: torch.dtype | None) -> torch.dtype:
 
 def _check_plain(x: Tensor) -> None:
     """A wrapper such as DTensor has no memory of its own."""
+    if torch.compiler.is_compiling():       # what is traced has been checked, and may not be asked for its layout
+        return
     if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:     # nearly always
         return
     kind = type(x).__name__

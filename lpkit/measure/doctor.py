@@ -100,7 +100,7 @@ def _same(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tolerance: float)
     """The relative error of got against a @ b.T in float64, or UnavailableError when it is no
     product at all."""
     want = a.double().cpu() @ b.double().cpu().T
-    error = float((got.double().cpu() - want).norm() / want.norm())
+    error = float((got.detach().double().cpu() - want).norm() / want.norm())
     if not error <= tolerance:
         raise UnavailableError(f"the product is wrong: relative error {error:.1e}")
     return f"relative error {error:.0e}"
@@ -149,7 +149,7 @@ def _attended(attend: Callable[..., torch.Tensor], device: torch.device) -> str:
     got.sum().backward()
     with torch.no_grad():
         want = plain(*(x.double().cpu() for x in (q, k, v)))
-    error = float((got.double().cpu() - want).norm() / want.norm())
+    error = float((got.detach().double().cpu() - want).norm() / want.norm())
     if not error < 2e-2 or not all(bool(x.grad.isfinite().all()) for x in (q, k, v)):
         raise UnavailableError(f"the result is wrong: relative error {error:.1e}")
     name = str(dtype).removeprefix("torch.")

@@ -305,7 +305,7 @@ class Telemetry:
                     self._batch.append(self._look(name, module, role, matrix.T if role.endswith(".T") else matrix, dtype))
 
     def _look(self, name: str, module: nn.Linear, role: str, x: Tensor, dtype: torch.dtype) -> Sample:
-        ours = getattr(module, "recipe", None) or Recipe(compute=dtype, dtype="", source="")
+        ours = getattr(module, "recipe", None) or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source="")
         recipes = {"": ours, **self._others}
         casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
         tall = {max(GROUP, cast.tile[0]) for cast in casts.values()}        # a draw for each height of blocks

@@ -35,7 +35,7 @@ def what(row: Any) -> str:
         formats = dict.fromkeys(cast.format for pair in casts.values() for cast in pair)
         blocks = dict.fromkeys("x".join(str(side or "all") for side in cast.block) for pair in casts.values() for cast in pair)
         said = f"{', '.join(formats)}, a scale for {', '.join(blocks)}"
-    return said.partition(". ")[0].partition(":\n")[0].replace("\n", " ").strip().rstrip(".")
+    return " ".join(said.partition(". ")[0].split()).rstrip(".")
 
 
 def settings(defaults: Any) -> str:
