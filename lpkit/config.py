@@ -361,7 +361,7 @@ def _set(cls: type, node: Any, path: list[str], value: Any, key: str, config: Co
 
 
 def _other_row(table: Mapping[str, Any], old: Mapping[str, Any], value: Any, key: str) -> Any:
-    """`value` names a row: with its settings, but what was changed in the old row stays where the new one has it too."""
+    """`value` names a row: with its settings, but what was changed in the old row stays where both have it."""
     if not isinstance(value, str):
         return value
     if value == old["name"]:
@@ -369,12 +369,8 @@ def _other_row(table: Mapping[str, Any], old: Mapping[str, Any], value: Any, key
     if value not in table:
         return {"name": value}      # whoever builds the Config says what there is
     before, kinds = dataclasses.asdict(table[old["name"]].settings), _kinds(type(table[value].settings))
-    changed = {one: given for one, given in old.items() if one != "name" and given != before.get(one)}
-    lost = [one for one in changed if one not in kinds]
-    if lost:
-        raise ConfigError(f"{key}={value} has no setting {lost[0]!r}, which {old['name']} was given as {changed[lost[0]]}; "
-                          f"set {key} to {{name: {value}}} with the settings that it has")
-    return {"name": value, **changed}
+    changed = {one: given for one, given in old.items() if one in kinds and given != before.get(one)}
+    return {**changed, "name": value}
 
 
 def _hint(key: str, config: Config) -> str:

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1] / "lpkit"
 ELSEWHERE = {"precision/backends.py", "measure/matrix.py"}
 FACTS = {
     "bits of a format": (r"\b(exponent_bits|mantissa_bits)=\d", "techniques/formats.py"),
-    "largest value of a format": (r"\b(448|57344|65504)\b", "techniques/formats.py"),
+    "largest value of a format": (r"\b(448|57344|65504)\.0\b", "techniques/formats.py"),
     "blocks that share a scale": (r"\(1, (16|32|128)\)|\((16, 16|128, 128)\)", "techniques/recipes.py"),
-    "bytes of a recipe's scale": (r"\bScale\(bytes=|\bscale_bytes=\d", "techniques/recipes.py"),
+    "bytes of a recipe's scale": (r"\bScale\(bytes=|\bscale_bytes=[1-9]", "techniques/recipes.py"),
     "amaxes that are remembered": (r"\b1024\b.*histor|histor.*\b1024\b", "techniques/recipes.py"),
     "state bytes of an optimizer": (r"\bbytes=(FLOAT32|1 \+ FLOAT32)", "techniques/optimizers.py"),
     "numbers that share a scale of 8-bit state": (r"^BLOCK = 256\b", "techniques/optimizers.py"),
@@ -25,7 +25,7 @@ FACTS = {
     "sizes of q, k and v": (r"H \+ 2 \* [a-z.]*G\b", "techniques/blocks.py"),
     "sizes of an MLP": (r"\b2 \* [a-z]+\.F\b", "techniques/blocks.py"),
     "passes over scores": (r"\bscore_passes=\(\d", "techniques/blocks.py"),
-    "bytes of a number in a machine's memory": (r"\bbytes_per_second=\d", "techniques/machines.py"),
+    "memory of a machine": (r"\bmemory_bytes=\d", "techniques/machines.py"),
 }
 
 

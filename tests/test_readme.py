@@ -23,7 +23,7 @@ COMMANDS = [line for line in SHOWN if line.startswith("lpkit ")]
 
 
 # Added to a command: the same work on less. Two sequences a step instead of 16, one timing each.
-LESS = {"train": ["--set", "batch=2"], "bench": ["--rounds", "1"]}
+LESS = {"train": ["--set", "global_batch=2"], "bench": ["--rounds", "1"]}
 
 
 @pytest.mark.slow

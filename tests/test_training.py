@@ -23,7 +23,9 @@ from lpkit.contracts import Batch, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.memory.loss import chunked_cross_entropy, full_cross_entropy
-from lpkit.training import checkpoint, runs, sampling, training
+from lpkit.techniques.changes import GOVERNORS
+from lpkit.techniques.row import Row
+from lpkit.training import checkpoint, runs, sampling
 from lpkit.training.background import Series, start, start_each, train
 from lpkit.training.build import Compile
 from lpkit.training.loop import fit
@@ -173,19 +175,26 @@ class Shrink:
         self.count = state["count"].clone()
 
 
+def shrink(settings):
+    return Shrink()
+
+
 def test_a_governor_changes_the_run_and_resumes_with_it(tiny, tmp_path, monkeypatch):
     plain = train(tiny, out=tmp_path / "plain")
-    monkeypatch.setitem(training.GOVERNORS, "shrink", lambda config: Shrink())
-    whole_run = train(tiny, out=tmp_path / "whole")
-    handle = start(tiny, out=tmp_path / "parts")
+    monkeypatch.setitem(GOVERNORS, "shrink", Row(implementation=f"{__name__}:shrink"))
+    governed = tiny.replace({"governors": "shrink"})
+    whole_run = train(governed, out=tmp_path / "whole")
+    handle = start(governed, out=tmp_path / "parts")
     handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
     handle.result()
-    parts = train(tiny, out=tmp_path / "parts", resume=True)
+    parts = train(governed, out=tmp_path / "parts", resume=True)
     losses = [[line["loss"] for line in run.metrics] for run in (plain, whole_run, parts)]
     assert losses[0] != losses[1] == losses[2]
     assert checkpoint.load_latest(parts.checkpoints)[0].tensors["governor/shrink/count"] == 6
+    with pytest.raises(ConfigError, match="governors was"):
+        train(governed.replace({"steps": 7}), out=tmp_path / "plain", resume=True)
     with pytest.raises(RunFailedError, match="governor/shrink/count first"):
-        train(tiny.replace({"steps": 7}), out=tmp_path / "plain", resume=True)
+        Training.build(governed).load_state_dict(Training.build(tiny).state_dict())
     assert lpkit.sample(parts, tokens=3)
 
 
@@ -361,4 +370,4 @@ def test_training_imports_no_measurement():
 
 def test_random_tokens_are_the_same_at_every_step():
     policy = RandomTokens(Config())
-    assert policy.batch(0) is policy.batch(9) and policy.batch(0).tokens.shape == (Config().batch, Config().model.context)
+    assert policy.batch(0) is policy.batch(9) and policy.batch(0).tokens.shape == (Config().global_batch, Config().model.context)

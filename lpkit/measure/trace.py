@@ -130,7 +130,7 @@ def _decide(config: Config, device: str) -> Decisions:
     if device == "cuda" and not torch.backends.cuda.is_built():
         raise ConfigError("this PyTorch is built without CUDA, whose operations it cannot trace; use device=cpu, which keeps "
                           "the same tensors but for RMSNorm's, or install a CUDA build (it needs no GPU)")
-    asked = config.precision.recipe
+    asked = config.precision.recipe.name
     used = ASSUMED_RECIPE if asked == "auto" else asked
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False, "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}

@@ -5,6 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
+from lpkit.techniques.blocks import MicroBatch, operations
+
+
+def linear(config: ModelConfig, name: str) -> nn.Linear:
+    """The Linear of an operation of the block: its sizes and its bias are those of the row."""
+    op = next(op for op in operations(MicroBatch(model=config)).block if op.name == name)
+    return nn.Linear(*op.matmul, bias=op.params > op.weights)
 
 
 def layernorm(config: ModelConfig) -> nn.Module:
@@ -20,8 +27,7 @@ class GeluMLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.up = nn.Linear(config.D, config.F, bias=config.bias)
-        self.down = nn.Linear(config.F, config.D, bias=config.bias)
+        self.up, self.down = linear(config, "mlp.up"), linear(config, "mlp.down")
 
     def forward(self, x: Tensor) -> Tensor:   # (B, T, D) -> (B, T, D)
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -33,8 +39,7 @@ class SwigluMLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_up = nn.Linear(config.D, 2 * config.F, bias=config.bias)
-        self.down = nn.Linear(config.F, config.D, bias=config.bias)
+        self.gate_up, self.down = linear(config, "mlp.gate_up"), linear(config, "mlp.down")
 
     def forward(self, x: Tensor) -> Tensor:   # (B, T, D) -> (B, T, D)
         gate, up = self.gate_up(x).chunk(2, dim=-1)

@@ -13,7 +13,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.errors import ConfigError
 from lpkit.nn.attention import last_token, sdpa
-from lpkit.nn.layers import rotate
+from lpkit.nn.layers import linear, rotate
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
@@ -43,8 +43,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
-        self.qkv = nn.Linear(config.D, (config.H + 2 * config.G) * config.E, bias=config.biased_qkv)
-        self.out = nn.Linear(config.H * config.E, config.D, bias=config.bias)
+        self.qkv, self.out = linear(config, "attention.qkv"), linear(config, "attention.out")
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from lpkit.precision.error import sqnr_db
 from lpkit.precision.scaled import quantise
-from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.formats import FORMATS, Format, format_of
 from lpkit.techniques.recipes import RECIPES, Cast
 
 SHAPE = (256, 512)
 SHOWN = (32, 128)       # of a picture
 COARSE = 0.1            # relative error beyond which an element counts as coarse
 KINDS = ("fine", "coarse", "flushed to zero", "the outlier")
-FLOOR = {"e4m3": 2.0**-6 / 448}     # a two-level scale cannot be a smaller share of the largest in the tensor
+FLOOR = {"e4m3": FORMATS["e4m3fn"].smallest_normal / FORMATS["e4m3fn"].largest}     # a two-level scale cannot be a smaller share of the largest in the tensor
 NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8")
 
 
