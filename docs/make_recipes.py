@@ -366,7 +366,7 @@ def page(name: str, folder: Path = MEASURED) -> str:
         words["text"].strip(), "", "## Row", "", *([*row(recipe), ""] if recipe.products else []), facts(recipe), "",
         "## Picture", "", f"![{caption(name)}]({name}.svg)", "", caption(name), "",
         "## Train with it", "", f"    lpkit train cpu-3m --set precision.recipe={name}", "",
-        *([*table(("`precision.`", "in this row", "what"), found), ""] if found else ["No setting changes it.", ""]),
+        *([*table(("`precision.recipe.`", "in this row", "what"), found), ""] if found else ["No setting changes it.", ""]),
         "## Hardware", "", *hardware(name), *measured(name, folder), "",
         "## Sources", "", *(f"- [{title}]({url})" for title, url in words["sources"]), ""])
 

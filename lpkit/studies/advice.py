@@ -39,14 +39,13 @@ from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import RECIPES, SCALES, Cast, kept, resolve
+from lpkit.techniques.recipes import RECIPES, SCALES, Cast, kept, resolve, scale_bytes
 from lpkit.techniques.recipes import Recipe as Row
 
 BASES = ("bf16", "fp16", "fp32")
 WORTH = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 MEASURED = resource("data/measured")
-SCALE_BYTES = {"float32": 4, "power-of-two": 1, "power-of-two-floor": 1, "e4m3": 1, "none": 0}
 CATALOGUED = {"mxfp8": "fp8", "nvfp4": "fp4"}       # a recipe's dtype, by the name of its row in a datasheet
 EAGER = 12      # traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log, rowwise
 NOISY = 7       # the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
@@ -170,9 +169,7 @@ def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
 
 
 def _operand(cast: Cast) -> Operand:
-    wide = cast.block[1] == 0 or cast.block[1] > 32     # a scale of its own; those of MX and NVFP4 are one byte
-    return Operand(bits=format_of(cast.format).bits, block=cast.block, transposes=cast.transposes,
-                   scale_bytes=4 if wide else SCALE_BYTES[cast.scale])
+    return Operand(bits=cast.bits, block=cast.block, transposes=cast.transposes, scale_bytes=scale_bytes(cast))
 
 
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None, base: str | None = None,
