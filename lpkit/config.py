@@ -332,7 +332,7 @@ def _who_has(table: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> st
 
 
 def _set(cls: type, node: Any, path: list[str], value: Any, key: str, config: Config) -> None:
-    """Change one leaf of the nested dict of a Config. Raises ConfigError for a key that there is not."""
+    """Change one leaf of the nested dict of a Config. Raises ConfigError for an unknown key."""
     first, rest = path[0], path[1:]
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if first not in fields:

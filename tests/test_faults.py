@@ -11,7 +11,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.studies.bisect import bisect, train
-from lpkit.studies.faults import FAULTS, Plant, plant, promote, search, units
+from lpkit.studies.faults import FAULTS, Injection, inject, low_precision_products, run_in_high_precision, search
 from lpkit.training.training import Training
 
 TINY = Config().replace({
@@ -23,7 +23,7 @@ LAYER = "blocks.0.attention.qkv"
 def training_with(fault: str | None, recipe: str, **settings):
     training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.recipe.high_precision_layers": "head", "precision.backend": "emulated"}))
     if fault is not None:
-        plant(training.model, Plant(fault=fault, layers=(LAYER,)))
+        inject(training.model, Injection(fault=fault, layers=(LAYER,)))
     return training, telemetry.attach(training, None, every=1, rows=None, layers=(LAYER,), counterfactuals=(), **settings)
 
 
@@ -47,7 +47,7 @@ def test_in_16_bits_a_fault_changes_no_bit(name):
     losses = []
     for planted in (None, name):
         training, _ = training_with(planted, FAULTS[name].recipe)
-        promote(training.model, units(training.model))
+        run_in_high_precision(training.model, low_precision_products(training.model))
         losses.append(train(training, 0, 1))
     assert losses[0] == losses[1]
 
@@ -63,14 +63,14 @@ def test_a_zero_block_is_harmless_to_the_kit_itself():
 
 
 @pytest.mark.parametrize("settings, said", [
-    (Plant(fault="stale-max"), "stale-amax"),
-    (Plant(fault="stale-amax", layers=("blocks.9.*",)), "matches no low-precision Linear"),
-    (Plant(fault="stale-amax"), "has no history to spoil"),
+    (Injection(fault="stale-max"), "stale-amax"),
+    (Injection(fault="stale-amax", layers=("blocks.9.*",)), "matches no low-precision Linear"),
+    (Injection(fault="stale-amax"), "has no history to spoil"),
 ])
 def test_a_plant_that_cannot_be(settings, said):
     model = Training.build(TINY.replace({"precision.recipe": "fp8-tensorwise"})).model
     with pytest.raises(ConfigError, match=said):
-        plant(model, settings)
+        inject(model, settings)
 
 
 # ---- the search, on losses made up ---------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
 @pytest.mark.parametrize("fault, layer", [("stale-amax", "blocks.0.mlp.down"), ("zero-amax-block", "blocks.1.mlp.up")])
 def test_bisect_finds_what_was_planted(fault, layer):
     """After 150 steps every seed loses to a stale amax; after 60 one in three does not."""
-    found = bisect(TINY, Plant(fault=fault, layers=(layer,)), seeds=2, warm_steps=150, steps=6)
+    found = bisect(TINY, Injection(fault=fault, layers=(layer,)), seeds=2, warm_steps=150, steps=6)
     assert {name for name, _ in found.culprits} == {layer} and found.certainty != "low"
 
 
@@ -204,7 +204,7 @@ def test_bisect_finds_nothing_where_nothing_is():
 
 
 @pytest.mark.parametrize("suspect, said", [("mxfp9", "mxfp8"), ("bf16", "no low-precision product"),
-                                           (Plant(fault="x"), "no fault")])
+                                           (Injection(fault="x"), "no fault")])
 def test_a_suspect_that_cannot_be(suspect, said):
     with pytest.raises(ConfigError, match=said):
         bisect(TINY, suspect, seeds=1, warm_steps=0, steps=1)

@@ -91,9 +91,9 @@ def test_a_step_beside_the_ceilings():
     found = roofline(config, device="cpu", rounds=3)
     names = [p.name for p in found.product_rates]
     assert len(names) == len(set(names)) == 3 * len(products(config.model, batch=2))
-    assert len(found.floors) == len(found.phases) == 3 and min(found.over_floor) > 0
+    assert len(found.floors) == len(found.phases) == 3 and min(found.ratio_to_floor) > 0
     assert found.seconds["step"] >= found.seconds["forward"] > 0 and found.floor_seconds["step"] > 0
-    assert 0 <= found.disturbed < 1.1
+    assert 0 <= found.other_cpu_share < 1.1
     assert found.machine.flops.keys() == {found.precision.used}
 
 
@@ -108,7 +108,7 @@ def test_a_step_is_measured_with_its_choices():
 def test_models_take_turns():
     small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1, "precision.recipe": "fp32"})
     found = turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu", rounds=2)
-    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.disturbed < 1.1      # 96 times the work
+    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1      # 96 times the work
     assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
 
 

@@ -16,7 +16,7 @@ from lpkit.errors import ConfigError
 from lpkit.predict import predict
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
-from lpkit.predict.plan import MICRO, USABLE, largest_model, plan
+from lpkit.predict.plan import MICRO_BATCH_SIZES, USABLE_MEMORY_SHARE, largest_model, plan
 from lpkit.predict.time import bill, step_time
 from lpkit.presets import preset
 from lpkit.techniques import machines
@@ -88,7 +88,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
     for tensor, pipeline, shard, data in itertools.product((1, 2, 4, 8), repeat=4):
         if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
             continue
-        for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8), MICRO, by_cost()):
+        for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8), MICRO_BATCH_SIZES, by_cost()):
             share = config.global_batch // (data * shard)
             if (pipeline > 1 and zero == 3) or (zero == 1 and data > 1) or (pipeline == 1 and chunks > 1):
                 continue
@@ -103,7 +103,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
                 continue
             now = replace(config, grad_accum_steps=config.global_batch // micro)
             how = {"precision": "bf16-master", "recompute": recompute}
-            if memory(now, on, layout=layout, **how).peak_bytes <= USABLE * on.memory_bytes:
+            if memory(now, on, layout=layout, **how).peak_bytes <= USABLE_MEMORY_SHARE * on.memory_bytes:
                 seconds.append(bill(step_time(now, on, layout, **how), on, tokens).seconds)
     return min(seconds)
 
@@ -121,7 +121,7 @@ def test_options_fit_are_ranked_and_within_the_limits():
     times = [option.paid.seconds for option in found.options]
     assert times == sorted(times) and times[-1] <= 30 * 86_400
     for option in found.options:
-        assert option.paid.cost <= 1e6 and option.held.peak_bytes <= USABLE * 141e9
+        assert option.paid.cost <= 1e6 and option.held.peak_bytes <= USABLE_MEMORY_SHARE * 141e9
         assert option.layout.devices == math.prod(getattr(option.layout, axis) for axis in
                                                   ("data", "shard", "tensor", "pipeline", "context"))
         check(LLAMA, option.layout)
@@ -221,8 +221,8 @@ def test_what_is_not_feasible_says_by_how_much():
 
 
 def test_the_formula_of_the_largest_model():
-    assert largest_model("h200", 64) == pytest.approx(USABLE * 141e9 * 64 / 16)      # ZeRO's 2 + 2 + 12 bytes
-    assert largest_model("h200", 1, optimizer="sgd") == pytest.approx(USABLE * 141e9 / 8)
+    assert largest_model("h200", 64) == pytest.approx(USABLE_MEMORY_SHARE * 141e9 * 64 / 16)      # ZeRO's 2 + 2 + 12 bytes
+    assert largest_model("h200", 1, optimizer="sgd") == pytest.approx(USABLE_MEMORY_SHARE * 141e9 / 8)
 
 
 @pytest.mark.parametrize("text, value", [

@@ -34,10 +34,10 @@ def test_formula_and_step_agree_and_what_is_exact_is():
         assert row.losses == pytest.approx(found["plain"].losses, rel=1e-2) and len(row.losses) == 2, name
         if memory_techniques.TECHNIQUES[name].exact:
             assert row.losses == found["plain"].losses, name
-    assert found["plain"].times_plain == said["plain"].times_plain == 1
+    assert found["plain"].slowdown == said["plain"].slowdown == 1
     # recomputing all blocks adds a forward pass to three, less head and loss
-    assert 1 < said["recompute, every 2nd"].times_plain < said["recompute"].times_plain < 4 / 3
-    assert said["8-bit moments"].times_plain is None
+    assert 1 < said["recompute, every 2nd"].slowdown < said["recompute"].slowdown < 4 / 3
+    assert said["8-bit moments"].slowdown is None
 
 
 def test_few_bits_err_as_normal_numbers_do():

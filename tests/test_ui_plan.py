@@ -10,7 +10,7 @@ import pytest
 from lpkit.predict import CATALOGUE
 from lpkit.predict.frontier import frontier, grid, triangle
 from lpkit.predict.ledger import memory
-from lpkit.predict.plan import USABLE, plan
+from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
 from lpkit.predict.published import calibrated, published
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
@@ -48,7 +48,7 @@ def test_the_stairs_end_at_the_peak_and_at_the_step(found):
         assert sum(sum(trace["x"]) for trace in shown) == pytest.approx(option.step.step_seconds)
         hidden = [x for trace in times if "hidden" in trace["name"] for x in trace["x"]]
         assert sum(hidden) == pytest.approx(sum(row.hidden_seconds for row in option.step.rows))
-        assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [80e9, USABLE * 80e9]
+        assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [80e9, USABLE_MEMORY_SHARE * 80e9]
 
 
 def test_every_row_opens_to_its_formula_and_source(found):
@@ -118,7 +118,7 @@ def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():
     assert [one.name for one in made] == ["llama-70b, 100B tokens, 64 h200", "llama-70b, 1.00T tokens, 64 h200"]
     assert {one.config for one in made} == {best.config} and best.config.parallel == best.layout
     held = memory(made[0].config, "h200")
-    assert held.peak_bytes == best.held.peak_bytes <= USABLE * H200.memory_bytes
+    assert held.peak_bytes == best.held.peak_bytes <= USABLE_MEMORY_SHARE * H200.memory_bytes
     point = triangle(made)[1]
     assert point.values["days"] == pytest.approx(best.paid.seconds / 86_400)
     assert point.values["dollars"] == pytest.approx(best.paid.cost)

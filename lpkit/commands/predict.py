@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that fits")
     parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-pure (weights in 16 bits); by default the config's")
     parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by default the config's")
-    parser.add_argument("--recompute", help="none, selective, block: what runs again in backward; by default the "
+    parser.add_argument("--recompute", help="none, selective, block: what is recomputed in backward; by default the "
                         "config's, or the first of these that fits")
     parser.add_argument("--measure", action="store_true", help="also run an update here, and put both side by side")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")

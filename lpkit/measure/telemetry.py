@@ -230,7 +230,7 @@ class Telemetry:
     counterfactuals: names of recipes to compare with; None: all but fp32
     rows:            drawn of each tensor; None: every row, which costs more than 5% of a small model's step
     path:            a JSON line per sample is appended; None: `samples` alone
-    Raises ConfigError for a name that there is not.
+    Raises ConfigError for an unknown name.
     """
 
     model: nn.Module

@@ -227,7 +227,7 @@ class RooflineMeasurement:
     product_seconds: dict[Product, float]   # best time of one call, forward and backward, each alone
     floors: tuple[StepTime, ...]           # by round
     phases: tuple[tuple[float, float, float], ...]   # forward, backward, optimizer seconds by round
-    disturbed: float                    # share of the CPUs' time that other processes took meanwhile
+    other_cpu_share: float                    # share of the CPUs' time that other processes took meanwhile
     precision: Choice
     attention: Choice
     where: str
@@ -242,7 +242,7 @@ class RooflineMeasurement:
         return self._medians(self.phases)
 
     @property
-    def over_floor(self) -> list[float]:
+    def ratio_to_floor(self) -> list[float]:
         """How many times its floor the step of each round took."""
         return [sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors)]
 
@@ -270,7 +270,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     phases, others, begun = [], _others_seconds(), time.perf_counter()
     times = interleaved_seconds([*squares.values(), sweep, *alone.values(),
                                  lambda: phases.append(bench.update())], rounds=rounds)
-    disturbed = _disturbed(others, begun)
+    other_cpu_share = _other_cpu_share(others, begun)
     # the model's own products count too: one of their shapes may suit the machine better than a square
     flops = [*(2 * n**3 for n in squares), 0, *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
@@ -281,7 +281,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
         machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
         product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares) + 1:])},
         floors=tuple(step_floor(config, one, precision=dtype) for one in each), phases=tuple(phases[1:]),
-        disturbed=disturbed,
+        other_cpu_share=other_cpu_share,
         precision=bench.precision, attention=bench.attention, where=bench.where)
 
 
@@ -290,7 +290,7 @@ class Turns:
     """Updates of several models that took turns, so that a slow moment of the machine met all of them."""
 
     seconds: tuple[float, ...]          # of each model's update: the best of its turns
-    disturbed: float                    # share of the CPUs' time that other processes took meanwhile
+    other_cpu_share: float                    # share of the CPUs' time that other processes took meanwhile
     precision: Choice                   # of the last model
     where: str
 
@@ -300,11 +300,11 @@ def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int =
     benches = [Bench(config, device) for config in configs]
     others, begun = _others_seconds(), time.perf_counter()
     times = interleaved_seconds([bench.update for bench in benches], rounds=rounds)
-    return Turns(seconds=tuple(map(min, times)), disturbed=_disturbed(others, begun), precision=benches[-1].precision,
+    return Turns(seconds=tuple(map(min, times)), other_cpu_share=_other_cpu_share(others, begun), precision=benches[-1].precision,
                  where=f"{benches[-1].where}, the best of {rounds} turns")
 
 
-def _disturbed(others: float, begun: float) -> float:
+def _other_cpu_share(others: float, begun: float) -> float:
     """Share of the CPUs' time since `begun` that was not this process's; `others` is what `_others_seconds` said then."""
     return max(0.0, _others_seconds() - others) / ((time.perf_counter() - begun) * psutil.cpu_count())
 

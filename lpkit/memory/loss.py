@@ -7,7 +7,7 @@ go further and keep the logits out of memory altogether.
 
 A piece of n tokens holds n V (c + 8) bytes at its worst, c those of a number in the head's product: the logits, in float32
 once more where c is less, and their log-probabilities, which become the gradient in place. The head's own forward runs, so
-whatever it is (tied, cast to few bits) stays what it is. Gradients are those of the sum over tokens, divided by their number
+whatever it is (tied, cast to low precision) stays what it is. Gradients are those of the sum over tokens, divided by their number
 in backward: in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to float32
 rounding: of the exponential, and of the head's gradient, a sum over pieces.
 """

@@ -5,7 +5,7 @@ backward. Weights and their casts stay: they exist anyway. So do tensors with le
 block's input: statistics of norms, log-sums of attention, a few of the bytes, and what the rest depends on. A tensor
 that several operations save goes once.
 
-On the host or on a disk nothing changes but the time. In few bits a tensor comes back as another one that has it as its mean:
+On the host or on a disk nothing changes but the time. In low precision a tensor comes back as another one that has it as its mean:
 groups of 256 numbers are spread between their least and their largest, and rounded stochastically (ActNN, Chen et al. 2021,
 https://arxiv.org/abs/2104.14129). What is linear in it, so the gradient of a weight whose input it is, is right on average.
 What is not, the derivatives of norms, softmax and gelu, is off by a second-order term; docs/memory.md says how much.

@@ -1,4 +1,4 @@
-"""A matrix in few bits, and the product that consumes two of them.
+"""A matrix in low precision, and the product that consumes two of them.
 
 Every granularity of scaling is a block shape (rows, columns) that shares one scale: tensorwise (all, all), rowwise
 (1, all), DeepSeek's activations (1, 128) and weights (128, 128), MX (1, 32), NVFP4 (1, 16) and (16, 16). Operands have

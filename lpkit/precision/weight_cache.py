@@ -1,4 +1,4 @@
-"""What becomes of a weight's casts between the micro-batches of an update: made anew in each, or kept.
+"""What becomes of a weight's casts between the micro-batches of an update: cast again in each, or kept.
 
 A weight changes in the optimizer's step alone, so the second micro-batch casts the same numbers to the same values. To keep
 them costs `weight_cache_bytes` a Linear, from the first micro-batch to the end of the last (Transformer Engine's

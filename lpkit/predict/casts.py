@@ -1,7 +1,7 @@
 """What low precision casts: passes over each operand, seconds of a Linear, bytes that are kept.
 
 A recipe casts the two operands of each of a Linear's three products (y = x w^T, dx = g w,
-dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in few bits and up
+dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in low precision and up
 to six casts, which read and write whole tensors. Products grow with M N K, casts with M K, M N and
 N K: width decides. Seconds, bytes, FLOP/s.
 

@@ -40,11 +40,11 @@ from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_tw
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
 
-USABLE = 0.92               # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
+USABLE_MEMORY_SHARE = 0.92               # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
 MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
 MOST_CHUNKS = 8             # of a stage: as Llama 3
-MICRO = (1, 2, 4, 8)
+MICRO_BATCH_SIZES = (1, 2, 4, 8)
 UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
 UNTRAINED = {       # precisions that no config names, and what to plan with instead
@@ -161,7 +161,7 @@ class Plan:
             "largest_parameters": best and largest_model(
                 m, best.layout.devices, precision=best.precision, optimizer=best.optimizer),
             "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
-                        "usable_bytes": USABLE * m.memory_bytes,
+                        "usable_bytes": USABLE_MEMORY_SHARE * m.memory_bytes,
                         "price_per_hour": m.price_per_hour, "watts": m.watts, "source": m.source,
                         "price_source": m.price_source, "network": m.network},
             "factor": best.step.factor if best else 1.0,
@@ -322,7 +322,7 @@ class _Search:
         for zero in stages:
             for interleave in self._chunks(layout, share):
                 variant = replace(layout, zero=zero, interleave=interleave)
-                for micro in MICRO:
+                for micro in MICRO_BATCH_SIZES:
                     if share % micro or (interleave > 1 and share // micro % layout.pipeline):
                         break
                     config = replace(self.config, grad_accum_steps=self.config.global_batch // micro)
@@ -371,7 +371,7 @@ class _Search:
         return (1, fits[-1]) if fits[-1] > 1 else (1,)
 
     def _missed(self, held: Memory) -> float:
-        return held.peak_bytes - USABLE * self.on.memory_bytes
+        return held.peak_bytes - USABLE_MEMORY_SHARE * self.on.memory_bytes
 
     def _held(self, config: Config, layout: Layout, recompute: str) -> Memory:
         self.evaluations += 1
@@ -393,7 +393,7 @@ def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str 
     upper bound, since activations want room too."""
     rows = model_states(1, precision=precision, optimizer=optimizer)
     per_parameter = sum(row.bytes for row in rows)
-    return USABLE * machines.find(machine).memory_bytes * devices / per_parameter
+    return USABLE_MEMORY_SHARE * machines.find(machine).memory_bytes * devices / per_parameter
 
 
 def _optimal(option: Option, budget: float) -> tuple[dict[str, Any], ...]:

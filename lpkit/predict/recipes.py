@@ -65,7 +65,7 @@ class Low:
     def forward_bytes(self, x: float, y: float, w: float) -> float:
         """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the
         result; where one layout does not serve both products, x and w as the forward casts them, x
-        turned round (or mixed, in float32), and what waits for the result."""
+        transposed (or mixed, in float32), and what waits for the result."""
         if self.x[0] == self.x[1]:
             return BF16 * (x + y)
         turned = 2 * FP32 if self.bits < 8 else BF16

@@ -286,7 +286,7 @@ class _Rank:
         self.tensor_link = link(on, layout, "tensor", efficiency)
         self.group_bytes = sequences * m.T // layout.context * m.D * p.compute
         self.tensor_once = all_gather_seconds(self.group_bytes, self.tensor_link)
-        # what runs again in backward, on average over the layers
+        # what is recomputed in backward, on average over the layers
         self.again = RECOMPUTE[recompute.name].repeats
         attends = "attention" in self.again or (self.unfused and "unfused attention" in self.again)
         self.repeated = blocks * (

@@ -64,8 +64,8 @@ class Share:
     low: Low | None         # how the Linears of the blocks are cast,
     last_is_kept: bool      # but for those of the last
     native: bool            # by hardware: in as many bits as the format has
-    packed: float = 0.0     # at work while forward puts a tensor into few bits
-    fetched: float = 0.0    # what comes back from elsewhere, or from few bits, at a time
+    packed: float = 0.0     # at work while forward puts a tensor into low precision
+    fetched: float = 0.0    # what comes back from elsewhere, or from low precision, at a time
 
     @cached_property
     def tokens(self) -> float:

@@ -8,7 +8,7 @@ and without. What a machine reaches of its datasheet is, in this order: a record
 of that machine in data/measured; else an assumption with its source. A recorded `fp8-step` bench of
 the same model replaces the prediction altogether.
 
-A recipe with fewer bits is taken only when its step is WORTH times as fast: a step in 8 bits teaches a little less, and
+A recipe with fewer bits is taken only when its step is MIN_WORTHWHILE_SPEEDUP times as fast: a step in 8 bits teaches a little less, and
 what counts is the time to an equal loss.
 """
 
@@ -43,12 +43,12 @@ from lpkit.techniques.recipes import RECIPES, SCALES, Cast, kept, resolve, scale
 from lpkit.techniques.recipes import Recipe as Row
 
 BASES = ("bf16", "fp16", "fp32")
-WORTH = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
+MIN_WORTHWHILE_SPEEDUP = 1.11    # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 MEASURED = resource("data/measured")
 CATALOGUED = {"mxfp8": "fp8", "nvfp4": "fp4"}       # a recipe's dtype, by the name of its row in a datasheet
 EAGER = 12      # traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log, rowwise
-NOISY = 7       # the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
+NOISY_CAST_TRAFFIC = 7       # the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
 WINDOW = 5      # steps whose mean loss counts as the loss of a moment
 
 Train = Callable[..., Any]      # lpkit.train: (config, out=folder) -> Run
@@ -100,7 +100,7 @@ class Advice:
     plans: tuple[Plan, ...]
     efficiency: Efficiency
     measured: tuple[Measured, ...] = ()
-    sources: tuple[str, ...] = field(default=(f"worth it above {WORTH}x: {WORTH_SOURCE}",))
+    sources: tuple[str, ...] = field(default=(f"worth it above {MIN_WORTHWHILE_SPEEDUP}x: {WORTH_SOURCE}",))
 
     def __getitem__(self, recipe: str) -> Plan:
         return next(plan for plan in self.plans if plan.recipe == recipe)
@@ -165,7 +165,7 @@ def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
     inside = any(cast.block[1] > 1 and not SCALES[cast.scale].folds for cast in operands)
     dtype, bits = ("fp32", 32) if inside or base == "fp32" else (base, 16)
     made = emulated(recipe, dtype=dtype, bits=bits, folded=all(SCALES[cast.scale].folds for cast in operands))
-    return replace(made, cast_factor=NOISY) if row.stochastic else made
+    return replace(made, cast_factor=NOISY_CAST_TRAFFIC) if row.stochastic else made
 
 
 def _operand(cast: Cast) -> Operand:
@@ -250,7 +250,7 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
     chosen, reached = None, 1.0
     for bits in sorted({_bits(plan) for plan in native}, reverse=True):
         best = max((plan for plan in native if _bits(plan) == bits), key=lambda plan: plan.speedup)
-        if best.speedup >= WORTH * reached:
+        if best.speedup >= MIN_WORTHWHILE_SPEEDUP * reached:
             chosen, reached = best, best.speedup
     if chosen is not None:
         cost = chosen.cost
@@ -263,7 +263,7 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
         return base, (f"{base}: at these widths the casts cost more than the products save ({best.recipe}: "
                       f"{best.speedup:.2f} times the speed, {best.source})")
     return base, (f"{base}: at these widths the casts take most of what the products save ({best.recipe}: a step "
-                  f"{best.speedup:.2f} times as fast, {best.source}; below {WORTH} it loses at equal loss)")
+                  f"{best.speedup:.2f} times as fast, {best.source}; below {MIN_WORTHWHILE_SPEEDUP} it loses at equal loss)")
 
 
 # Recorded benches.

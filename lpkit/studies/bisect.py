@@ -1,7 +1,7 @@
 """Which layer and product lose the loss: `lpkit.studies.faults.search` over short runs of a Config.
 
     print(bisect(config, "nvfp4"))                                              # a recipe
-    print(bisect(config, Plant(fault="stale-amax", layers=("blocks.1.mlp.up",))))
+    print(bisect(config, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
 
 A fresh model's loss hardly depends on its layers, so each seed is first trained for `warm_steps` in 16 bits. All runs
 continue from there, on the same batches, and differ in what is promoted to 16 bits alone. Deterministic.
@@ -19,17 +19,28 @@ from lpkit.errors import ConfigError, nearest, pick
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import Sample
 from lpkit.precision.linear import scaled_linears
-from lpkit.studies.faults import FAULTS, NUDGES, Finding, Plant, Unit, hidden, plant, promote, search, units
+from lpkit.studies.faults import (
+    FAULTS,
+    NUDGES,
+    Finding,
+    Injection,
+    Unit,
+    inject,
+    low_precision_products,
+    random_injection,
+    run_in_high_precision,
+    search,
+)
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
 
-def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: int = 120, steps: int = 8) -> Finding:
+def bisect(config: Config, suspect: str | Injection, *, seeds: int = 3, warm_steps: int = 120, steps: int = 8) -> Finding:
     """`suspect`: a recipe, a fault (in every layer), or a Plant; a fault brings its own recipe. `steps` of each run.
 
-    Raises ConfigError for a suspect that there is not, and for a recipe without low-precision products.
+    Raises ConfigError for an unknown suspect, and for a recipe without low-precision products.
     """
-    planted = suspect if isinstance(suspect, Plant) else Plant(fault=suspect) if suspect in FAULTS else None
+    planted = suspect if isinstance(suspect, Injection) else Injection(fault=suspect) if suspect in FAULTS else None
     if planted is None and suspect not in RECIPES:
         raise ConfigError(f"there is no recipe or fault {suspect!r}; {nearest(suspect, [*RECIPES, *FAULTS])}")
     recipe = suspect if planted is None else pick(FAULTS, planted.fault, "fault").recipe
@@ -43,7 +54,7 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
     def start(seed: int) -> Training:
         return warmed(config.replace({"seed": config.seed + seed}), warm_steps)
 
-    candidates = units(start(0).model) if seeds > 0 else []
+    candidates = low_precision_products(start(0).model) if seeds > 0 else []
     if seeds > 0 and not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a recipe of 8 or 4 bits")
 
@@ -53,8 +64,8 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
             for p in training.model.parameters():
                 p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)
         if planted is not None:
-            plant(training.model, planted)
-        promote(training.model, promoted)
+            inject(training.model, planted)
+        run_in_high_precision(training.model, promoted)
         nothing = math.log(config.model.vocab)      # what a run that breaks is worth: it knows nothing
         return statistics.fmean(min(value, nothing) if math.isfinite(value) else nothing
                                 for value in train(training, warm_steps, warm_steps + steps))
@@ -63,26 +74,27 @@ def bisect(config: Config, suspect: str | Plant, *, seeds: int = 3, warm_steps: 
     return search(name, candidates, loss, seeds=seeds)
 
 
-def watched(config: Config, planted: Plant, *, every: int = 5) -> list[Sample]:
+def train_with_telemetry(config: Config, planted: Injection, *, every: int = 5) -> list[Sample]:
     """Train `config` with a fault in it, under the fault's recipe, and return what the telemetry saw; no other trace."""
     training = Training.build(config.replace({"precision.recipe": FAULTS[planted.fault].recipe, "system.compile": False}))
-    plant(training.model, planted)
+    inject(training.model, planted)
     seen = telemetry.attach(training, every=every)
     train(training, 0, config.steps)
     return seen.samples
 
 
-def hide(config: Config, fault: str, seed: int) -> Plant:
+def hidden_injection(config: Config, fault: str, seed: int) -> Injection:
     """`fault` in a layer of `config`'s model that only `seed` knows. Raises ConfigError for an unknown fault."""
     recipe = pick(FAULTS, fault, "fault").recipe
-    return hidden(Training.build(config.replace({"precision.recipe": recipe, "system.compile": False})).model, fault, seed)
+    model = Training.build(config.replace({"precision.recipe": recipe, "system.compile": False})).model
+    return random_injection(model, fault, seed)
 
 
 def warmed(config: Config, steps: int) -> Training:
     """The training of `config`, after `steps` with every product in 16 bits."""
     training = Training.build(config)
     recipes = {layer: layer.recipe for layer in scaled_linears(training.model)}
-    promote(training.model, units(training.model))
+    run_in_high_precision(training.model, low_precision_products(training.model))
     train(training, 0, steps)
     for layer, recipe in recipes.items():
         layer.recipe = recipe

@@ -1,6 +1,6 @@
 """The failure lab: what goes wrong in low-precision training, put in on purpose, and the search for where it is.
 
-    plant(model, Plant(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and look at the telemetry
+    inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and look at the telemetry
     search(units, loss)                                                     # which layer and product: promote halves
 
 A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or its operands. None of
@@ -184,14 +184,14 @@ FAULTS: dict[str, Fault] = {
 # ---- planting and promoting ------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
-class Plant:
+class Injection:
     """A fault in the Linears that match one of `layers`, by default in all that are low-precision."""
 
     fault: str
     layers: tuple[str, ...] = ("*",)
 
 
-def plant(model: nn.Module, what: Plant) -> nn.Module:
+def inject(model: nn.Module, what: Injection) -> nn.Module:
     """Put it in, in place. Raises ConfigError for an unknown fault, or a pattern that no low-precision Linear matches."""
     fault = pick(FAULTS, what.fault, "fault")
     layers = {layer.name: layer for layer in scaled_linears(model)}
@@ -205,20 +205,20 @@ def plant(model: nn.Module, what: Plant) -> nn.Module:
     return model
 
 
-def hidden(model: nn.Module, fault: str, seed: int) -> Plant:
+def random_injection(model: nn.Module, fault: str, seed: int) -> Injection:
     """The fault in one low-precision Linear, drawn from `seed`: for whoever wants to find it."""
-    return Plant(fault=fault, layers=(random.Random(seed).choice([layer.name for layer in scaled_linears(model)]),))
+    return Injection(fault=fault, layers=(random.Random(seed).choice([layer.name for layer in scaled_linears(model)]),))
 
 
 Unit = tuple[str, str]      # layer, product
 
 
-def units(model: nn.Module) -> list[Unit]:
+def low_precision_products(model: nn.Module) -> list[Unit]:
     """Every product that is low-precision, layer by layer."""
     return [(layer.name, product) for layer in scaled_linears(model) for product in layer.recipe.products]
 
 
-def promote(model: nn.Module, which: Sequence[Unit]) -> nn.Module:
+def run_in_high_precision(model: nn.Module, which: Sequence[Unit]) -> nn.Module:
     """Run these products in 16 bits, in place."""
     for layer in scaled_linears(model):
         layer.recipe = replace(layer.recipe, **{product: None for name, product in which if name == layer.name})

@@ -64,14 +64,14 @@ TECHNIQUES: dict[str, Technique] = {
 
 
 def with_technique(config: Config, name: str) -> Config:
-    """Raises ConfigError for a name that there is not."""
+    """Raises ConfigError for an unknown name."""
     return config.replace(dict(pick(TECHNIQUES, name, "technique").settings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
     memory: Memory
-    times_plain: float | None       # None: no formula
+    slowdown: float | None       # None: no formula
 
     @property
     def peak_bytes(self) -> float:
@@ -86,14 +86,14 @@ def predicted(config: Config, machine: Machine, names: Iterable[str] = tuple(TEC
         changed = with_technique(config, name)
         held = memory(changed, machine, attention=config.model.attention)
         times = step_time(changed, machine).step_seconds / seconds if TECHNIQUES[name].flops else None
-        found[name] = Predicted(memory=held, times_plain=times)
+        found[name] = Predicted(memory=held, slowdown=times)
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     footprint: Footprint
-    times_plain: float              # median over the rounds, each against the plain step of the same round
+    slowdown: float              # median over the rounds, each against the plain step of the same round
     seconds: float                  # median
     losses: tuple[float, ...]       # of the first updates, on the same batch
 
@@ -117,7 +117,7 @@ def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device
     seconds = interleaved_seconds(runners, rounds=rounds)
     plain = seconds[0]
     return {name: Measured(footprint=footprints[name], losses=tuple(losses[name]), seconds=statistics.median(times),
-                           times_plain=statistics.median(t / p for t, p in zip(times, plain)))
+                           slowdown=statistics.median(t / p for t, p in zip(times, plain)))
             for name, times in zip(names, seconds)}
 
 

@@ -116,7 +116,7 @@ class MicroBatch:
 
     @property
     def turns(self) -> bool:
-        """Whether q and k are made anew between their product and attention."""
+        """Whether q and k are computed again between their product and attention."""
         return POSITIONS[self.model.position].turns or self.model.qk_norm
 
 

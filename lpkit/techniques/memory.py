@@ -1,6 +1,6 @@
 """What a step keeps, where and in how many bits: a family for each field of `config.memory`, the plain way first.
 
-A row says what the predictor needs of it: bytes, and what runs again. `problem` says why it cannot be beside the rest of a
+A row says what the predictor needs of it: bytes, and what is recomputed. `problem` says why it cannot be beside the rest of a
 Config, and the way out; empty: it can. Implementations are in `lpkit.memory`.
 """
 

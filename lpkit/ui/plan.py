@@ -12,7 +12,7 @@ from lpkit.config import Config
 from lpkit.predict.compare import Row, percent
 from lpkit.predict.ledger import MOMENTS
 from lpkit.predict.params import parameter_count
-from lpkit.predict.plan import USABLE, Option, Plan, plan
+from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, Law
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, GRID, INK, html_table
@@ -75,7 +75,7 @@ def option_figure(option: Option, found: Plan) -> dict:
     below = ROW_PIXELS * len(times)
     height = ROW_PIXELS * len(sizes) + GAP_PIXELS + below
     limit = on.memory_bytes if held.peak_bytes > 0.1 * on.memory_bytes else None   # far outside it would squeeze the stairs
-    ends = f"; dotted: the usable {USABLE:.0%} of {quantity(on.memory_bytes, 'bytes')}" if limit else ""
+    ends = f"; dotted: the usable {USABLE_MEMORY_SHARE:.0%} of {quantity(on.memory_bytes, 'bytes')}" if limit else ""
     cost = "" if option.paid.cost is None else f", {_dollars(option)}"
     title = f"{option.layout.devices:,} x {on.title}: {duration(option.paid.seconds)}{cost}, MFU {step.mfu:.0%}"
     axis = {"exponentformat": "SI", "rangemode": "tozero", "zeroline": False}
@@ -88,7 +88,7 @@ def option_figure(option: Option, found: Plan) -> dict:
         "xaxis2": {**axis, "ticksuffix": "s", "anchor": "y2", "range": [0, 1.14 * step.step_seconds],
                    "title": {"text": f"seconds of a step of {quantity(step.tokens, 'tokens')}"}},
         "yaxis2": {**names, "domain": [0, below / height], "categoryarray": [row[0] for row in times], "anchor": "x2"},
-        "shapes": [_line(limit), _line(USABLE * limit, dash="dot")] if limit else []}}
+        "shapes": [_line(limit), _line(USABLE_MEMORY_SHARE * limit, dash="dot")] if limit else []}}
 
 
 def _stairs(rows: Sequence[tuple[str, float, float, str]], colour: str | list[str], unit: str, *,
