@@ -1,6 +1,7 @@
 """lpkit: predict, run and reconcile what makes training Transformers cheaper.
 
-Importing this package imports neither torch nor any other dependency: the names below load on first use.
+Importing this package imports neither torch nor any other dependency: the names below load on first
+use.
 """
 
 __version__ = "0.1.0"

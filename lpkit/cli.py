@@ -1,6 +1,8 @@
-"""The command line: find the command, run it, print one object. Everything else goes to standard error.
+"""The command line: find the command, run it, print one object. Everything else goes to standard
+error.
 
-Exit codes: 0 done; 2 the input was wrong (one sentence says what and the way out); 130 interrupted; 143 terminated.
+Exit codes: 0 done; 2 the input was wrong (one sentence says what and the way out); 130 interrupted;
+143 terminated.
 """
 
 import argparse
@@ -16,7 +18,8 @@ from lpkit.training.runs import RunFailedError
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
-    "doctor": "what this machine can do, and for what it cannot, why and the nearest thing that works",
+    "doctor": "what this machine can do, and for what it cannot, why and the nearest thing that "
+    "works",
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
     "plan": "which layouts train a model on time and within a budget, and why the rest do not",
     "advise": "whether low precision would be faster for a model on a machine, and why",
@@ -31,7 +34,8 @@ COMMANDS = {
 def usage() -> str:
     lines = text_table(COMMANDS.items(), indent="  ")
     return "\n".join(["usage: lpkit COMMAND [...] [--json]", "", lines, "",
-                      "`lpkit COMMAND --help` explains one; --json prints one object on standard output."])
+                      "`lpkit COMMAND --help` explains one; --json prints one object on standard "
+                      "output."])
 
 
 def complain(sentence: object) -> int:
@@ -59,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     command = importlib.import_module(f"lpkit.commands.{name}")
     parser = _Parser(prog=f"lpkit {name}", description=command.__doc__,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard "
+                        "output")
     command.arguments(parser)
     args = parser.parse_args(argv[1:])
     try:
@@ -71,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
     try:
-        print(json.dumps(result, allow_nan=False) if args.json else command.text(result), flush=True)
+        print(json.dumps(result, allow_nan=False) if args.json else command.text(result),
+              flush=True)
     except BrokenPipeError:             # `lpkit ... | head`: whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

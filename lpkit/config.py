@@ -1,10 +1,11 @@
 """Everything that decides the numbers of one training run, as frozen settings without device state.
 
-A Config comes from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and goes back to
-each of them. A field that names a technique is tagged: `memory.recompute: {name: block, every: 2}`, or the name alone; the
-row in `lpkit.techniques` says which settings there are, and every name and value is checked when a Config is made. Sizes
-carry the letters of docs/notation.md as properties, so that formulas read like the notation.
-Standard library only (PyYAML is imported when YAML is asked for): `lpkit.predict` stands on this module.
+A Config comes from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and goes
+back to each of them. A field that names a technique is tagged: `memory.recompute: {name: block,
+every: 2}`, or the name alone; the row in `lpkit.techniques` says which settings there are, and
+every name and value is checked when a Config is made. Sizes carry the letters of docs/notation.md
+as properties, so that formulas read like the notation. Standard library only (PyYAML is imported
+when YAML is asked for): `lpkit.predict` stands on this module.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ VERSION = 2
 
 
 class Group:
-    """Fields that name a row may be given as a name or as a mapping; they become the row's own settings."""
+    """Fields that name a row may be given as a name or as a mapping; they become the row's own
+    settings."""
 
     where = ""      # the prefix of its keys
 
@@ -54,7 +56,8 @@ class ModelConfig(Group):
     width: int = 256                    # the residual stream
     heads: int = 4                      # query heads
     kv_heads: int | None = None         # key/value heads; None: as many as heads
-    head_dim: int | None = None         # numbers of a head; None: width / heads. Gemma and Qwen3 have others
+    # numbers of a head; None: width / heads. Gemma and Qwen3 have others
+    head_dim: int | None = None
     mlp_width: int | None = None        # None: 4 * width
     vocab: int = 256
     context: int = 256                  # tokens per sequence
@@ -66,27 +69,32 @@ class ModelConfig(Group):
     mlp: str = "gelu"                   # gelu, swiglu
     bias: bool = True
     qkv_bias: bool | None = None        # of q, k and v alone, as in Qwen2; None: as bias
-    qk_norm: bool = False               # an RMSNorm of each head's q and k before rotation, as in Qwen3
+    qk_norm: bool = False  # an RMSNorm of each head's q and k before rotation, as in Qwen3
     tied: bool = True                   # the head is the token embedding
     init: Settings = one_of(INITS, "gpt2")
     attention: str = "auto"             # auto, plain, sdpa, blocked
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self.where, layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.G, mlp_width=self.F,
-                 vocab=self.vocab, context=self.context, norm_eps=self.norm_eps, rope_theta=self.rope_theta,
+        positive(self.where, layers=self.layers, width=self.width, heads=self.heads,
+                 kv_heads=self.G, mlp_width=self.F, vocab=self.vocab, context=self.context,
+                 norm_eps=self.norm_eps, rope_theta=self.rope_theta,
                  head_dim=1 if self.head_dim is None else self.head_dim)
-        for key, table in (("block", blocks.BLOCKS), ("norm", blocks.NORMS), ("position", blocks.POSITIONS),
-                           ("mlp", blocks.MLPS), ("attention", {"auto", *blocks.ATTENTION})):
+        for key, table in (("block", blocks.BLOCKS), ("norm", blocks.NORMS),
+                           ("position", blocks.POSITIONS), ("mlp", blocks.MLPS),
+                           ("attention", {"auto", *blocks.ATTENTION})):
             pick(dict.fromkeys(table), getattr(self, key), f"model.{key}")
         if self.head_dim is None and self.width % self.heads:
-            below, above = (self.width // self.heads * self.heads, -(-self.width // self.heads) * self.heads)
-            raise ConfigError(f"model.width={self.width} is not a multiple of model.heads={self.heads}; "
-                              f"nearest widths: {below or above} or {above}; or set model.head_dim")
+            below, above = (self.width // self.heads * self.heads,
+                            -(-self.width // self.heads) * self.heads)
+            raise ConfigError(f"model.width={self.width} is not a multiple of "
+                              f"model.heads={self.heads}; nearest widths: {below or above} or "
+                              f"{above}; or set model.head_dim")
         if self.heads % self.G:
             fits = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
-            raise ConfigError(f"model.heads={self.heads} is not a multiple of model.kv_heads={self.G}; "
-                              f"kv_heads may be {', '.join(map(str, fits))}")
+            raise ConfigError(f"model.heads={self.heads} is not a multiple of "
+                              f"model.kv_heads={self.G}; kv_heads may be "
+                              f"{', '.join(map(str, fits))}")
         if blocks.POSITIONS[self.position].turns and self.E % 2:
             raise ConfigError(f"rotary positions turn pairs, but a head has {self.E} numbers; "
                               f"make model.head_dim, or width/heads, even")
@@ -132,10 +140,11 @@ class ModelConfig(Group):
 class DataConfig(Group):
     where = "data."
 
-    source: str = "python-stdlib"       # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
-    tokenizer: str = "bytes"            # bytes, bpe (trained on the source, model.vocab entries), gpt2
+    # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
+    source: str = "python-stdlib"
+    tokenizer: str = "bytes"  # bytes, bpe (trained on the source, model.vocab entries), gpt2
     policy: Settings = one_of(POLICIES, "random-windows")
-    val_fraction: float = 0.1           # share of the files, or of the documents, kept for validation
+    val_fraction: float = 0.1  # share of the files, or of the documents, kept for validation
 
     def __post_init__(self):
         super().__post_init__()
@@ -150,8 +159,9 @@ class PrecisionConfig(Group):
     where = "precision."
 
     recipe: Settings = one_of(ASKABLE, "auto")
-    backend: str = "auto"               # auto: the fastest that runs this recipe here; the Run records why
-    cache_weight_casts: bool = False    # cast once an update and keep, for memory, instead of in each micro-batch
+    backend: str = "auto"  # auto: the fastest that runs this recipe here; the Run records why
+    # cast once an update and keep, for memory, instead of in each micro-batch
+    cache_weight_casts: bool = False
     telemetry_every: int = 0            # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):
@@ -161,7 +171,8 @@ class PrecisionConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Group):
-    """What a step keeps, where and in how many bits. The first row of each family is PyTorch's own way."""
+    """What a step keeps, where and in how many bits. The first row of each family is PyTorch's own
+    way."""
 
     where = "memory."
 
@@ -183,7 +194,8 @@ class SystemConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Group):
-    """One training run. `global_batch` is sequences per update; `grad_accum_steps` splits it into micro-batches."""
+    """One training run. `global_batch` is sequences per update; `grad_accum_steps` splits it into
+    micro-batches."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -208,16 +220,19 @@ class Config(Group):
     def __post_init__(self):
         super().__post_init__()
         if self.version > VERSION:
-            raise ConfigError(f"this config has version {self.version}, newer than this lpkit understands ({VERSION}); "
-                              f"upgrade lpkit, or write the config again with this one")
-        positive("", steps=self.steps, global_batch=self.global_batch, grad_accum_steps=self.grad_accum_steps,
-                 eval_batches=self.eval_batches, keep_checkpoints=self.keep_checkpoints, version=self.version)
-        at_least_zero("", seed=self.seed, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+            raise ConfigError(f"this config has version {self.version}, newer than this lpkit "
+                              f"understands ({VERSION}); upgrade lpkit, or write the config again "
+                              f"with this one")
+        positive("", steps=self.steps, global_batch=self.global_batch,
+                 grad_accum_steps=self.grad_accum_steps, eval_batches=self.eval_batches,
+                 keep_checkpoints=self.keep_checkpoints, version=self.version)
+        at_least_zero("", seed=self.seed, eval_every=self.eval_every,
+                      checkpoint_every=self.checkpoint_every)
         if self.global_batch % self.grad_accum_steps:
             fits = [a for a in range(1, self.global_batch + 1) if self.global_batch % a == 0]
-            raise ConfigError(f"global_batch={self.global_batch} does not split into grad_accum_steps="
-                              f"{self.grad_accum_steps} equal micro-batches; grad_accum_steps may be "
-                              f"{', '.join(map(str, fits))}")
+            raise ConfigError(f"global_batch={self.global_batch} does not split into "
+                              f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "
+                              f"grad_accum_steps may be {', '.join(map(str, fits))}")
         layouts.check_sizes(self.parallel)
         if self.parallel.devices > 1:
             layouts.check(self, self.parallel)
@@ -237,7 +252,8 @@ class Config(Group):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
-        """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by name.
+        """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
+        name.
 
         Keys of version 1 are read, and named on standard error.
         """
@@ -268,11 +284,13 @@ class Config(Group):
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """A copy with dotted keys changed: `config.replace({"model.layers": 6, "steps": "1_000"})`.
 
-        Strings are converted by the field's annotation, so the command line and papermill need no parsing of their own.
-        Another row's name starts from that row's settings, and keeps those of the old row that were changed and that both have.
+        Strings are converted by the field's annotation, so the command line and papermill need no
+        parsing of their own. Another row's name starts from that row's settings, and keeps those of
+        the old row that were changed and that both have.
         """
         values = self.to_dict()
-        for key, value in sorted(changes.items(), key=lambda change: change[0].count(".")):  # a name before its settings
+        # a name before its settings
+        for key, value in sorted(changes.items(), key=lambda change: change[0].count(".")):
             _set(Config, values, key.split("."), value, key, self)
         return Config.from_dict(values)
 
@@ -292,8 +310,8 @@ def _plain(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def tagged(f: dataclasses.Field, value: Any, where: str) -> Any:
-    """The settings of the row that `value` names, or of the rows: settings, a name, or a mapping (without a name: of the
-    field's own default).
+    """The settings of the row that `value` names, or of the rows: settings, a name, or a mapping
+    (without a name: of the field's own default).
 
     Raises ConfigError for an unknown name, and for what its row cannot be told.
     """
@@ -302,7 +320,8 @@ def tagged(f: dataclasses.Field, value: Any, where: str) -> Any:
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{where} must be a list of {', '.join(f.metadata['table']) or 'rows'}, got {value!r}")
+        raise ConfigError(f"{where} must be a list of {', '.join(f.metadata['table']) or 'rows'}, "
+                          f"got {value!r}")
     return tuple(_settings(f.metadata["table"], one, where, None) for one in value)
 
 
@@ -318,7 +337,8 @@ def _settings(table: Mapping[str, Any], value: Any, where: str, default: str | N
     kinds = _kinds(type(defaults))
     for key in given:
         if key not in kinds:
-            raise ConfigError(f"{where}={name} has no setting {str(key)!r}; {_who_has(table, str(key), kinds)}")
+            raise ConfigError(f"{where}={name} has no setting {str(key)!r}; "
+                              f"{_who_has(table, str(key), kinds)}")
     made = {key: convert(one, kinds[key], f"{where}.{key}") for key, one in given.items()}
     return dataclasses.replace(defaults, name=name, **made)
 
@@ -361,15 +381,18 @@ def _set(cls: type, node: Any, path: list[str], value: Any, key: str, config: Co
 
 
 def _other_row(table: Mapping[str, Any], old: Mapping[str, Any], value: Any, key: str) -> Any:
-    """`value` names a row: with its settings, but what was changed in the old row stays where both have it."""
+    """`value` names a row: with its settings, but what was changed in the old row stays where both
+    have it."""
     if not isinstance(value, str):
         return value
     if value == old["name"]:
         return dict(old)
     if value not in table:
         return {"name": value}      # whoever builds the Config says what there is
-    before, kinds = dataclasses.asdict(table[old["name"]].settings), _kinds(type(table[value].settings))
-    changed = {one: given for one, given in old.items() if one in kinds and given != before.get(one)}
+    before, kinds = (dataclasses.asdict(table[old["name"]].settings),
+                     _kinds(type(table[value].settings)))
+    changed = {one: given for one, given in old.items() if one in kinds
+               and given != before.get(one)}
     return {**changed, "name": value}
 
 
@@ -405,7 +428,8 @@ def parse_settings(settings: Iterable[str]) -> dict[str, str]:
 
 def _build(cls: type, values: Any, prefix: str):
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got {values!r}")
+        raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got "
+                          f"{values!r}")
     kinds, fields = _kinds(cls), {f.name: f for f in dataclasses.fields(cls)}
     made = {}
     for key, value in values.items():
@@ -426,28 +450,34 @@ def _build(cls: type, values: Any, prefix: str):
 
 RENAMED = {
     "batch": "global_batch", "accumulate": "grad_accum_steps",
-    "memory.recompute_every": "memory.recompute.every", "memory.recompute_budget": "memory.recompute.budget",
+    "memory.recompute_every": "memory.recompute.every",
+    "memory.recompute_budget": "memory.recompute.budget",
     "memory.saved": "memory.activation_offload", "memory.loss": "memory.cross_entropy",
-    "memory.loss_chunk": "memory.cross_entropy.chunk_tokens", "memory.parameters": "memory.param_dtype",
+    "memory.loss_chunk": "memory.cross_entropy.chunk_tokens",
+    "memory.parameters": "memory.param_dtype",
     "memory.update": "memory.optimizer_step", "precision.weights": "precision.cache_weight_casts",
     "precision.keep": "precision.recipe.high_precision_layers",
     **{f"precision.{key}": f"precision.recipe.{key}" for key in (
-        "pad", "forward_format", "gradient_format", "scale", "gradient_rounding", "transform", "history", "history_rule",
-        "margin", "loss_scale")},
+        "pad", "forward_format", "gradient_format", "scale", "gradient_rounding", "transform",
+        "history", "history_rule", "margin", "loss_scale")},
     "optimizer.schedule": "schedule", "optimizer.warmup_steps": "schedule.warmup_steps",
-    "optimizer.decay_fraction": "schedule.decay_fraction", "optimizer.final_lr_ratio": "schedule.final_lr_ratio",
+    "optimizer.decay_fraction": "schedule.decay_fraction",
+    "optimizer.final_lr_ratio": "schedule.final_lr_ratio",
 }
 VALUES = {"memory.loss": {"whole": "full"}, "precision.weights": {"cast": False, "cached": True}}
 # What version 1 wrote whether it was used or not: no loss where the row has no such setting.
-UNUSED = {"memory.recompute_every": 1, "memory.recompute_budget": 0.5, "memory.loss_chunk": 1024, "optimizer.decay_fraction": 0.2}
+UNUSED = {"memory.recompute_every": 1, "memory.recompute_budget": 0.5, "memory.loss_chunk": 1024,
+          "optimizer.decay_fraction": 0.2}
 
 
 def _from_version_1(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same settings in the names of today, and 'old -> new' of each that was named otherwise."""
+    """The same settings in the names of today, and 'old -> new' of each that was named
+    otherwise."""
     made: dict[str, Any] = {}
     renamed, later = [], []
     for key, value in _leaves(values):
-        if key == "version" or (key.startswith("precision.") and value is None) or UNUSED.get(key) == value:
+        if key == "version" or (key.startswith("precision.")
+                                and value is None) or UNUSED.get(key) == value:
             continue
         if key == "optimizer.name" and value == "adamw-8bit":
             later += [("optimizer", "adamw"), ("memory.moment_format", "int8")]
@@ -458,7 +488,8 @@ def _from_version_1(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
         else:
             later.append((key, value))
     names = _tags(Config)
-    for key, value in sorted(later, key=lambda one: one[0].count(".")):     # a row's name before its settings
+    # a row's name before its settings
+    for key, value in sorted(later, key=lambda one: one[0].count(".")):
         node, *path = made, *(key.split(".") if key not in names else [*key.split("."), "name"])
         for part in path[:-1]:
             node = node.setdefault(part, {})
@@ -486,10 +517,11 @@ def _leaves(values: Any, prefix: str = ""):
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:
-    """`value` as the annotated `kind`; strings are read the way a person types them. Raises ConfigError.
+    """`value` as the annotated `kind`; strings are read the way a person types them. Raises
+    ConfigError.
 
-    >>> convert("1e-3", float, "lr"), convert("no", bool, "compile"), convert("none", int | None, "threads")
-    (0.001, False, None)
+    >>> convert("1e-3", float, "lr"), convert("no", bool, "compile"), convert("none", int | None,
+    "threads") (0.001, False, None)
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -517,7 +549,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     elif kind is bool:
         if isinstance(value, bool):
             return value
-        if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "false", "no",
+                                                        "off", "0"):
             return value.lower() in ("true", "yes", "on", "1")
     elif kind is str:
         if isinstance(value, str):
@@ -535,9 +568,11 @@ def convert(value: Any, kind: Any, name: str) -> Any:
 
 
 def _words(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+             type(None): "none"}
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(str, typing.get_args(kind)))
     if typing.get_args(kind):
-        return " or ".join(_words(option) for option in typing.get_args(kind) if option is not Ellipsis)
+        return " or ".join(_words(option) for option in typing.get_args(kind)
+                           if option is not Ellipsis)
     return names.get(kind, str(kind))

@@ -14,10 +14,12 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
 
-Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]   # q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
+# q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
+Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 Init = Callable[["nn.Module"], None]                          # fills every parameter in place
-Schedule = Callable[[int], float]                             # step, from 0 -> multiplier of the learning rate
-Loss = Callable[["nn.Module", "Batch"], "Tensor"]             # -> mean nats per token, weighted where it has weights
+Schedule = Callable[[int], float]  # step, from 0 -> multiplier of the learning rate
+# -> mean nats per token, weighted where it has weights
+Loss = Callable[["nn.Module", "Batch"], "Tensor"]
 
 
 class Stage(IntEnum):
@@ -66,7 +68,8 @@ class StatePlacement:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one update reads. Every tensor is (B, T); a technique that needs more than tokens adds it here."""
+    """What one update reads. Every tensor is (B, T); a technique that needs more than tokens adds
+    it here."""
 
     tokens: Tensor                      # int64
     targets: Tensor                     # int64, `tokens` shifted by one
@@ -78,7 +81,8 @@ class Batch:
         return tuple(t for t in vars(self).values() if t is not None)
 
     def to(self, device: torch.device) -> Batch:
-        moved = {name: t.to(device, non_blocking=True) for name, t in vars(self).items() if t is not None}
+        moved = {name: t.to(device, non_blocking=True) for name, t in vars(self).items()
+                 if t is not None}
         return Batch(**moved)
 
     def chunk(self, parts: int) -> list[Batch]:
@@ -90,7 +94,8 @@ class Batch:
 class DataPolicy(ABC):
     """Which tokens are seen, in what order.
 
-    `batch(step)` depends on nothing but the policy's settings and `step`: a resumed run needs no loader state.
+    `batch(step)` depends on nothing but the policy's settings and `step`: a resumed run needs no
+    loader state.
     """
 
     @abstractmethod
@@ -128,7 +133,8 @@ class StepRecord:
     step_seconds: float
     peak_bytes: int         # the most held since the run began: of `hardware.peak_bytes`
     val_loss: float | None = None   # only after an evaluation
-    extra: dict[str, float] = field(default_factory=dict)   # what techniques report: the name is theirs
+    # what techniques report: the name is theirs
+    extra: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, {})}
@@ -149,8 +155,8 @@ Observer = Callable[[StepRecord], None]   # observers read and never steer
 class Governor(Protocol):
     """Changes a run between updates: prunes weights, drops layers, ramps a setting.
 
-    What it does depends on nothing but the step (from 0) and its state, so a resumed run repeats it. A checkpoint
-    holds the state under `governor/NAME/`.
+    What it does depends on nothing but the step (from 0) and its state, so a resumed run repeats
+    it. A checkpoint holds the state under `governor/NAME/`.
     """
 
     def begin(self, training: Any, step: int) -> None:

@@ -51,9 +51,11 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
 def peak_bytes(device: torch.device | str) -> int:
     """The most memory held so far. Cheap enough for every step.
 
-    On a GPU: the most that PyTorch's allocator had handed out to tensors since the process began or `reset_peak`.
-    Elsewhere: the most that the whole process had in RAM (VmHWM on Linux) since then, libraries and Python included,
-    so it starts at some 300 MB and compares between runs, not with a sum of tensors. A run resets it when it starts.
+    On a GPU: the most that PyTorch's allocator had handed out to tensors since the process began or
+    `reset_peak`.
+    Elsewhere: the most that the whole process had in RAM (VmHWM on Linux) since then, libraries and
+    Python included, so it starts at some 300 MB and compares between runs, not with a sum of
+    tensors. A run resets it when it starts.
     """
     device = torch.device(device)
     if device.type == "cuda":

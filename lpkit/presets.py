@@ -1,7 +1,7 @@
 """Named configs. Shapes are the published ones; where a size is rounded, a comment says so.
 
-Sources: GPT-2 (Radford et al. 2019, table 2); Llama 3.1 (https://arxiv.org/abs/2407.21783, table 3);
-Llama 3.2 1B (its model card and config.json).
+Sources: GPT-2 (Radford et al. 2019, table 2); Llama 3.1 (https://arxiv.org/abs/2407.21783, table
+3); Llama 3.2 1B (its model card and config.json).
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,17 @@ def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
     )
 
 
-def _llama(layers: int, width: int, heads: int, mlp_width: int, lr: float, *, tied: bool = False) -> Config:
+def _llama(layers: int, width: int, heads: int, mlp_width: int, lr: float, *,
+           tied: bool = False) -> Config:
     return Config(
-        model=ModelConfig(layers=layers, width=width, heads=heads, kv_heads=8, mlp_width=mlp_width, vocab=128_256,
-                          context=8192, norm="rmsnorm", position="rope", rope_theta=500_000.0, mlp="swiglu",
+        model=ModelConfig(layers=layers, width=width, heads=heads, kv_heads=8, mlp_width=mlp_width,
+                          vocab=128_256, context=8192, norm="rmsnorm", position="rope",
+                          rope_theta=500_000.0, mlp="swiglu",
                           bias=False, tied=tied, init="llama"),
         data=DataConfig(tokenizer="bpe"),
         optimizer={"name": "adamw", "lr": lr}, schedule={"name": "cosine", "warmup_steps": 2000},
-        steps=100_000, global_batch=512, grad_accum_steps=512, eval_every=1000, checkpoint_every=1000,
+        steps=100_000, global_batch=512, grad_accum_steps=512, eval_every=1000,
+        checkpoint_every=1000,
     )
 
 
@@ -41,7 +44,8 @@ PRESETS = {
     "llama-8b": _llama(32, 4096, 32, 14_336, 3e-4),
     "llama-70b": _llama(80, 8192, 64, 28_672, 1.5e-4),
     "llama-405b": _llama(126, 16_384, 128, 53_248, 8e-5),
-    "dense-1t": _llama(160, 24_576, 192, 67_584, 5e-5),     # nobody's model: an example shape of 1.005T parameters
+    # nobody's model: an example shape of 1.005T parameters
+    "dense-1t": _llama(160, 24_576, 192, 67_584, 5e-5),
 }
 
 
@@ -58,6 +62,6 @@ def resolve(target: str, settings: Iterable[str] = ()) -> Config:
         try:
             config = Config.from_yaml(Path(target).read_text())
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the config file {target!r} ({error}); give a YAML file or a preset, "
-                              f"one of {', '.join(PRESETS)}") from None
+            raise ConfigError(f"cannot read the config file {target!r} ({error}); give a YAML file "
+                              f"or a preset, one of {', '.join(PRESETS)}") from None
     return config.replace(parse_settings(settings))

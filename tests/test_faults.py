@@ -11,7 +11,14 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.studies.bisect import bisect, train
-from lpkit.studies.faults import FAULTS, Injection, inject, low_precision_products, run_in_high_precision, search
+from lpkit.studies.faults import (
+    FAULTS,
+    Injection,
+    inject,
+    low_precision_products,
+    run_in_high_precision,
+    search,
+)
 from lpkit.training.training import Training
 
 TINY = Config().replace({

@@ -19,7 +19,13 @@ from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.predict import CATALOGUE, memory, model_states, predict
 from lpkit.predict.activations import kept
 from lpkit.predict.compare import Comparison
-from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops, training_flops_per_token
+from lpkit.predict.flops import (
+    forward_flops,
+    products,
+    recomputed_flops,
+    training_flops,
+    training_flops_per_token,
+)
 from lpkit.predict.ledger import LOSS, UPDATE, micro_batch
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.walk import EMBED

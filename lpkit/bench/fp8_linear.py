@@ -1,4 +1,5 @@
-"""One Linear on a GPU, forward and backward with casts: FP8 beside bf16 and beside torchao's tensorwise, all compiled."""
+"""One Linear on a GPU, forward and backward with casts: FP8 beside bf16 and beside torchao's
+tensorwise, all compiled."""
 
 import copy
 from collections.abc import Callable
@@ -11,22 +12,25 @@ from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.recipes import RECIPES
 
-SHAPES = {(65_536, 1664, 6656): 1.25, (16_384, 4096, 16_384): 1.5}   # M tokens, K, N: times the speed of bf16, at least
+# M tokens, K, N: times the speed of bf16, at least
+SHAPES = {(65_536, 1664, 6656): 1.25, (16_384, 4096, 16_384): 1.5}
 TORCHAO_TARGET = 1.08
 RECIPE, BUFFERS = "fp8-tensorwise", 4
-SQNR_FLOOR_DB = 22.0    # of the product of two E4M3 tensors of a normal distribution, some 28 dB each, against bf16
+# of the product of two E4M3 tensors of a normal distribution, some 28 dB each, against bf16
+SQNR_FLOOR_DB = 22.0
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:
     device = fp8_gpu()
-    return [result for (M, K, N), target in SHAPES.items() for result in _race(M, K, N, target, device, rounds)]
+    return [result for (M, K, N), target in SHAPES.items()
+            for result in _race(M, K, N, target, device, rounds)]
 
 
 def fp8_gpu() -> torch.device:
     """Raises ConfigError where no GPU multiplies FP8."""
     if not torch.cuda.is_available():
-        raise ConfigError("this benchmark needs a GPU that multiplies FP8 (compute capability 8.9 or newer), and PyTorch "
-                          "sees none; low-precision-cpu runs here")
+        raise ConfigError("this benchmark needs a GPU that multiplies FP8 (compute capability 8.9 "
+                          "or newer), and PyTorch sees none; low-precision-cpu runs here")
     device = torch.device("cuda")
     if problem := BACKENDS["scaled_mm"].why_not(RECIPE, RECIPES[RECIPE], device):
         raise ConfigError(f"this benchmark needs FP8 products: {problem}")
@@ -36,12 +40,15 @@ def fp8_gpu() -> torch.device:
 def _race(M: int, K: int, N: int, target: float, device: torch.device, rounds: int) -> list[Result]:
     torch.manual_seed(0)
     plain = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
-    # wraps share the weight; each contender gets its own, so that no gradient of another is added to
+    # wraps share the weight; each contender gets its own, so that no gradient of another is added
+    # to
     layers = {name: BACKENDS[name].wrap(copy.deepcopy(plain), RECIPES[RECIPE], name="bench", seed=0)
-              for name in ("scaled_mm", "torchao") if not BACKENDS[name].why_not(RECIPE, RECIPES[RECIPE], device)}
+              for name in ("scaled_mm", "torchao")
+              if not BACKENDS[name].why_not(RECIPE, RECIPES[RECIPE], device)}
     layers["bf16"] = plain
     compiled = {name: torch.compile(layer) for name, layer in layers.items()}
-    inputs = [torch.randn(M, K, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(BUFFERS)]
+    inputs = [torch.randn(M, K, device=device, dtype=torch.bfloat16, requires_grad=True)
+              for _ in range(BUFFERS)]
     d_out = torch.randn(M, N, device=device, dtype=torch.bfloat16)
 
     def both(name: str, x: Tensor) -> tuple[Tensor, ...]:
@@ -55,13 +62,14 @@ def _race(M: int, K: int, N: int, target: float, device: torch.device, rounds: i
     def check():
         want = both("bf16", inputs[0])
         for name in layers.keys() - {"bf16"}:
-            for what, got, expected in zip(("y", "dx", "dw"), both(name, inputs[0]), want, strict=True):
+            for what, got, expected in zip(("y", "dx", "dw"), both(name, inputs[0]), want,
+                                           strict=True):
                 noise = (got.float() - expected.float()).norm() / expected.float().norm()
                 assert -20 * noise.log10() > SQNR_FLOOR_DB, f"{name}: {what} has {-20 * noise.log10():.1f} dB"
 
     targets = {"bf16": target, "torchao": TORCHAO_TARGET}
     peers = {name: contender(name) for name in layers if name != "scaled_mm"}
     return race("fp8-linear", ours=contender("scaled_mm"), peers=peers, check=check,
-                target={name: targets[name] for name in peers}, case=f"{M}x{K} @ {K}x{N}", rounds=rounds,
-                sync=torch.cuda.synchronize, sample_seconds=0.05, packages=["torch", "torchao", "triton"],
-                device=torch.cuda.get_device_name(device))
+                target={name: targets[name] for name in peers}, case=f"{M}x{K} @ {K}x{N}",
+                rounds=rounds, sync=torch.cuda.synchronize, sample_seconds=0.05,
+                packages=["torch", "torchao", "triton"], device=torch.cuda.get_device_name(device))

@@ -1,8 +1,10 @@
-"""Random-window batches from a file of 50 M tokens: `RandomWindows` beside the loop of small trainers and DataLoader.
+"""Random-window batches from a file of 50 M tokens: `RandomWindows` beside the loop of small
+trainers and DataLoader.
 
-The loop slices each window out of the memory map, widens it, and stacks; it is what most compact GPT trainers do.
-DataLoader has a map-style dataset of windows (one slice for x and y), its sampler draws with replacement, and both of
-its usual settings of num_workers race. All hand over x and y as (B, T) int64 tensors.
+The loop slices each window out of the memory map, widens it, and stacks; it is what most compact
+GPT trainers do. DataLoader has a map-style dataset of windows (one slice for x and y), its sampler
+draws with replacement, and both of its usual settings of num_workers race. All hand over x and y as
+(B, T) int64 tensors.
 """
 
 import subprocess
@@ -56,12 +58,14 @@ def stack_windows(tokens: np.ndarray, starts: Tensor, context: int) -> tuple[Ten
     """The usual loop: x and y, each (B, T) int64."""
     starts = starts.tolist()    # kinder than the usual loop, which slices with one-element tensors
     x = torch.stack([torch.from_numpy(tokens[i:i + context].astype(np.int64)) for i in starts])
-    y = torch.stack([torch.from_numpy(tokens[i + 1:i + 1 + context].astype(np.int64)) for i in starts])
+    y = torch.stack([torch.from_numpy(tokens[i + 1:i + 1 + context].astype(np.int64))
+                     for i in starts])
     return x, y
 
 
 def peak_extra_bytes(path: str) -> int:
-    """Anonymous memory that drawing batches adds to this process; the page cache behind the map is not ours."""
+    """Anonymous memory that drawing batches adds to this process; the page cache behind the map is
+    not ours."""
     tokens = np.memmap(path, dtype="<u2", mode="r")
     before = peak = status_bytes("RssAnon")
     for B, T in SHAPES:
@@ -83,16 +87,19 @@ def _race(path: Path, B: int, T: int, rounds: int) -> list[Result]:
 
     def check():
         for step in range(3):
-            for mine, theirs in zip(policy.batch(step).tensors, stack_windows(tokens, torch.from_numpy(policy.starts(step)), T),
+            for mine, theirs in zip(policy.batch(step).tensors,
+                                    stack_windows(tokens, torch.from_numpy(policy.starts(step)), T),
                                     strict=True):
                 assert torch.equal(mine, theirs), f"step {step} differs from the naive loop"
 
     with _loaders(tokens, B, T) as loaders:
         peers = {LOOP: loop} | {name: batches.__next__ for name, batches in loaders.items()}
         targets = {name: LOOP_TARGET if name == LOOP else DATALOADER_TARGET for name in peers}
-        # Samples long enough that the batches which workers fetched during the others' turns hardly count.
-        return race("loader", ours=ours.__next__, peers=peers, check=check, target=targets, case=f"{B}x{T}",
-                    rounds=rounds, sample_seconds=0.05, packages=["torch", "numpy"])
+        # Samples long enough that the batches which workers fetched during the others' turns hardly
+        # count.
+        return race("loader", ours=ours.__next__, peers=peers, check=check, target=targets,
+                    case=f"{B}x{T}", rounds=rounds, sample_seconds=0.05,
+                    packages=["torch", "numpy"])
 
 
 @contextmanager
@@ -115,10 +122,12 @@ def _memory(path: Path, rounds: int) -> list[Result]:
     if status_bytes("RssAnon") is None:
         return []           # only Linux tells anonymous memory from a mapped file
     code = f"from lpkit.bench.loader import peak_extra_bytes as peak; print(peak({str(path)!r}))"
-    extra = [int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    extra = [int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                                check=True).stdout)
              for _ in range(min(rounds, 3))]
-    return [paired("loader", ours=extra, peer=[EXTRA_BYTES] * len(extra), peer_name="64 MiB", case="peak extra memory",
-                   target=1.0, better="lower", unit="bytes", facts=provenance(["torch", "numpy"]))]
+    return [paired("loader", ours=extra, peer=[EXTRA_BYTES] * len(extra), peer_name="64 MiB",
+                   case="peak extra memory", target=1.0, better="lower", unit="bytes",
+                   facts=provenance(["torch", "numpy"]))]
 
 
 def _write(path: Path, tokens: int) -> None:

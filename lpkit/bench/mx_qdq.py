@@ -1,4 +1,5 @@
-"""MXFP8 quantise-dequantise on a CPU, beside torchao's eager path. Values are compared bit for bit first."""
+"""MXFP8 quantise-dequantise on a CPU, beside torchao's eager path. Values are compared bit for bit
+first."""
 
 import torch
 from torch import Tensor
@@ -32,8 +33,9 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     def check() -> None:
         same_bits("MXFP8", ours(inputs[0], outputs[0]), torchaos(inputs[0]))
 
-    return race("mx-qdq", ours=rotating(ours, inputs, outputs), check=check, target=TARGET, rounds=rounds,
-                peers={"torchao eager": rotating(lambda x, out: torchaos(x), inputs, outputs)},
-                case=f"MXFP8, E4M3 elements, floor rule, 4 Mi float32, threads: {torch.get_num_threads()}, "
-                     f"kernel: {cast.choice().used}",
+    return race("mx-qdq", ours=rotating(ours, inputs, outputs), check=check, target=TARGET,
+                rounds=rounds, peers={"torchao eager": rotating(lambda x, out: torchaos(x), inputs,
+                                                                outputs)},
+                case=f"MXFP8, E4M3 elements, floor rule, 4 Mi float32, threads: "
+                f"{torch.get_num_threads()}, kernel: {cast.choice().used}",
                 packages=("torch", "torchao"))

@@ -1,8 +1,10 @@
-"""Data policies: which tokens are seen, in what order. To add one: a subclass with `starts(step)`, and a row below.
+"""Data policies: which tokens are seen, in what order. To add one: a subclass with `starts(step)`,
+and a row below.
 
-A batch follows from the settings and the step alone, so there is no state to save: step 1000 of a resumed run reads
-what step 1000 of an uninterrupted one reads. Random positions come from hashing a counter (splitmix64: Steele, Lea and
-Flood 2014), which costs microseconds where building a generator for each step costs as much as the batch.
+A batch follows from the settings and the step alone, so there is no state to save: step 1000 of a
+resumed run reads what step 1000 of an uninterrupted one reads. Random positions come from hashing a
+counter (splitmix64: Steele, Lea and Flood 2014), which costs microseconds where building a
+generator for each step costs as much as the batch.
 """
 
 import math
@@ -22,16 +24,19 @@ _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the cou
 class Windows(DataPolicy):
     """Batches of windows of T + 1 consecutive tokens, given by where they start.
 
-    tokens: (N,) unsigned integers, a memory map as a rule; a batch copies B * (T + 1) of them and holds nothing else.
+    tokens: (N,) unsigned integers, a memory map as a rule; a batch copies B * (T + 1) of them and
+    holds nothing else.
     batch: B, sequences. context: T, tokens. Raises ConfigError when N < T + 1.
     """
 
     def __init__(self, *, tokens: np.ndarray, batch: int, context: int, seed: int = 0):
         if len(tokens) <= context:
-            raise ConfigError(f"model.context={context} needs {context + 1} tokens in a row, but a split of this corpus "
-                              f"has only {len(tokens)}; set model.context={len(tokens) - 1} or less, or use more text")
+            raise ConfigError(f"model.context={context} needs {context + 1} tokens in a row, but a "
+                              f"split of this corpus has only {len(tokens)}; set "
+                              f"model.context={len(tokens) - 1} or less, or use more text")
         self.B, self.T, self.seed = batch, context, seed
-        # A plain array, because slices of a memmap carry its Python attributes along; a view, so nothing is copied.
+        # A plain array, because slices of a memmap carry its Python attributes along; a view, so
+        # nothing is copied.
         self._windows = sliding_window_view(np.asarray(tokens), context + 1)
 
     @abstractmethod
@@ -40,8 +45,10 @@ class Windows(DataPolicy):
 
     def batch(self, step: int) -> Batch:
         """Contiguous tensors that share memory with nothing: both may be changed in place."""
-        windows = self._windows[self.starts(step)]      # (B, T + 1) in the file's width: the only random access
-        return Batch(torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64)))
+        # (B, T + 1) in the file's width: the only random access
+        windows = self._windows[self.starts(step)]
+        return Batch(torch.from_numpy(windows[:, :-1].astype(np.int64)),
+                     torch.from_numpy(windows[:, 1:].astype(np.int64)))
 
 
 class RandomWindows(Windows):
@@ -50,7 +57,8 @@ class RandomWindows(Windows):
     def __init__(self, **settings):
         super().__init__(**settings)
         self._lanes = np.arange(1, self.B + 1, dtype=np.uint64) * np.uint64(_GAMMA)
-        self._key = int(_splitmix64(np.array([self.seed & _MASK], np.uint64))[0])   # seeds 0 and 1 are far apart
+        # seeds 0 and 1 are far apart
+        self._key = int(_splitmix64(np.array([self.seed & _MASK], np.uint64))[0])
 
     def starts(self, step: int) -> np.ndarray:
         first = (self._key + step * self.B * _GAMMA) & _MASK
@@ -59,7 +67,8 @@ class RandomWindows(Windows):
 
 
 class SequentialWindows(Windows):
-    """Every non-overlapping window once, in the order of the corpus, then again: `passes` of `len(policy)` batches."""
+    """Every non-overlapping window once, in the order of the corpus, then again: `passes` of
+    `len(policy)` batches."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -74,7 +83,8 @@ class SequentialWindows(Windows):
 
 
 class SpreadWindows(SequentialWindows):
-    """The same windows in strides of the golden ratio: any few batches are a fair sample of the whole split.
+    """The same windows in strides of the golden ratio: any few batches are a fair sample of the
+    whole split.
 
     For evaluation: the first windows in order are the first files in the alphabet.
     """
@@ -87,11 +97,13 @@ class SpreadWindows(SequentialWindows):
         self._stride = stride
 
     def starts(self, step: int) -> np.ndarray:
-        return np.arange(step * self.B, (step + 1) * self.B) % self.count * self._stride % self.count * self.T
+        return (np.arange(step * self.B, (step + 1) * self.B) % self.count
+                * self._stride % self.count * self.T)
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """The finalizer, in place and modulo 2**64: a bijection that scatters consecutive multiples of _GAMMA."""
+    """The finalizer, in place and modulo 2**64: a bijection that scatters consecutive multiples of
+    _GAMMA."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)

@@ -1,6 +1,7 @@
 """Quantise and dequantise on low-precision grids: a fast C kernel, and its definition in PyTorch.
 
-    amax(x, block=None)             -> Amax(values, nonfinite)            largest magnitudes, one pass
+    amax(x, block=None)             -> Amax(values, nonfinite)            largest magnitudes, one
+                                    pass
     qdq(x, fmt, scale, block=None)  -> Tensor                             round(x / scale) * scale
     mx(x, fmt, rule="floor")        -> Blocks(values, scales, nonfinite)  32 share a power of two
 
@@ -10,10 +11,10 @@ once and without a branch. `_round` is that in PyTorch, `rounded` in cast.c the 
 
 `fmt` is a `lpkit.precision.formats.Format`: any with a sign and at most 8 bits. x is float32 or
 bf16, of any shape and strides (a view that is not contiguous is copied first; `qdq` with one scale
-keeps a transposed view's order instead). x counts as a matrix (R, C): the last axis, and the others.
-`block=(r, c)` says which elements share a scale or an amax; 0 stands for the whole axis, so (1, 0)
-is per row and None the whole tensor. Values come in `dtype`: None for x's own, float32, bf16, or
-torch.uint8 for the bit patterns before rescaling.
+keeps a transposed view's order instead). x counts as a matrix (R, C): the last axis, and the
+others. `block=(r, c)` says which elements share a scale or an amax; 0 stands for the whole axis, so
+(1, 0) is per row and None the whole tensor. Values come in `dtype`: None for x's own, float32,
+bf16, or torch.uint8 for the bit patterns before rescaling.
 
 Rounding is to nearest-even and saturates. With `noise=Noise(seed=..., counter=...)` it is
 stochastic, from a generator that is a pure function of seed and element: advance the counter by
@@ -175,8 +176,8 @@ def mx(x: Tensor, fmt: Grid, *, rule: str = "floor", dtype: torch.dtype | None =
 
     As torchao's to_mx and to_dtype, bit for bit, but for blocks whose amax is below 2^-110 (there
     torchao quantises with one scale and dequantises with another) and for "rceil" within rounding
-    of a power of two (there its logarithm, in float32, misses; this is the hardware's rule). A block
-    with a NaN becomes NaN; an infinity saturates.
+    of a power of two (there its logarithm, in float32, misses; this is the hardware's rule). A
+    block with a NaN becomes NaN; an infinity saturates.
     """
     how, dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
     matrix = _matrix(x)
@@ -318,7 +319,8 @@ def _check(x: Tensor, fmt: Grid, dtype: torch.dtype | None) -> torch.dtype:
 
 def _check_plain(x: Tensor) -> None:
     """A wrapper such as DTensor has no memory of its own."""
-    if torch.compiler.is_compiling():       # what is traced has been checked, and may not be asked for its layout
+    # what is traced has been checked, and may not be asked for its layout
+    if torch.compiler.is_compiling():
         return
     if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:     # nearly always
         return

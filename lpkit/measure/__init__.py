@@ -1,5 +1,5 @@
-"""This machine, and what really happened on it: every live byte of a step, its seconds beside the ceilings, the trace of a
-step on any number of ranks, what each technique does here.
+"""This machine, and what really happened on it: every live byte of a step, its seconds beside the
+ceilings, the trace of a step on any number of ranks, what each technique does here.
 
 Names are imported when they are asked for.
 """
@@ -7,7 +7,10 @@ Names are imported when they are asked for.
 import importlib
 from typing import Any
 
-_WHERE = dict.fromkeys(("Bench", "OTHER", "REST", "RooflineMeasurement", "Saved", "Seconds", "StepMeasurement", "Turns", "memory", "reconcile_seconds", "refuse_compiled", "roofline", "saved_bytes", "seconds", "step", "turns"), "updates")
+_WHERE = dict.fromkeys(("Bench", "OTHER", "REST", "RooflineMeasurement", "Saved", "Seconds",
+                        "StepMeasurement", "Turns", "memory", "reconcile_seconds",
+                        "refuse_compiled", "roofline", "saved_bytes", "seconds", "step", "turns"),
+                       "updates")
 __all__ = sorted(_WHERE)
 
 

@@ -374,7 +374,8 @@ def techniques() -> list[Probe]:
     found = []
     for field, table in families().items():
         for name, row in table.items():
-            check = Check(name=f"{field}={name}", kind="technique", run=lambda device, row=row: _loaded(row))
+            check = Check(name=f"{field}={name}", kind="technique", run=lambda device,
+                          row=row: _loaded(row))
             found.append(probe(check, torch.device("cpu")))
     return found
 

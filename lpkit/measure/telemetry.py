@@ -1,19 +1,23 @@
-"""What number formats do to the tensors of a run: the numbers of every operand, as it was cast and as others would cast it.
+"""What number formats do to the tensors of a run: the numbers of every operand, as it was cast and
+as others would cast it.
 
     telemetry.attach(training, run_dir, every=20)   # then fit(training, run_dir)
     telemetry.read(run_dir)                         # a list of Samples
 
-Needs no cooperation of a layer: on a sampled step a hook on each nn.Linear sees x, w and dy, and the casts of a recipe
-(rows of data) are applied to them on the side. Between samples there are no hooks. Nothing here draws from a random
-generator of the run or writes to a tensor of it, so a loss is the same bit for bit with and without.
+Needs no cooperation of a layer: on a sampled step a hook on each nn.Linear sees x, w and dy, and
+the casts of a recipe (rows of data) are applied to them on the side. Between samples there are no
+hooks. Nothing here draws from a random generator of the run or writes to a tensor of it, so a loss
+is the same bit for bit with and without.
 
-Shares count elements that are not zero; of blocks, those that hold any. Ratios are in dB, scales in powers
-of two. The largest magnitude and the NaNs are counted over the whole tensor. The rest, over `rows` rows of it, drawn anew
-at each sample in groups that no block crosses, each group as likely as the other; the group of the largest magnitude is
-cast along, so that tensor scales are those of the whole. `sampled_rows` of `total_rows` is kept with every number.
+Shares count elements that are not zero; of blocks, those that hold any. Ratios are in dB, scales in
+powers of two. The largest magnitude and the NaNs are counted over the whole tensor. The rest, over
+`rows` rows of it, drawn anew at each sample in groups that no block crosses, each group as likely
+as the other; the group of the largest magnitude is cast along, so that tensor scales are those of
+the whole. `sampled_rows` of `total_rows` is kept with every number.
 
-Which numbers, after Transformer Engine's debug features LogFp8TensorStats (underflows, scale spread) and Mishra et al.
-2025, https://arxiv.org/abs/2506.08027; the signal-to-quantisation-noise ratio, Widrow and Kollar 2008.
+Which numbers, after Transformer Engine's debug features LogFp8TensorStats (underflows, scale
+spread) and Mishra et al. 2025, https://arxiv.org/abs/2506.08027; the signal-to-quantisation-noise
+ratio, Widrow and Kollar 2008.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ FILE = "telemetry.jsonl"
 ROWS = 32               # of each tensor, for the statistics that are not exact over all of it
 GROUP = 4               # at least so many neighbouring rows are drawn together
 
-ROLES = {               # the product in which a tensor is looked at, and the operand that it is there
+ROLES = {  # the product in which a tensor is looked at, and the operand that it is there
     "x": ("y", "x"), "w": ("y", "w"), "dy": ("dx", "g"),
     "x.T": ("dw", "x"), "w.T": ("dx", "w"), "dy.T": ("dw", "g"),
 }
@@ -68,7 +72,8 @@ class Quality:
     saturated_blocks: float         # share of blocks with a saturated element
     zeroed_blocks: float            # share of blocks of which nothing is left
     zero_blocks: float              # of all blocks, those that were zero before
-    window: tuple[float, float]     # log2 of the least and the largest magnitude that the largest scale can express
+    # log2 of the least and the largest magnitude that the largest scale can express
+    window: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +87,11 @@ class Sample:
     total_rows: int
     sampled_rows: int
     amax: float | None              # exact; None: not finite
-    nonfinite: int                  # NaNs and infinities, exact; where there are any, nothing else can be said
+    nonfinite: int  # NaNs and infinities, exact; where there are any, nothing else can be said
     own: Quality | None             # under `cast`
-    others: dict[str, Quality]      # under the row of each other recipe, as if it had been at work here
-    exponents: dict[int, int]       # floor(log2 |x|) -> how many of the sampled elements; zeros are left out
+    others: dict[str, Quality]  # under the row of each other recipe, as if it had been at work here
+    # floor(log2 |x|) -> how many of the sampled elements; zeros are left out
+    exponents: dict[int, int]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -102,11 +108,13 @@ class Sample:
                       "exponents": {int(e): n for e, n in values["exponents"].items()}})
 
 
-# ---- statistics of one tensor ------------------------------------------------------------------------------------------
+# ---- statistics of one tensor
+# ------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Rows of an operand, and one more group that is cast along because it holds the largest magnitude."""
+    """Rows of an operand, and one more group that is cast along because it holds the largest
+    magnitude."""
 
     x: Tensor                   # (rows [+ group], contracted axis) float32
     rows: int                   # of x that count
@@ -119,13 +127,15 @@ class Drawn:
     def unit(self) -> Tensor:
         """Times a power of two: squares of small gradients would vanish in float32."""
         return self._once("unit", lambda: torch.ldexp(
-            torch.ones((), device=self.x.device), -torch.frexp(self.amax).exponent.clamp(-120, 120)))
+            torch.ones((), device=self.x.device),
+            -torch.frexp(self.amax).exponent.clamp(-120, 120)))
 
     def mixed(self, transform: str) -> Tensor:
         return self._once(transform, lambda: TRANSFORMS[transform](self.x))
 
     def blocks(self, transform: str, r: int, c: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that count in units of `unit`, (R, r, C, c); per block the sum of squares, and how many are not zero."""
+        """The rows that count in units of `unit`, (R, r, C, c); per block the sum of squares, and
+        how many are not zero."""
         def made() -> tuple[Tensor, Tensor, Tensor]:
             x = (self.mixed(transform)[:self.rows] * self.unit).view(self.rows // r, r, -1, c)
             return x, x.square().sum((1, 3)), x.count_nonzero((1, 3))
@@ -138,8 +148,10 @@ class Drawn:
         return self._kept[key]
 
 
-def draw(x: Tensor, casts: Iterable[Cast], rows: int | None, generator: torch.Generator | None = None) -> Drawn:
-    """`rows` rows of x (M, K), all when None; padded with zeros until every one of `casts` tiles."""
+def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
+         generator: torch.Generator | None = None) -> Drawn:
+    """`rows` rows of x (M, K), all when None; padded with zeros until every one of `casts`
+    tiles."""
     tiles = [cast.tile for cast in casts]
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     along = max((side for tile in tiles for side in tile[1:]), default=1)
@@ -151,15 +163,17 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None, generator: torch.Ge
     found = kernel.amax(x, (group, 0))
     tops, groups, wanted = found.values.view(-1), len(x) // group, -(-(rows or total) // group)
     if wanted >= groups or by_column:       # scales that reach over all rows
-        return Drawn(x=x.float(), rows=len(x), total_rows=total, amax=tops.amax(), nonfinite=found.nonfinite)
+        return Drawn(x=x.float(), rows=len(x), total_rows=total, amax=tops.amax(),
+                     nonfinite=found.nonfinite)
     picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
     picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
-    return Drawn(x=x.unflatten(0, (-1, group))[picked].flatten(0, 1).float(), rows=wanted * group, total_rows=total,
-                 amax=tops.amax(), nonfinite=found.nonfinite)
+    return Drawn(x=x.unflatten(0, (-1, group))[picked].flatten(0, 1).float(), rows=wanted * group,
+                 total_rows=total, amax=tops.amax(), nonfinite=found.nonfinite)
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
-    """Sums and counts for `quality`, (12,) float64 on the tensor's device. `amax`: as in `quantise`."""
+    """Sums and counts for `quality`, (12,) float64 on the tensor's device. `amax`: as in
+    `quantise`."""
     mixed = drawn.mixed(cast.transform)
     made = quantise(mixed, replace(cast, transform="none"), amax=amax,
                     noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
@@ -169,22 +183,26 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     scale, top, r = scale[:kept], made.amax[:kept], min(r, drawn.rows)
     x, signal, some = drawn.blocks(cast.transform, r, c)
     data = made.data[:drawn.rows].view(x.shape)
-    noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None], value=-1).square_().sum((1, 3))
+    noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None],
+                          value=-1).square_().sum((1, 3))
     left = data.count_nonzero((1, 3))
     there, limit = some > 0, _limit(cast.format) * scale.double()
     beyond = torch.zeros_like(some)
     if bool((top > limit).any()):
         beyond = (x.abs().double() > (limit * drawn.unit)[:, None, :, None]).sum((1, 3))
-    counts = torch.stack((some, left, beyond, there, (beyond > 0) & there, (left == 0) & there)).sum((1, 2))
+    counts = torch.stack((some, left, beyond, there, (beyond > 0) & there,
+                          (left == 0) & there)).sum((1, 2))
     ratio = torch.where(there, signal / noise, torch.inf)   # noise 0: inf
-    sums = torch.stack((signal.sum(), noise.sum(), ratio.amin(), torch.where(there, scale, 0).amax(),
+    sums = torch.stack((signal.sum(), noise.sum(), ratio.amin(),
+                        torch.where(there, scale, 0).amax(),
                         torch.where(there, scale, scale.amax()).amin()))
     return torch.cat((counts.double(), sums.double(), sums.new_full((1,), some.numel()).double()))
 
 
 @cache
 def _limit(name: str) -> float:
-    """Half a spacing beyond the largest value: further out, a magnitude is not rounded any more, it saturates."""
+    """Half a spacing beyond the largest value: further out, a magnitude is not rounded any more, it
+    saturates."""
     to = format_of(name)
     return to.largest + 2.0**(to.max_exponent - to.mantissa_bits - 1)
 
@@ -195,15 +213,19 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
     to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
     top = math.log2(high or 1)
     return Quality(
-        sqnr_db=decibel(signal / noise if noise else math.inf), underflow=(elements - left) / elements if there else 0.0,
-        saturated=beyond / elements, scale_octaves=top - math.log2(low or 1), worst_block_db=decibel(worst),
-        saturated_blocks=saturated / some, zeroed_blocks=zeroed / some, zero_blocks=1 - there / blocks,
-        window=(top + math.log2(to.smallest), top + math.log2(to.largest)))
+        sqnr_db=decibel(signal / noise if noise else math.inf),
+        underflow=(elements - left) / elements if there else 0.0, saturated=beyond / elements,
+        scale_octaves=top - math.log2(low or 1), worst_block_db=decibel(worst),
+        saturated_blocks=saturated / some, zeroed_blocks=zeroed / some,
+        zero_blocks=1 - there / blocks, window=(top + math.log2(to.smallest),
+                                                top + math.log2(to.largest)))
 
 
 def exponents(x: Tensor) -> dict[int, int]:
-    """How many elements of x (float32) have each floor(log2 |x|); what is below 2^-126 is left out."""
-    counts = torch.bincount(((x.contiguous().view(torch.int32) >> 23) & 0xFF).flatten(), minlength=256).tolist()
+    """How many elements of x (float32) have each floor(log2 |x|); what is below 2^-126 is left
+    out."""
+    counts = torch.bincount(((x.contiguous().view(torch.int32) >> 23) & 0xFF).flatten(),
+                            minlength=256).tolist()
     return {code - 127: count for code, count in enumerate(counts) if count and 0 < code < 255}
 
 
@@ -216,19 +238,23 @@ def compute_cast(dtype: str | None) -> Cast:
 def cast_of(recipe: Recipe, role: str) -> Cast:
     product, operand = pick(ROLES, role, "role")
     casts = getattr(recipe, product)
-    return compute_cast(recipe.compute) if casts is None else casts[PRODUCTS[product].index(operand)]
+    return (compute_cast(recipe.compute) if casts is None
+            else casts[PRODUCTS[product].index(operand)])
 
 
-# ---- a run's ----------------------------------------------------------------------------------------------------------
+# ---- a run's
+# ----------------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
 class Telemetry:
-    """Samples `model` every `every` steps: step 1, 1 + every, ... `watch` is a watcher of a Training.
+    """Samples `model` every `every` steps: step 1, 1 + every, ... `watch` is a watcher of a
+    Training.
 
     layers:          patterns of names of Linears; None: all
     roles:           of ROLES
     counterfactuals: names of recipes to compare with; None: all but fp32
-    rows:            drawn of each tensor; None: every row, which costs more than 5% of a small model's step
+    rows:            drawn of each tensor; None: every row, which costs more than 5% of a small
+    model's step
     path:            a JSON line per sample is appended; None: `samples` alone
     Raises ConfigError for an unknown name.
     """
@@ -247,17 +273,22 @@ class Telemetry:
 
     def __post_init__(self):
         if self.every < 1 or (self.rows is not None and self.rows < 1):
-            raise ConfigError(f"telemetry looks every N >= 1 steps at R >= 1 rows, got every={self.every}, rows={self.rows}")
+            raise ConfigError(f"telemetry looks every N >= 1 steps at R >= 1 rows, got "
+                              f"every={self.every}, rows={self.rows}")
         for role in self.roles:
             pick(ROLES, role, "role")
-        names = [name for name in RECIPES if RECIPES[name].compute] if self.counterfactuals is None else self.counterfactuals
+        names = ([name for name in RECIPES if RECIPES[name].compute] if self.counterfactuals is None
+                 else self.counterfactuals)
         self._others = {name: pick(RECIPES, name, "recipe") for name in names}
-        linears = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {name: module for name, module in self.model.named_modules()
+                   if isinstance(module, nn.Linear)}
         for pattern in self.layers or ():
             if not any(fnmatchcase(name, pattern) for name in linears):
-                raise ConfigError(f"telemetry: {pattern!r} matches no Linear of this model; {nearest(pattern, linears)}")
+                raise ConfigError(f"telemetry: {pattern!r} matches no Linear of this model; "
+                                  f"{nearest(pattern, linears)}")
         self._linears = {name: module for name, module in linears.items()
-                         if self.layers is None or any(fnmatchcase(name, pattern) for pattern in self.layers)}
+                         if self.layers is None or any(fnmatchcase(name, pattern)
+                                                       for pattern in self.layers)}
         if self.path is not None:
             _mend(self.path)
 
@@ -275,7 +306,8 @@ class Telemetry:
     @contextmanager
     def _hooks(self) -> Iterator[None]:
         self._batch, done = [], set()
-        handles = [module.register_forward_hook(self._forward(name, done)) for name, module in self._linears.items()]
+        handles = [module.register_forward_hook(self._forward(name, done))
+                   for name, module in self._linears.items()]
         try:
             yield
         finally:
@@ -286,7 +318,8 @@ class Telemetry:
         """The first micro-batch counts; a forward that is recomputed is the first one again."""
         @torch.compiler.disable     # what looks is not part of any graph
         def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
-            dtype = out.dtype       # alone: a closure over `out` would keep it until backward, and itself in a cycle
+            # alone: a closure over `out` would keep it until backward, and itself in a cycle
+            dtype = out.dtype
             for tensor, value in (("x", args[0]), ("w", module.weight)):
                 if (name, tensor) not in done:
                     done.add((name, tensor))
@@ -297,46 +330,63 @@ class Telemetry:
 
         return look
 
-    def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor, dtype: torch.dtype) -> None:
+    def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor,
+                dtype: torch.dtype) -> None:
         matrix = value.detach().reshape(-1, value.shape[-1])
         with torch.no_grad(), torch.autocast(matrix.device.type, enabled=False):
             for role in self.roles:
                 if TENSOR_OF[ROLES[role][1]] == tensor:
-                    self._batch.append(self._look(name, module, role, matrix.T if role.endswith(".T") else matrix, dtype))
+                    self._batch.append(self._look(name, module, role,
+                                                  matrix.T if role.endswith(".T") else matrix,
+                                                  dtype))
 
-    def _look(self, name: str, module: nn.Linear, role: str, x: Tensor, dtype: torch.dtype) -> Sample:
-        ours = getattr(module, "recipe", None) or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source="")
+    def _look(self, name: str, module: nn.Linear, role: str, x: Tensor,
+              dtype: torch.dtype) -> Sample:
+        ours = (getattr(module, "recipe", None)
+                or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source=""))
         recipes = {"": ours, **self._others}
         casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
-        tall = {max(GROUP, cast.tile[0]) for cast in casts.values()}        # a draw for each height of blocks
-        draws = {group: draw(x, [cast for cast in casts.values() if max(GROUP, cast.tile[0]) == group], self.rows,
+        # a draw for each height of blocks
+        tall = {max(GROUP, cast.tile[0]) for cast in casts.values()}
+        draws = {group: draw(x, [cast for cast in casts.values()
+                                 if max(GROUP, cast.tile[0]) == group], self.rows,
                              torch.Generator().manual_seed(self.step)) for group in tall}
         drawn = draws[min(tall)]
-        histories = {key: self._history(name, module, role, recipe, drawn) for key, recipe in recipes.items()}
-        self._amaxes[name, role] = torch.maximum(drawn.amax, self._amaxes.get((name, role), drawn.amax))
-        alike = {key: (cast, None if histories[key] is None else id(histories[key])) for key, cast in casts.items()}
+        histories = {key: self._history(name, module, role, recipe, drawn)
+                     for key, recipe in recipes.items()}
+        self._amaxes[name, role] = torch.maximum(drawn.amax,
+                                                 self._amaxes.get((name, role), drawn.amax))
+        alike = {key: (cast, None if histories[key] is None else id(histories[key]))
+                 for key, cast in casts.items()}
         counted = {}        # recipes that cast alike are measured once
         for key, cast in casts.items():
             if alike[key] not in counted:
-                counted[alike[key]] = measure(draws[max(GROUP, cast.tile[0])], cast, amax=histories[key])
-        (amax, nonfinite), *numbers = _lists([torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device))),
-                                              *counted.values()])
-        found = {} if nonfinite else {like: quality(values, like[0]) for like, values in zip(counted, numbers)}
+                counted[alike[key]] = measure(draws[max(GROUP, cast.tile[0])], cast,
+                                              amax=histories[key])
+        (amax, nonfinite), *numbers = _lists(
+            [torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device))),
+             *counted.values()])
+        found = ({} if nonfinite else {like: quality(values, like[0])
+                                       for like, values in zip(counted, numbers)})
         return Sample(
-            step=self.step, layer=name, role=role, cast=asdict(casts[""]), total_rows=drawn.total_rows,
-            sampled_rows=min(drawn.rows, drawn.total_rows), amax=amax if math.isfinite(amax) else None,
-            nonfinite=int(nonfinite), exponents=exponents(drawn.x[:drawn.rows]), own=found.get(alike[""]),
+            step=self.step, layer=name, role=role, cast=asdict(casts[""]),
+            total_rows=drawn.total_rows, sampled_rows=min(drawn.rows, drawn.total_rows),
+            amax=amax if math.isfinite(amax) else None, nonfinite=int(nonfinite),
+            exponents=exponents(drawn.x[:drawn.rows]), own=found.get(alike[""]),
             others={key: found[alike[key]] for key in self._others if found})
 
-    def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe, drawn: Drawn) -> Tensor | None:
-        """What delayed scaling would scale by: the layer's own history; in other runs, what earlier samples have seen."""
+    def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
+                 drawn: Drawn) -> Tensor | None:
+        """What delayed scaling would scale by: the layer's own history; in other runs, what earlier
+        samples have seen."""
         if recipe.delayed is None or getattr(recipe, ROLES[role][0]) is None:
             return None
         history = getattr(module, "amax_history", None)
         if history is None:
             return self._amaxes.get((name, role), drawn.amax) * 2.0**recipe.delayed.margin
         delayed = module.recipe.delayed
-        return HISTORY_RULES[delayed.rule](history[OPERANDS.index(ROLES[role][1]), 1:]) * 2.0**delayed.margin
+        return (HISTORY_RULES[delayed.rule](history[OPERANDS.index(ROLES[role][1]), 1:])
+                * 2.0**delayed.margin)
 
     def _write(self) -> None:
         self.samples += self._batch
@@ -347,7 +397,8 @@ class Telemetry:
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
-    """Watch `training`: `fit` it into the same `run_dir`. Settings are those of `Telemetry`. Raises ConfigError."""
+    """Watch `training`: `fit` it into the same `run_dir`. Settings are those of `Telemetry`. Raises
+    ConfigError."""
     path = None if run_dir is None else Path(run_dir) / FILE
     telemetry = Telemetry(model=training.model, path=path, **settings)
     training.watchers.append(telemetry.watch)
@@ -355,12 +406,14 @@ def attach(training: Training, run_dir: str | Path | None = None, **settings: An
 
 
 def read(path: str | Path) -> list[Sample]:
-    """The samples of a run folder, in the order of the steps. A step that was done again counts once, the last time; a
-    last line torn by a kill is left out. Raises ConfigError when there are none."""
+    """The samples of a run folder, in the order of the steps. A step that was done again counts
+    once, the last time; a last line torn by a kill is left out. Raises ConfigError when there are
+    none."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps for example")
+        raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps "
+                          f"for example")
     lines = file.read_text().splitlines(keepends=True)
     samples = [Sample.from_dict(json.loads(line)) for line in lines if line.endswith("\n")]
     last = {(sample.step, sample.layer, sample.role): sample for sample in samples}
@@ -368,13 +421,14 @@ def read(path: str | Path) -> list[Sample]:
 
 
 def lost(sample: Sample) -> float:
-    """Share of a tensor's elements that its cast did not keep: became zero, saturated, or were NaN or Inf already."""
+    """Share of a tensor's elements that its cast did not keep: became zero, saturated, or were NaN
+    or Inf already."""
     return 1.0 if sample.own is None else sample.own.underflow + sample.own.saturated
 
 
 def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
-    """(layer, by how much), the worst first: what a layer loses beyond the median layer of the same role and step, in the
-    role where that is most, averaged over the steps."""
+    """(layer, by how much), the worst first: what a layer loses beyond the median layer of the same
+    role and step, in the role where that is most, averaged over the steps."""
     alike: dict[tuple[int, str], list[Sample]] = {}
     for sample in samples:
         alike.setdefault((sample.step, sample.role), []).append(sample)
@@ -393,7 +447,8 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
     if not bad:
         return ""
     first = [sample for sample in bad if sample.step == bad[0].step]
-    named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}" for sample in first[:3])
+    named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}"
+                      for sample in first[:3])
     more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
     return f"NaN or Inf at step {first[0].step}: {named}{more}"
 
@@ -412,6 +467,9 @@ def _mend(path: Path) -> None:
 
 
 def _eagerly(model: nn.Module) -> AbstractContextManager:
-    """What was compiled before a hook was there does not call it. The model may be compiled, or a method of it."""
-    compiled = [model._compiled_call_impl, *(getattr(value, "_torchdynamo_orig_callable", None) for value in vars(model).values())]
+    """What was compiled before a hook was there does not call it. The model may be compiled, or a
+    method of it."""
+    compiled = [model._compiled_call_impl,
+                *(getattr(value, "_torchdynamo_orig_callable", None)
+                  for value in vars(model).values())]
     return torch.compiler.set_stance("force_eager") if any(compiled) else nullcontext()

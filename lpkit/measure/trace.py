@@ -1,16 +1,19 @@
-"""The ledger of a step that never ran: the model and the trainer's step under fake tensors, on any number of ranks.
+"""The ledger of a step that never ran: the model and the trainer's step under fake tensors, on any
+number of ranks.
 
-Operations run on shapes alone (torch._subclasses.FakeTensorMode): nothing is allocated and nothing computed, but every
-storage has its size, and `lpkit.measure.tracking` watches them as it watches real ones. Collectives go to PyTorch's "fake" process
-group, which answers at once for a world of any size; what one rank holds is what rank 0 of the real world would.
+Operations run on shapes alone (torch._subclasses.FakeTensorMode): nothing is allocated and nothing
+computed, but every storage has its size, and `lpkit.measure.tracking` watches them as it watches
+real ones. Collectives go to PyTorch's "fake" process group, which answers at once for a world of
+any size; what one rank holds is what rank 0 of the real world would.
 
-What a trace does not know: what a kernel takes and gives back inside one operation, and how an allocator rounds and reserves
-(on CUDA its 512-byte blocks are counted). Where a step asks for a number, it gets that of a healthy one: gradients are
-finite, counts of NaN are 0.
+What a trace does not know: what a kernel takes and gives back inside one operation, and how an
+allocator rounds and reserves (on CUDA its 512-byte blocks are counted). Where a step asks for a
+number, it gets that of a healthy one: gradients are finite, counts of NaN are 0.
 
-PyTorch's own FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) is no base for this. Its figure for the optimizer is
-right in the first update and wrong in the second: with the fused AdamW of torch 2.13 it adds every parameter, gradient and
-moment whole to the shards, 9 times the state that 4 ranks hold (tests/test_trace.py).
+PyTorch's own FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) is no base for this. Its
+figure for the optimizer is right in the first update and wrong in the second: with the fused AdamW
+of torch 2.13 it adds every parameter, gradient and moment whole to the shards, 9 times the state
+that 4 ranks hold (tests/test_trace.py).
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -49,45 +57,54 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.training.build import Decisions, decide
 
-ASSUMED_RECIPE = "bf16"     # what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
+# what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
+ASSUMED_RECIPE = "bf16"
 
 
-def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None = None, device: str = "cpu") -> Footprint:
-    """Live bytes of one device in the second update of `config` on `world_size` devices, by row; as `measure.memory`.
+def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None = None,
+                  device: str = "cpu") -> Footprint:
+    """Live bytes of one device in the second update of `config` on `world_size` devices, by row; as
+    `measure.memory`.
 
-    layout: data (replicas) and shard (FSDP2, `zero` 3, or 2 to keep whole weights from forward to backward: what rests is
-    sharded in both); without one, all ranks shard. device: whose operations to trace, "cpu" or "cuda"; neither has to be there, but the second needs a PyTorch
-    built with CUDA. Raises ConfigError for what cannot be traced.
+    layout: data (replicas) and shard (FSDP2, `zero` 3, or 2 to keep whole weights from forward to
+    backward: what rests is sharded in both); without one, all ranks shard. device: whose operations
+    to trace, "cpu" or "cuda"; neither has to be there, but the second needs a PyTorch built with
+    CUDA. Raises ConfigError for what cannot be traced.
     """
     layout = layout or Layout(shard=world_size)
     measure.refuse_compiled(config)
     check(config, layout, world_size)
-    if layout.devices != layout.batch_ranks or (layout.devices > 1 and (layout.shard == 1 or layout.zero < 2)):
-        raise ConfigError(f"a trace shards by FSDP2, over data and shard with ZeRO 2 or 3, and the layout is {layout}; the "
-                          f"closed form, lpkit.predict.memory, has the other axes")
+    if layout.devices != layout.batch_ranks or (layout.devices > 1
+                                                and (layout.shard == 1 or layout.zero < 2)):
+        raise ConfigError(f"a trace shards by FSDP2, over data and shard with ZeRO 2 or 3, and the "
+                          f"layout is {layout}; the closed form, lpkit.predict.memory, has the "
+                          f"other axes")
     if layout.devices > 1:
         _refuse_what_does_not_shard(config)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     config = config.replace({"global_batch": sequences * pieces, "grad_accum_steps": pieces})
     decisions = _decide(config, device)
     with _world(layout, device) as mesh, _fake_step(device):
-        shard = () if mesh is None else (Shard(mesh=mesh, compute=compute_dtype(decisions.recipe), zero=layout.zero,
-                                               entry=rows_of(config)["cross_entropy"].entry),)
-        # sharded parameters are gathered in the compute dtype, and autocast would have nothing to do
-        recipe = replace(decisions.recipe, compute=None) if shard else decisions.recipe
+        shard, recipe = (), decisions.recipe
+        if mesh is not None:
+            entry = rows_of(config)["cross_entropy"].entry
+            shard = (Shard(mesh=mesh, compute=compute_dtype(recipe), zero=layout.zero, entry=entry),)
+            # parameters are gathered in the compute dtype, so autocast would have nothing to do
+            recipe = replace(recipe, compute=None)
         bench = measure.Bench(config, decisions=replace(decisions, recipe=recipe), more=shard)
         bench.train()
         with bench.tracker() as tracker:
             tracker.hold(bench.batch.tensors, "batch")
             tracker.hold(_gathered(bench.model), "gathered weights")
             bench.train(tracker)
-        return tracker.footprint(chosen=decisions.choices, where=f"traced on {layout}, {device}, {bench.how}")
+        return tracker.footprint(chosen=decisions.choices, where=f"traced on {layout}, {device}, "
+                                 f"{bench.how}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(Transform):
-    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32. `entry`: the method of the
-    model that the loss calls; None: the model itself."""
+    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32.
+    `entry`: the method of the model that the loss calls; None: the model itself."""
 
     mesh: DeviceMesh
     compute: torch.dtype | None
@@ -97,7 +114,8 @@ class Shard(Transform):
 
     def __call__(self, model: nn.Module) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
-        again = None if self.zero == 3 else False       # None: blocks are gathered once more for backward, the rest stays
+        # None: blocks are gathered once more for backward, the rest stays
+        again = (None if self.zero == 3 else False)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
         if self.entry:
@@ -105,20 +123,23 @@ class Shard(Transform):
         return model
 
 
-WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32", "memory.optimizer_state": "device"}
+WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32",
+               "memory.optimizer_state": "device"}
 
 
 def _refuse_what_does_not_shard(config: Config) -> None:
     """Updates that read a parameter's bits, which a shard's wrapper does not give."""
     for key, only in WHOLE_ALONE.items():
         if (asked := flat(config)[key]) != only:
-            raise ConfigError(f"{key}={asked} updates whole parameters; set {key}={only}, or trace one device")
+            raise ConfigError(f"{key}={asked} updates whole parameters; set {key}={only}, or trace "
+                              f"one device")
 
 
 def _gathered(model: nn.Module) -> Iterator[Tensor]:
     """What FSDP gathers whole parameters into; without memory between reshard and unshard."""
     for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = (module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule)
+                 else None)
         for parameter in group.fsdp_params if group else ():
             yield from parameter.all_gather_outputs
 
@@ -128,19 +149,25 @@ def _decide(config: Config, device: str) -> Decisions:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"a trace is of the operations of cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.backends.cuda.is_built():
-        raise ConfigError("this PyTorch is built without CUDA, whose operations it cannot trace; use device=cpu, which keeps "
-                          "the same tensors but for RMSNorm's, or install a CUDA build (it needs no GPU)")
+        raise ConfigError("this PyTorch is built without CUDA, whose operations it cannot trace; "
+                          "use device=cpu, which keeps the same tensors but for RMSNorm's, or "
+                          "install a CUDA build (it needs no GPU)")
     asked = config.precision.recipe.name
     used = ASSUMED_RECIPE if asked == "auto" else asked
-    decisions = decide(config.replace({"system.device": "cpu", "system.compile": False, "precision.recipe": used}))
+    decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
+                                       "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
     if asked == "auto":
-        chosen["precision"] = Choice(asked=asked, used=used, why="assumed: a run decides by a race where it runs")
+        chosen["precision"] = Choice(asked=asked, used=used, why="assumed: a run decides by a race "
+                                     "where it runs")
     if device == "cuda":
-        chosen["attention"] = attention.choose(config.model.attention, device_type=device, context=config.model.context,
-                                               recipe="fp32" if decisions.recipe.compute is None else "bf16")
+        chosen["attention"] = attention.choose(config.model.attention, device_type=device,
+                                               context=config.model.context,
+                                               recipe="fp32" if decisions.recipe.compute is None
+                                               else "bf16")
         if config.precision.backend == "auto":
-            chosen["backend"] = Choice(asked="auto", used="scaled_mm" if decisions.recipe.products else "pytorch",
+            chosen["backend"] = Choice(asked="auto",
+                                       used="scaled_mm" if decisions.recipe.products else "pytorch",
                                        why="assumed: a GPU that multiplies these formats")
     return replace(decisions, device=torch.device(device), choices=chosen)
 
@@ -152,8 +179,8 @@ def _world(layout: Layout, device: str) -> Iterator[DeviceMesh | None]:
         yield None
         return
     if dist.is_initialized():
-        raise ConfigError("this process has a process group already, and a trace needs one of its own; trace before it is "
-                          "made, or in another process")
+        raise ConfigError("this process has a process group already, and a trace needs one of its "
+                          "own; trace before it is made, or in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices)
@@ -161,14 +188,16 @@ def _world(layout: Layout, device: str) -> Iterator[DeviceMesh | None]:
         if layout.data == 1:
             yield init_device_mesh(device, (layout.shard,), mesh_dim_names=("shard",))
         else:
-            yield init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=("data", "shard"))
+            yield init_device_mesh(device, (layout.data, layout.shard),
+                                   mesh_dim_names=("data", "shard"))
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
 def _fake_step(device: str) -> Iterator[None]:
-    """Everything made in here is fake. What is made once a process is made before, and nothing fake stays in its cache."""
+    """Everything made in here is fake. What is made once a process is made before, and nothing fake
+    stays in its cache."""
     for signed in (True, False):
         moments.midpoints(signed)
     scaled.hadamard_matrix()
@@ -182,19 +211,23 @@ def _fake_step(device: str) -> Iterator[None]:
 
 @contextmanager
 def _instead(fake: FakeTensorMode) -> Iterator[None]:
-    """What would lie in a file lies nowhere, or on PyTorch's device without memory; FSDP's shards are cut when asked for."""
+    """What would lie in a file lies nowhere, or on PyTorch's device without memory; FSDP's shards
+    are cut when asked for."""
 
     def write(self: Slots, t: Tensor) -> Slot:
         return self.slot(len(t))
 
     def read(self: Slots, slot: Slot) -> Tensor:
-        with _disable_current_modes(), fake:    # pages of the system, which nobody tracks in a real step either
+        # pages of the system, which nobody tracks in a real step either
+        with _disable_current_modes(), fake:
             return torch.empty(slot.nbytes, dtype=torch.uint8)
 
     instead = {
-        (Scratch, "mapped"): lambda self, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+        (Scratch, "mapped"): lambda self, shape,
+        dtype: torch.empty(shape, dtype=dtype, device="meta"),
         (Scratch, "let_go"): lambda self, t: None,
-        (Slots, "slot"): lambda self, nbytes: Slot(0, nbytes), (Slots, "expect"): lambda self, slot: None,
+        (Slots, "slot"): lambda self, nbytes: Slot(0, nbytes), (Slots, "expect"): lambda self,
+        slot: None,
         (Slots, "write"): write, (Slots, "read"): read,
         (_fsdp_param, "_chunk_with_empty"): _Chunks,
     }
@@ -209,7 +242,8 @@ def _instead(fake: FakeTensorMode) -> Iterator[None]:
 
 
 class _Chunks:
-    """torch.chunk, a piece at a time: FSDP takes one of 1,024, and making a fake tensor takes 0.1 ms."""
+    """torch.chunk, a piece at a time: FSDP takes one of 1,024, and making a fake tensor takes 0.1
+    ms."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int):
         self.tensor, self.dim, self.length = tensor, dim, -(-tensor.shape[dim] // count)
@@ -235,7 +269,8 @@ class _Healthy(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """Three answers to what one device holds at the peak of a step: bytes by row, each at its own peak."""
+    """Three answers to what one device holds at the peak of a step: bytes by row, each at its own
+    peak."""
 
     formula: dict[str, float]
     formula_moment: str             # of ledger.MOMENTS
@@ -249,8 +284,9 @@ class Reconciled:
     def comparison(self, of: str = "formula") -> Comparison:
         """`of`, "formula" or "trace", beside the measurement, or where there is none the trace."""
         said = {"formula": self.formula, "trace": self.traced.rows}[of]
-        return Comparison.of_rows({**said, "peak": sum(said.values())}, {**self.truth.rows, "peak": self.truth.peak_bytes},
-                                  unit="bytes", where=self.truth.where)
+        return Comparison.of_rows({**said, "peak": sum(said.values())},
+                                  {**self.truth.rows, "peak": self.truth.peak_bytes}, unit="bytes",
+                                  where=self.truth.where)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -266,42 +302,50 @@ class Reconciled:
         if abs(peak.error) < 0.001:
             return f"The {of}'s peak is the {there} one within 0.1%: {quantity(abs(off), 'bytes')} off."
         widest = max(rows.values(), key=lambda row: (row.formula - row.measured) * off)
-        moment = self.formula_moment if of == "formula" else f"in {self.traced.phase}, {self.traced.module}"
-        return (f"The {of}'s peak is {quantity(abs(off), 'bytes')} ({percent(peak.error)}) {'above' if off > 0 else 'below'} the "
-                f"{there} one; {widest.name!r} explains most of it: {quantity(widest.formula, 'bytes')} against "
-                f"{quantity(widest.measured, 'bytes')}. The {of}'s moment is: {moment}; the {there} one: in "
-                f"{self.truth.phase}, {self.truth.module}.")
+        moment = (self.formula_moment if of == "formula" else f"in {self.traced.phase}, "
+                  f"{self.traced.module}")
+        return (f"The {of}'s peak is {quantity(abs(off), 'bytes')} ({percent(peak.error)}) "
+                f"{'above' if off > 0 else 'below'} the {there} one; {widest.name!r} explains most "
+                f"of it: {quantity(widest.formula, 'bytes')} against "
+                f"{quantity(widest.measured, 'bytes')}. The {of}'s moment is: {moment}; the "
+                f"{there} one: in {self.truth.phase}, {self.truth.module}.")
 
     def _repr_html_(self) -> str:
         sides = {"formula": self.formula, "traced": self.traced.rows} | (
             {"measured": self.measured.rows} if self.measured else {})
         columns = [{**rows, "peak": sum(rows.values())} for rows in sides.values()]
         names = [name for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
-        lines = [(name, *(quantity(rows.get(name, 0), "bytes") for rows in columns)) for name in names]
+        lines = [(name, *(quantity(rows.get(name, 0), "bytes") for rows in columns))
+                 for name in names]
         said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
         return html_table(("", *sides), lines) + said
 
 
-def reconcile(config: Config, world_size: int = 1, *, layout: Layout | None = None, device: str | None = None) -> Reconciled:
-    """Formula and trace side by side by row, as `predict_trace`; and on one device a step that is measured on this machine,
-    whose choices (recipe, attention, backend) then hold for all three. Raises ConfigError."""
+def reconcile(config: Config, world_size: int = 1, *, layout: Layout | None = None,
+              device: str | None = None) -> Reconciled:
+    """Formula and trace side by side by row, as `predict_trace`; and on one device a step that is
+    measured on this machine, whose choices (recipe, attention, backend) then hold for all three.
+    Raises ConfigError."""
     measured = measure.memory(config, device=device) if world_size == 1 else None
     if measured:
         used = {key: choice.used for key, choice in measured.chosen.items()}
         device = torch.device(used["device"]).type
-        config = config.replace({"precision.recipe": used["precision"], "precision.backend": used["backend"],
+        config = config.replace({"precision.recipe": used["precision"],
+                                 "precision.backend": used["backend"],
                                  "model.attention": used["attention"]})
     traced = predict_trace(config, world_size, layout=layout, device=device or "cpu")
     used = {key: choice.used for key, choice in traced.chosen.items()}
-    said = memory(config.replace({"precision.recipe": used["precision"]}), _machine(torch.device(used["device"])), world_size,
+    said = memory(config.replace({"precision.recipe": used["precision"]}),
+                  _machine(torch.device(used["device"])), world_size,
                   layout=layout or Layout(shard=world_size), attention=used["attention"])
-    return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment], traced=traced,
-                      measured=measured)
+    return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
+                      traced=traced, measured=measured)
 
 
 def _machine(device: torch.device) -> Machine:
     """What the ledger asks of this one: kind and size. Its speeds are not measured."""
     there = device.type == "cpu" or torch.cuda.is_available()
-    return Machine(name="this", title=str(device), kind="gpu" if device.type == "cuda" else "cpu", flops={},
-                   memory_bytes=hardware.memory_bytes(device if there else "cpu"), bytes_per_second=math.nan, link_bytes_per_second=None,
-                   watts=None, price_per_hour=None, source="this machine")
+    return Machine(name="this", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
+                   flops={}, memory_bytes=hardware.memory_bytes(device if there else "cpu"),
+                   bytes_per_second=math.nan, link_bytes_per_second=None, watts=None,
+                   price_per_hour=None, source="this machine")

@@ -1,13 +1,15 @@
 """Every live byte of a training step, each under one row, from its making to its end.
 
-A `Tracker` watches the storages that operations make, real or fake, and those that are held before the step. Rows are those
-of the ledger (`ROWS`). Which row a storage belongs to is often known only later: what the forward pass made is an activation
-if it is still there when backward begins, and was a temporary if not. So a storage keeps one record, whose row may change,
-and the log of makings and ends is read when everything is known.
+A `Tracker` watches the storages that operations make, real or fake, and those that are held before
+the step. Rows are those of the ledger (`ROWS`). Which row a storage belongs to is often known only
+later: what the forward pass made is an activation if it is still there when backward begins, and
+was a temporary if not. So a storage keeps one record, whose row may change, and the log of makings
+and ends is read when everything is known.
 
-Bytes are those of storages. What a kernel takes and gives back inside one operation is not seen: `Footprint.inside_bytes`
-says how much that was at the peak, where something else counted too.
-Sources: the method is that of PyTorch's torch.distributed._tools.mem_tracker; rows by phase, module and use are ours.
+Bytes are those of storages. What a kernel takes and gives back inside one operation is not seen:
+`Footprint.inside_bytes` says how much that was at the peak, where something else counted too.
+Sources: the method is that of PyTorch's torch.distributed._tools.mem_tracker; rows by phase, module
+and use are ours.
 """
 
 from __future__ import annotations
@@ -94,11 +96,13 @@ class Footprint:
     phase: str                      # of the peak
     module: str
     most: dict[str, int]            # of each row, whenever that was
-    operations: dict[str, int]      # activations, logits and loss when the last backward began, by what kept them first
+    # activations, logits and loss when the last backward began, by what kept them first
+    operations: dict[str, int]
     timeline: tuple[Point, ...]     # thinned: of neighbours the largest, the peak itself among them
     changes: int                    # how many there were
     offloaded_bytes: int = 0        # the most that lay on another device, or in a file
-    counted_bytes: int | None = None    # the peak by the allocator's own count, what kernels take for themselves included
+    # the peak by the allocator's own count, what kernels take for themselves included
+    counted_bytes: int | None = None
     reserved_bytes: int | None = None   # CUDA: the most that the allocator took from the driver
     chosen: dict[str, Choice] = field(default_factory=dict)
     where: str = ""                 # for a Comparison
@@ -114,22 +118,25 @@ class Footprint:
 
 
 class Tracker(TorchDispatchMode):
-    """`with Tracker(model, optimizer, device) as tracker: ...one step...`, then `tracker.footprint()`.
+    """`with Tracker(model, optimizer, device) as tracker: ...one step...`, then
+    `tracker.footprint()`.
 
-    What the model and the optimizer hold is there from the start; `hold` adds more. Phases are found, not told: backward is
-    where an autograd node is at work, the optimizer is `optimizing()`, the rest is forward.
+    What the model and the optimizer hold is there from the start; `hold` adds more. Phases are
+    found, not told: backward is where an autograd node is at work, the optimizer is `optimizing()`,
+    the rest is forward.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-                 device: torch.device | str = "cpu", *, place: StatePlacement = StatePlacement()):    # noqa: B008
+                 device: torch.device | str = "cpu", *, place: StatePlacement | None = None):
         super().__init__()
-        self.place = place      # of the optimizer's state
+        self.place = place or StatePlacement()      # of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
         self.refs: dict[int, weakref.ref] = {}
         self.log: list[tuple[Record, int, str, str]] = []       # record, bytes, phase, module
-        self.modules: list[str] = []                            # at work in forward, the innermost last
-        self.marks: list[tuple[int, str]] = [(0, LOSS)]         # from this autograd sequence number on, the module
+        self.modules: list[str] = []  # at work in forward, the innermost last
+        # from this autograd sequence number on, the module
+        self.marks: list[tuple[int, str]] = [(0, LOSS)]
         self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
         self.elsewhere: dict[int, int] = {}     # bytes of what is on another device or in a file
@@ -182,7 +189,7 @@ class Tracker(TorchDispatchMode):
         elif node is not None:
             phase, module = "backward", at_work if self.modules else self._module_of(node)
         elif self.phase == "backward" and not self.modules:
-            phase, module = "backward", ""      # after the last node: callbacks, histories that move on
+            phase, module = "backward", ""  # after the last node: callbacks, histories that move on
         else:
             phase, module = "forward", at_work
         if phase != self.phase:
@@ -191,17 +198,20 @@ class Tracker(TorchDispatchMode):
 
     def _module_of(self, node: Any) -> str:
         number = node._sequence_nr()
-        return self.marks[bisect_right(self.marks, number, key=lambda mark: mark[0]) - 1][1] if number < 2**62 else "gradient"
+        return (self.marks[bisect_right(self.marks, number, key=lambda mark: mark[0]) - 1][1]
+                if number < 2**62 else "gradient")
 
     def _enter(self, phase: str) -> None:
         before, self.phase = self.phase, phase
         if before == "forward" and phase == "backward":
             operations: Counter[str] = Counter()
             for record in self.records.values():
-                if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
+                if record.phase == "forward" and record.row in ("temporaries",
+                                                                "attention workspace"):
                     record.row = "activations"
                 if record.row in ("activations", "logits and loss"):
-                    name = LOSS if record.row == "logits and loss" else _short(record.kept_by or record.module)
+                    name = (LOSS if record.row == "logits and loss"
+                            else _short(record.kept_by or record.module))
                     operations[name] += record.nbytes
             self.operations = dict(operations)
         elif before == "backward":
@@ -212,7 +222,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
             return NotImplemented
-        if (kernel := MADE_OF_OPERATIONS.get(func)) is not None:    # look inside: a workspace counts
+        if (kernel := MADE_OF_OPERATIONS.get(func)) is not None:  # look inside: a workspace counts
             _push_mode(self)
             try:
                 return kernel(*args, **(kwargs or {}))
@@ -224,10 +234,12 @@ class Tracker(TorchDispatchMode):
             phase, module = self._where()
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
             source = args[0] if args else None
-            copied = func is torch.ops.aten._to_copy.default and self.row_of(source) in ("weights", "weight copies")
+            copied = (func is torch.ops.aten._to_copy.default
+                      and self.row_of(source) in ("weights", "weight copies"))
             for t in made:
-                if t.untyped_storage()._cdata not in given:     # else it was there before us: nobody's
-                    self._record(t, "weight copies" if copied else self._row(phase, module), phase, module)
+                if t.untyped_storage()._cdata not in given:  # else it was there before us: nobody's
+                    self._record(t, "weight copies" if copied else self._row(phase, module), phase,
+                                 module)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._relabel(_tensors((args, kwargs, out)), "communication buffers")
         return out
@@ -260,12 +272,16 @@ class Tracker(TorchDispatchMode):
     def _gone(self, key: int, _: Any) -> None:
         record = self.records.pop(key)
         del self.refs[key]
-        self.log.append((record, -record.nbytes, self.phase, self.modules[-1] if self.modules else ""))
+        self.log.append((record, -record.nbytes, self.phase,
+                         self.modules[-1] if self.modules else ""))
 
-    def _resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def _resize(self, resize: Callable, storage: torch.UntypedStorage,
+                size: int) -> torch.UntypedStorage:
         """FSDP frees and takes again the memory of a storage that stays."""
         out = resize(storage, size)
-        if (record := self.records.get(storage._cdata)) is not None and storage.nbytes() != record.nbytes:
+        if (
+                record := self.records.get(
+                    storage._cdata)) is not None and storage.nbytes() != record.nbytes:
             change, record.nbytes = storage.nbytes() - record.nbytes, storage.nbytes()
             self.log.append((record, change, *self._where()))
         return out
@@ -289,7 +305,8 @@ class Tracker(TorchDispatchMode):
 
     def _away(self, thing: Any, key: int, nbytes: int) -> None:
         if key not in self.elsewhere:
-            self.elsewhere[key], self.refs[key] = nbytes, weakref.ref(thing, partial(self._back, key))
+            self.elsewhere[key], self.refs[key] = (nbytes,
+                                                   weakref.ref(thing, partial(self._back, key)))
             self.most_offloaded = max(self.most_offloaded, sum(self.elsewhere.values()))
 
     def _back(self, key: int, _: Any) -> None:
@@ -300,7 +317,8 @@ class Tracker(TorchDispatchMode):
         return record and record.row
 
     def _relabel(self, tensors: Iterable[Tensor | None], row: str,
-                 among: tuple[str, ...] = ("temporaries", "attention workspace", "recomputed block")) -> None:
+                 among: tuple[str, ...] = ("temporaries", "attention workspace",
+                                           "recomputed block")) -> None:
         for tensor in tensors:
             for t in _inner(tensor):
                 record = self.records.get(t.untyped_storage()._cdata)
@@ -314,7 +332,8 @@ class Tracker(TorchDispatchMode):
         self._hold_states()
         for name, module in self.model.named_modules():
             enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
-            self._hooks(module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
+            self._hooks(module.register_forward_pre_hook(enter),
+                        module.register_forward_hook(leave, always_call=True))
         for p in self.model.parameters():
             if p.requires_grad:
                 self._hooks(p.register_hook(partial(self._gradient, weakref.ref(p))))
@@ -358,7 +377,8 @@ class Tracker(TorchDispatchMode):
             self._relabel(_tensors(out), "logits and loss")
 
     def _mark(self, name: str) -> None:
-        if torch._C._current_autograd_node() is None:       # a forward that runs again has nodes of its own, never used
+        # a forward that runs again has nodes of its own, never used
+        if torch._C._current_autograd_node() is None:
             self.marks.append((torch._C._autograd._get_sequence_nr(), name))
 
     def _kept(self, t: Tensor) -> Tensor:
@@ -372,15 +392,19 @@ class Tracker(TorchDispatchMode):
 
     def _gradient(self, parameter: Callable[[], nn.Parameter], gradient: Tensor) -> None:
         if parameter().grad is None:     # else it is added to the one that is there
-            self._relabel([gradient], "gradients", among=(*_IN_FLIGHT, "logits' gradients", "logits and loss"))
+            self._relabel([gradient], "gradients",
+                          among=(*_IN_FLIGHT, "logits' gradients", "logits and loss"))
 
-    def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *, first: bool = False) -> Any:
+    def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
+              first: bool = False) -> Any:
         """What ScaledLinear casts: its `first` cast, or once more for another product."""
         made = cast(product, role, x, dtype, first=first)
-        row = "low-precision weights" if role == "w" else None if first else "transposed copies" if role == "g" else None
+        row = ("low-precision weights" if role == "w" else None if first else "transposed copies"
+               if role == "g" else None)
         if row and self.row_of(made.data) in _IN_FLIGHT:
             self._relabel([made.data], row, among=_IN_FLIGHT)
-        self._relabel([t for t in (made.scale, made.tensor, made.amax, made.nonfinite) if t is not None], "scales")
+        self._relabel([t for t in (made.scale, made.tensor, made.amax, made.nonfinite)
+                       if t is not None], "scales")
         return made
 
     # ---- the answer
@@ -393,7 +417,8 @@ class Tracker(TorchDispatchMode):
         return _ordered(rows)
 
     def kept(self) -> dict[str, int]:
-        """Live bytes that autograd keeps for backward, by the module whose operation kept them first."""
+        """Live bytes that autograd keeps for backward, by the module whose operation kept them
+        first."""
         saved: Counter[str] = Counter()
         for record in self.records.values():
             if record.kept_by is not None and record.row in _SAVED:
@@ -407,10 +432,12 @@ class Tracker(TorchDispatchMode):
         for rows in self._rows():
             most |= rows        # the larger of each
             totals.append(rows.total())
-        began = next((i for i, (_, _, phase, _) in enumerate(self.log) if phase != "before"), len(self.log)) - 1
+        began = (next((i for i, (_, _, phase, _) in enumerate(self.log) if phase != "before"),
+                      len(self.log)) - 1)
         moments = range(max(0, began), len(totals))
         size = max(1, -(-len(moments) // points))
-        shown = {max(moments[i:i + size], key=totals.__getitem__) for i in range(0, len(moments), size)}
+        shown = {max(moments[i:i + size], key=totals.__getitem__)
+                 for i in range(0, len(moments), size)}
         timeline = tuple(self._points(shown))
         peak = max(timeline, key=lambda point: point.bytes)
         return Footprint(rows=peak.rows, phase=peak.phase, module=peak.module, most=_ordered(most),
@@ -438,8 +465,10 @@ _IN_FLIGHT = ("temporaries", "attention workspace", "recomputed block", "communi
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """Whether an operation is on tensors made of others. A mode that leaves it alone sees the operations inside."""
-    return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor) for t in types)
+    """Whether an operation is on tensors made of others. A mode that leaves it alone sees the
+    operations inside."""
+    return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor)
+               for t in types)
 
 
 def _rounding(change: int) -> int:

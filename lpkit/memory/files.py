@@ -1,4 +1,5 @@
-"""Scratch space on a disk, gone when its process is, however that ends: files are unlinked as soon as they are open."""
+"""Scratch space on a disk, gone when its process is, however that ends: files are unlinked as soon
+as they are open."""
 
 from __future__ import annotations
 
@@ -26,15 +27,18 @@ PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
 def filesystem(folder: Path) -> str:
     """Of the mount that `folder` is on, "ext4" for example; empty where the system does not say."""
-    mounts = [m for m in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(m.mountpoint)]
+    mounts = [m for m in psutil.disk_partitions(all=True)
+              if folder.resolve().is_relative_to(m.mountpoint)]
     return max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else ""
 
 
 class Scratch:
-    """Tensors in memory-mapped files under the system's temporary folder (TMPDIR), in segments: few files, whole pages."""
+    """Tensors in memory-mapped files under the system's temporary folder (TMPDIR), in segments: few
+    files, whole pages."""
 
     def __init__(self):
-        self.where_is: dict[int, tuple[mmap.mmap, int, int]] = {}    # by address: the map, offset and bytes in it
+        # by address: the map, offset and bytes in it
+        self.where_is: dict[int, tuple[mmap.mmap, int, int]] = {}
         self.segment: mmap.mmap | None = None
         self.taken = 0
 
@@ -58,7 +62,8 @@ class Scratch:
         return t
 
     def let_go(self, t: Tensor) -> None:
-        """This process needs the pages of `t` no more for now: written back when the system likes, and out of our RAM."""
+        """This process needs the pages of `t` no more for now: written back when the system likes,
+        and out of our RAM."""
         pages, offset, nbytes = self.where_is[t.data_ptr()]
         pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
@@ -73,14 +78,16 @@ def _take(file: int, offset: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(file, offset, nbytes)
     except OSError as error:
-        raise ConfigError(f"{Scratch.where()} has no room for {offset + nbytes:,} bytes ({error.strerror}); point TMPDIR to "
-                          f"a disk that has, or keep this on the device") from None
+        raise ConfigError(f"{Scratch.where()} has no room for {offset + nbytes:,} bytes "
+                          f"({error.strerror}); point TMPDIR to a disk that has, or keep this on "
+                          f"the device") from None
 
 
 # ---- a file of slots
 
 def allows_direct() -> bool:
-    """Whether the temporary folder's filesystem lets files be read and written past the page cache."""
+    """Whether the temporary folder's filesystem lets files be read and written past the page
+    cache."""
     with Slots() as slots:
         return slots.direct
 
@@ -101,10 +108,12 @@ class Slot:
 
 
 class Slots:
-    """One file without a name, of slots of whole pages that are used again. One thread writes and reads, in order, so that
-    who asks goes on meanwhile; what is on its way out is given back from memory.
+    """One file without a name, of slots of whole pages that are used again. One thread writes and
+    reads, in order, so that who asks goes on meanwhile; what is on its way out is given back from
+    memory.
 
-    open_again(path): opens the file once more, by a library that wants its name, before it has none.
+    open_again(path): opens the file once more, by a library that wants its name, before it has
+    none.
     """
 
     WAITING = 2**28     # bytes that may be on their way out before who writes has to wait
@@ -146,7 +155,8 @@ class Slots:
         slot.leaving = pages
         slot.written = self.thread.submit(_write, self.file, slot)
         self.out.append((slot.written, slot.nbytes))
-        while self.out and (self.out[0][0].done() or sum(nbytes for _, nbytes in self.out) > self.WAITING):
+        while self.out and (self.out[0][0].done()
+                            or sum(nbytes for _, nbytes in self.out) > self.WAITING):
             self.out.popleft()[0].result()
         return slot
 
@@ -200,7 +210,8 @@ def _read(file: int, nbytes: int, offset: int) -> mmap.mmap:
     while done < len(pages):
         count = os.preadv(file, [view[done:]], offset + done)
         if not count:
-            raise OSError(f"the scratch file ends at {offset + done}, where {nbytes - done} bytes are missing")
+            raise OSError(f"the scratch file ends at {offset + done}, where {nbytes - done} bytes "
+                          f"are missing")
         done += count
     return pages
 

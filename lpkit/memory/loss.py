@@ -1,14 +1,18 @@
-"""Cross-entropy from hidden states, a piece of the tokens at a time: the logits of all tokens are never there at once.
+"""Cross-entropy from hidden states, a piece of the tokens at a time: the logits of all tokens are
+never there at once.
 
-Backward needs of the logits only what it does to the hidden states and to the head, so both gradients are made in the
-forward pass, while a piece's logits are there: (n, D) and the head's own shape are kept instead of (n, V). As in
-Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009
-go further and keep the logits out of memory altogether.
+Backward needs of the logits only what it does to the hidden states and to the head, so both
+gradients are made in the forward pass, while a piece's logits are there: (n, D) and the head's own
+shape are kept instead of (n, V). As in Liger Kernel (Hsu et al. 2024,
+https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 go further
+and keep the logits out of memory altogether.
 
-A piece of n tokens holds n V (c + 8) bytes at its worst, c those of a number in the head's product: the logits, in float32
-once more where c is less, and their log-probabilities, which become the gradient in place. The head's own forward runs, so
-whatever it is (tied, cast to low precision) stays what it is. Gradients are those of the sum over tokens, divided by their number
-in backward: in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to float32
+A piece of n tokens holds n V (c + 8) bytes at its worst, c those of a number in the head's product:
+the logits, in float32 once more where c is less, and their log-probabilities, which become the
+gradient in place. The head's own forward runs, so whatever it is (tied, cast to low precision)
+stays what it is. Gradients are those of the sum over tokens, divided by their number in backward:
+in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to
+float32
 rounding: of the exponential, and of the head's gradient, a sum over pieces.
 """
 
@@ -37,18 +41,21 @@ def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
     return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens)
 
 
-def full_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager) -> Tensor:
+def full_cross_entropy(model: nn.Module, batch: Batch, *,
+                       autocast: AbstractContextManager) -> Tensor:
     """Mean nats per token, weighted where the batch has weights."""
     with autocast:
         logits = model(batch.tokens)
     if batch.weights is None:
         return cross_entropy(logits, batch.targets)
-    nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
+    nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(),
+                                    reduction="none")
     weights = batch.weights.flatten().float()
     return (nats * weights).sum() / _total(weights)
 
 
-def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager, chunk: int) -> Tensor:
+def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
+                          chunk: int) -> Tensor:
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
@@ -56,7 +63,8 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
         return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights)
 
 
-def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int, weights: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
+                         weights: Tensor | None = None) -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(h, y, weights, head, chunk, *head.parameters())
@@ -82,7 +90,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 g *= w[:, None]
             d_part, *d = torch.autograd.grad(logits, (part, *parameters), g.to(logits.dtype))
             dh[start:start + len(at)] = d_part
-            dp = [one.float() for one in d] if dp is None else [total.add_(one) for total, one in zip(dp, d)]
+            dp = ([one.float() for one in d] if dp is None
+                  else [total.add_(one) for total, one in zip(dp, d)])
             start += len(at)
             del logits, g, d    # before the next piece's are made
         ctx.save_for_backward(dh, *dp)
@@ -94,16 +103,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
         dh, *dp = ctx.saved_tensors
         g = g / ctx.total
-        return dh.mul_(g), None, None, None, None, *(d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes))
+        return (dh.mul_(g), None, None, None, None,
+                *(d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)))
 
 
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
     targets = y.split(chunk)
-    return zip(h.split(chunk), targets, [None] * len(targets) if weights is None else weights.split(chunk))
+    return zip(h.split(chunk), targets,
+               [None] * len(targets) if weights is None else weights.split(chunk))
 
 
 def _total(weights: Tensor | None, tokens: int = 0) -> Tensor | int:
-    """What the sum of the nats is divided by. A micro-batch whose weights are all zero has the loss 0, not 0 / 0."""
+    """What the sum of the nats is divided by. A micro-batch whose weights are all zero has the loss
+    0, not 0 / 0."""
     return tokens if weights is None else weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -1,4 +1,5 @@
-"""The dtype of parameters and of their gradients. The optimizer computes in float32 whatever it is."""
+"""The dtype of parameters and of their gradients. The optimizer computes in float32 whatever it
+is."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from lpkit.contracts import Stage, Transform
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDtype(Transform):
-    """Casts every parameter to `dtype`, in place. Parameters that a later transform adds keep theirs."""
+    """Casts every parameter to `dtype`, in place. Parameters that a later transform adds keep
+    theirs."""
 
     dtype: torch.dtype
     stage = Stage.STORAGE

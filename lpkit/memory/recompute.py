@@ -1,7 +1,9 @@
-"""Activations that backward makes again instead of keeping them (Chen et al. 2016, https://arxiv.org/abs/1604.06174).
+"""Activations that backward makes again instead of keeping them (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174).
 
-The second forward pass meets the same numbers as the first, so gradients are the same bit for bit: nothing in a block
-draws from the random generator, and the state of a ScaledLinear does not move inside a micro-batch.
+The second forward pass meets the same numbers as the first, so gradients are the same bit for bit:
+nothing in a block draws from the random generator, and the state of a ScaledLinear does not move
+inside a micro-batch.
 """
 
 from __future__ import annotations
@@ -21,40 +23,49 @@ from lpkit.techniques.memory import Budget, EveryBlock
 from lpkit.techniques.row import Settings
 
 aten = torch.ops.aten
-# Products of weights and fused attention. Batched products are not kept: they are attention in pieces, whose scores are
+# Products of weights and fused attention. Batched products are not kept: they are attention in
+# pieces, whose scores are
 # T numbers a token and head, many bytes for few FLOPs (Korthikanti et al. 2022, section 5).
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._int_mm.default)
 ATTENTION = (
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Transform):
-    """Blocks 0, every, 2 * every, ... keep their input and the results of the operations `keep`, in place."""
+    """Blocks 0, every, 2 * every, ... keep their input and the results of the operations `keep`, in
+    place."""
 
     every: int = 1
     keep: tuple = ()
     stage = Stage.RECOMPUTE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        # torch.compile understands these contexts and no others, so none is passed where none is needed
-        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, list(self.keep))} if self.keep else {}
+        # torch.compile understands these contexts and no others, so none is passed where none is
+        # needed
+        contexts = ({"context_fn": partial(create_selective_checkpoint_contexts, list(self.keep))}
+                    if self.keep else {})
         for block in model.blocks[::self.every]:
             block.forward = partial(_twice, block.forward, contexts)
         return model
 
 
-def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Tensor, *rest) -> Tensor:
+def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Tensor,
+           *rest) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
     return checkpoint(forward, x, *rest, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
-def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor", **settings: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: `compiler`, that keeps at most about this share of what it would for backward and makes
-    the rest again, the cheapest first. The setting is PyTorch's own, and holds while this graph is compiled."""
+def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",
+           **settings: Any) -> Callable[..., Any]:
+    """A backend for torch.compile: `compiler`, that keeps at most about this share of what it would
+    for backward and makes the rest again, the cheapest first. The setting is PyTorch's own, and
+    holds while this graph is compiled."""
     from torch._dynamo.backends.registry import lookup_backend  # takes a second
 
     with torch._functorch.config.patch(activation_memory_budget=budget):

@@ -11,7 +11,8 @@ from lpkit.techniques.memory import Technique, check, rows_of
 from lpkit.techniques.recipes import Recipe
 
 PLAIN = MemoryConfig()
-PLACED = ("activation_offload", "optimizer_state")      # whose implementation says where it lies on a device
+# whose implementation says where it lies on a device
+PLACED = ("activation_offload", "optimizer_state")
 
 
 def asked(config: Config) -> dict[str, Technique]:
@@ -21,7 +22,8 @@ def asked(config: Config) -> dict[str, Technique]:
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
-    """What is used of what was asked for, and why. Raises ConfigError for rows that cannot be beside one another."""
+    """What is used of what was asked for, and why. Raises ConfigError for rows that cannot be
+    beside one another."""
     check(config, recipe)
     chosen = {}
     for key, row in asked(config).items():
@@ -35,13 +37,16 @@ def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Ch
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
-    """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for, or neither can be."""
+    """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for, or
+    neither can be."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"
         if row.eager and choice.used == "on":
             if choice.asked != "auto":
-                raise ConfigError(f"{name} does not go with system.compile=true: {row.eager}; set system.compile=false")
+                raise ConfigError(f"{name} does not go with system.compile=true: {row.eager}; set "
+                                  f"system.compile=false")
             choice = Choice(asked="auto", used="off", why=f"{name}: {row.eager}")
         if row.needs_compile and choice.used == "off":
-            raise ConfigError(f"{name} needs torch.compile, {row.needs_compile}; set system.compile=true")
+            raise ConfigError(f"{name} needs torch.compile, {row.needs_compile}; set "
+                              f"system.compile=true")
     return choice

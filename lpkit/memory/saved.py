@@ -1,14 +1,17 @@
 """Activations that wait for backward elsewhere, or in fewer bits.
 
-Autograd hands over what the operations of a block save (torch.autograd.graph.saved_tensors_hooks) and asks for it again in
-backward. Weights and their casts stay: they exist anyway. So do tensors with less than a 32nd of the numbers of the
-block's input: statistics of norms, log-sums of attention, a few of the bytes, and what the rest depends on. A tensor
-that several operations save goes once.
+Autograd hands over what the operations of a block save (torch.autograd.graph.saved_tensors_hooks)
+and asks for it again in backward. Weights and their casts stay: they exist anyway. So do tensors
+with less than a 32nd of the numbers of the block's input: statistics of norms, log-sums of
+attention, a few of the bytes, and what the rest depends on. A tensor that several operations save
+goes once.
 
-On the host or on a disk nothing changes but the time. In low precision a tensor comes back as another one that has it as its mean:
-groups of 256 numbers are spread between their least and their largest, and rounded stochastically (ActNN, Chen et al. 2021,
-https://arxiv.org/abs/2104.14129). What is linear in it, so the gradient of a weight whose input it is, is right on average.
-What is not, the derivatives of norms, softmax and gelu, is off by a second-order term; docs/memory.md says how much.
+On the host or on a disk nothing changes but the time. In low precision a tensor comes back as
+another one that has it as its mean: groups of 256 numbers are spread between their least and their
+largest, and rounded stochastically (ActNN, Chen et al. 2021, https://arxiv.org/abs/2104.14129).
+What is linear in it, so the gradient of a weight whose input it is, is right on average. What is
+not, the derivatives of norms, softmax and gelu, is off by a second-order term; docs/memory.md says
+how much.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from lpkit.techniques.memory import GROUP
 
 MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
 PREFETCH_DEPTH = 4          # tensors that are brought while one is used
-PASSES_ON = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0", "ViewBackward0",
-             "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+PASSES_ON = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0",
+             "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Store:
@@ -108,7 +111,8 @@ class DiskStore(Store):
         self.file = files.Slots()
 
     def put(self, t: Tensor) -> DiskStore.Away:
-        return DiskStore.Away(self.file.write(t.detach().cpu().view(-1).view(torch.uint8)), t.dtype, t.shape, t.device)
+        return DiskStore.Away(self.file.write(t.detach().cpu().view(-1).view(torch.uint8)), t.dtype,
+                              t.shape, t.device)
 
     def expect(self, put: DiskStore.Away) -> None:
         self.file.expect(put.slot)
@@ -118,7 +122,8 @@ class DiskStore(Store):
 
 
 class GpuDiskStore(Store):
-    """GPUDirect Storage: the file and the GPU's memory without the CPU's between them (NVIDIA's kvikio)."""
+    """GPUDirect Storage: the file and the GPU's memory without the CPU's between them (NVIDIA's
+    kvikio)."""
 
     @dataclass
     class Away:
@@ -132,13 +137,16 @@ class GpuDiskStore(Store):
 
     def put(self, t: Tensor) -> GpuDiskStore.Away:
         slot = self.file.slot(t.nbytes)
-        torch.cuda.current_stream(t.device).synchronize()       # the library reads when it is told, not when streams agree
+        # the library reads when it is told, not when streams agree
+        torch.cuda.current_stream(t.device).synchronize()
         self.file.again.write(t.view(-1).view(torch.uint8), t.nbytes, slot.offset)
-        return GpuDiskStore.Away(slot, partial(torch.empty, t.shape, dtype=t.dtype, device=t.device))
+        return GpuDiskStore.Away(slot, partial(torch.empty, t.shape, dtype=t.dtype,
+                                               device=t.device))
 
     def get(self, put: GpuDiskStore.Away) -> Tensor:
         t = put.like()
-        torch.cuda.current_stream(t.device).synchronize()       # whoever had this memory before is done with it
+        # whoever had this memory before is done with it
+        torch.cuda.current_stream(t.device).synchronize()
         self.file.again.read(t.view(-1).view(torch.uint8), t.nbytes, put.slot.offset)
         return t
 
@@ -166,7 +174,8 @@ class QuantizedStore(Store):
         least, most = groups.aminmax(dim=1, keepdim=True)
         scale = (most - least) / (2**self.bits - 1)
         steps = (groups - least).div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
-        codes = steps.add_(torch.rand_like(steps)).floor_().clamp_(max=2**self.bits - 1).to(torch.uint8)
+        codes = steps.add_(torch.rand_like(steps)).floor_().clamp_(max=2**self.bits
+                                                                   - 1).to(torch.uint8)
         return QuantizedStore.Away(self._pack(codes), scale, least, t.dtype, t.shape)
 
     def get(self, put: QuantizedStore.Away) -> Tensor:
@@ -181,7 +190,8 @@ class QuantizedStore(Store):
         return packed
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        return torch.cat([packed >> shift & (2**self.bits - 1) for shift in range(0, 8, self.bits)], dim=1)
+        return torch.cat([packed >> shift & (2**self.bits - 1) for shift in range(0, 8, self.bits)],
+                         dim=1)
 
 
 # ---- what goes, and once
@@ -208,12 +218,14 @@ class SavedTensorOffloader:
     """Sends the tensors of one model's blocks to `store`."""
 
     store: Store
-    parcels: dict[int, dict[tuple, weakref.ref]] = field(default_factory=dict)      # by storage, by view
+    # by storage, by view
+    parcels: dict[int, dict[tuple, weakref.ref]] = field(default_factory=dict)
     storages: dict[int, weakref.ref] = field(default_factory=dict)
     last: Callable[[], SavedTensor | None] = lambda: None
 
     def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
-        if t.numel() * MIN_SHARE_OF_INPUT < least or t.nbytes > t.untyped_storage().nbytes() or not self.store.takes(t) or _of_weight(t):
+        if t.numel() * MIN_SHARE_OF_INPUT < least or t.nbytes > t.untyped_storage().nbytes() or not self.store.takes(
+                t) or _of_weight(t):
             return t
         order = tuple(sorted(range(t.ndim), key=t.stride, reverse=True))
         dense = t.detach().permute(order)
@@ -236,7 +248,8 @@ class SavedTensorOffloader:
         at = storage._cdata
         if at not in self.parcels:
             self.parcels[at], self.storages[at] = {}, weakref.ref(storage, partial(self._gone, at))
-        view = (t.storage_offset(), t.numel(), t.dtype, t._version, *(() if t.is_contiguous() else (t.shape, t.stride())))
+        view = (t.storage_offset(), t.numel(), t.dtype, t._version,
+                *(() if t.is_contiguous() else (t.shape, t.stride())))
         parcel = self.parcels[at].get(view, lambda: None)()
         if parcel is None:
             parcel = SavedTensor(self.store.put(t.contiguous()), self.last)
@@ -271,18 +284,21 @@ class OffloadActivations(Transform):
         return model
 
 
-def _forward(forward: Callable[..., Tensor], counter: SavedTensorOffloader, x: Tensor, *rest) -> Tensor:
+def _forward(forward: Callable[..., Tensor], counter: SavedTensorOffloader, x: Tensor,
+             *rest) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
     with saved_tensors_hooks(partial(counter.pack, x.numel()), counter.unpack):
         return forward(x, *rest)
 
 
-# Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: the store on a device, and what is said of it there.
+# Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: the store on a device, and what is
+# said of it there.
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """`store`: None leaves activations where they were made. `used` and `why` are recorded; empty: as the row says."""
+    """`store`: None leaves activations where they were made. `used` and `why` are recorded; empty:
+    as the row says."""
 
     store: Callable[[torch.device], Store] | None = None
     used: str = ""
@@ -301,14 +317,15 @@ def on_host(device: torch.device) -> Place:
     if device.type == "cuda":
         return Place(store=HostStore)
     return Place(store=lambda device: CpuCopyStore(), used="cpu", why=(
-        "copied: the device is the CPU, so the copies lie beside what they were copied from, and this shows what is moved "
-        "and not what it frees"))
+        "copied: the device is the CPU, so the copies lie beside what they were copied from, and "
+        "this shows what is moved and not what it frees"))
 
 
 def on_disk(device: torch.device) -> Place:
     where = files.Scratch.where()
     if device.type == "cuda" and files.has_kvikio():
-        return Place(store=lambda device: GpuDiskStore(), used="disk", why=f"by GPUDirect Storage, in {where} (kvikio is here)")
+        return Place(store=lambda device: GpuDiskStore(), used="disk",
+                     why=f"by GPUDirect Storage, in {where} (kvikio is here)")
     direct = "through the page cache: this filesystem has no O_DIRECT"
     if files.allows_direct():
         direct = "past the page cache (O_DIRECT)"

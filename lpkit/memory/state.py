@@ -1,7 +1,8 @@
-"""Where the optimizer's state is stored between updates (Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840).
+"""Where the optimizer's state is stored between updates (Ren et al. 2021, ZeRO-Offload,
+https://arxiv.org/abs/2101.06840).
 
-The update itself runs on the device, on the same float32 numbers, so only the time changes: state is fetched a parameter
-at a time, the next one's while one is updated, and written back.
+The update itself runs on the device, on the same float32 numbers, so only the time changes: state
+is fetched a parameter at a time, the next one's while one is updated, and written back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from lpkit.memory.files import Scratch
 
 
 class Host(StatePlacement):
-    """Pinned memory of the CPU, copied on a stream of its own, in order: no fetch overtakes a write-back."""
+    """Pinned memory of the CPU, copied on a stream of its own, in order: no fetch overtakes a
+    write-back."""
 
     name = "cpu"
 
@@ -50,13 +52,15 @@ class Host(StatePlacement):
 
 
 class Disk(StatePlacement):
-    """A memory-mapped file. Its pages are the system's to write and to drop; this process drops them at once."""
+    """A memory-mapped file. Its pages are the system's to write and to drop; this process drops
+    them at once."""
 
     name = "disk"
     in_memory = False
 
     def __init__(self):
-        super().__init__(f"memory-mapped, in {Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")
+        super().__init__(f"memory-mapped, in {Scratch.where()} (Rajbhandari et al. 2021, "
+                         f"arXiv:2104.07857)")
         self.scratch = Scratch()
 
     def store(self, t: Tensor) -> Tensor:

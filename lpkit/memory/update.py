@@ -1,4 +1,5 @@
-"""When parameters are updated: after the whole backward pass, or each as soon as it has its gradient.
+"""When parameters are updated: after the whole backward pass, or each as soon as it has its
+gradient.
 
 Each makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and backward.
 """
@@ -31,15 +32,18 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) ->
 
 
 def _global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """From the norm of each gradient, float32 (); 0 where there is none. clip_grad_norm_ would answer in bf16 for bf16."""
+    """From the norm of each gradient, float32 (); 0 where there is none. clip_grad_norm_ would
+    answer in bf16 for bf16."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class InBackward:
-    """Each parameter is updated as soon as backward has its gradient, which is freed at once: a model's
-    gradients never exist all together (LOMO, Lv et al. 2023, https://arxiv.org/abs/2306.09782).
+    """Each parameter is updated as soon as backward has its gradient, which is freed at once: a
+    model's gradients never exist all together (LOMO, Lv et al. 2023,
+    https://arxiv.org/abs/2306.09782).
 
-    The updates and the norm are those of `after`, bit for bit: the optimizer sees one parameter at a time.
+    The updates and the norm are those of `after`, bit for bit: the optimizer sees one parameter at
+    a time.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float):

@@ -1,8 +1,9 @@
 """Weights kept in bf16 without losing small updates.
 
-A bf16 weight has 8 significant bits: an update of less than 2^-9 of it rounds back to where it was, every time. Rounded up
-or down with the probability of the remainder instead, it is right on average, and a thousand of them add up (Gupta et al.
-2015, https://arxiv.org/abs/1502.02551; Zamirai et al. 2020, https://arxiv.org/abs/2010.06192).
+A bf16 weight has 8 significant bits: an update of less than 2^-9 of it rounds back to where it was,
+every time. Rounded up or down with the probability of the remainder instead, it is right on
+average, and a thousand of them add up (Gupta et al. 2015, https://arxiv.org/abs/1502.02551; Zamirai
+et al. 2020, https://arxiv.org/abs/2010.06192).
 """
 
 import zlib
@@ -14,12 +15,16 @@ DROPPED = 16    # bits of a float32 that bf16 has not
 
 
 def to_bf16(w: Tensor, generator: torch.Generator | None) -> Tensor:
-    """float32 -> bf16, in expectation the same number: noise in the bits that are dropped, then they are."""
-    noise = torch.randint(1 << DROPPED, w.shape, dtype=torch.int32, device=w.device, generator=generator)
-    return noise.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED)).view(torch.float32).bfloat16()
+    """float32 -> bf16, in expectation the same number: noise in the bits that are dropped, then
+    they are."""
+    noise = torch.randint(1 << DROPPED, w.shape, dtype=torch.int32, device=w.device,
+                          generator=generator)
+    return noise.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED)).view(
+        torch.float32).bfloat16()
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
-    """Its numbers follow from `key` (seed, parameter, update) alone, so a run that goes on draws what it would have."""
+    """Its numbers follow from `key` (seed, parameter, update) alone, so a run that goes on draws
+    what it would have."""
     high, low = (zlib.crc32(repr((word, *key)).encode()) for word in ("high", "low"))
     return torch.Generator(device).manual_seed(high << 32 | low)

@@ -71,7 +71,8 @@ def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int
 
 def momentum(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int) -> None:
     """The velocity is a fading sum, not a mean. Nesterov's looks one step ahead of it, as
-    torch.optim.SGD does (Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html)."""
+    torch.optim.SGD does (Sutskever et al. 2013,
+    https://proceedings.mlr.press/v28/sutskever13.html)."""
     (velocity,) = slots
     velocity.mul_(settings.momentum).add_(g)
     w.mul_(1 - settings.lr * settings.weight_decay)

@@ -102,9 +102,8 @@ class Stepper(torch.optim.Optimizer):
         stored = [self._stored(p) for p in parameters]
         coming = []
         for i, tensors in enumerate(stored):
-            while len(coming) < 2 and i + len(coming) < len(
-                stored
-            ):  # this one's and the next one's
+            # this one's and the next one's
+            while len(coming) < 2 and i + len(coming) < len(stored):
                 following = i + len(coming)
                 coming.append(
                     self.placement.prefetch(stored[following], parameters[following].device)

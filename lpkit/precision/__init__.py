@@ -1,4 +1,5 @@
-"""Low precision: number formats, scaling recipes, the Linear that runs under one, and who multiplies.
+"""Low precision: number formats, scaling recipes, the Linear that runs under one, and who
+multiplies.
 
     from lpkit.precision import ScaledLinear, LowPrecision, BACKENDS
 
@@ -12,7 +13,8 @@ _WHERE = {
 
     "Scaled": "scaled", "quantise": "scaled", "product": "scaled", "reference": "scaled",
 
-    "ScaledLinear": "linear", "weights_cached": "linear", "weight_cache_bytes": "linear", "LowPrecision": "transform",
+    "ScaledLinear": "linear", "weights_cached": "linear", "weight_cache_bytes": "linear",
+"LowPrecision": "transform",
     "BACKENDS": "backends", "choose": "backends",
 }
 __all__ = sorted(_WHERE)

@@ -1,13 +1,14 @@
 """Who multiplies: a table of backends behind the same recipes.
 
     emulated            any device; the numbers of the recipe, without its speed
-    scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell; torch._int_mm for int8
+    scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell;
+                        torch._int_mm for int8
     transformer-engine  NVIDIA's te.Linear, when installed
     torchao             its Float8Linear and INT8 Linear, when installed
     pytorch             recipes that cast nothing: nn.Linear under autocast
 
-`choose` says which one runs a recipe here and why the others do not. A backend is tried where it is, so a reason is
-the library's or the device's, never a guess by name.
+`choose` says which one runs a recipe here and why the others do not. A backend is tried where it
+is, so a reason is the library's or the device's, never a guess by name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        """Why it cannot run `recipe`, the row `name` or a change of it, on `device`; empty when it can."""
+        """Why it cannot run `recipe`, the row `name` or a change of it, on `device`; empty when it
+        can."""
 
     @abstractmethod
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
@@ -52,7 +54,8 @@ class PyTorch(Backend):
         return not _slow_float16(recipe, device)
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        return f"{name} casts the operands of its products, nn.Linear does not" if recipe.products else ""
+        return (f"{name} casts the operands of its products, nn.Linear does not" if recipe.products
+                else "")
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         return linear
@@ -65,19 +68,23 @@ class Emulated(Backend):
         return True
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        return "" if recipe.products or _slow_float16(recipe, device) else f"{name} casts nothing that could be emulated"
+        return ("" if recipe.products or _slow_float16(recipe, device)
+                else f"{name} casts nothing that could be emulated")
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        return Float16Linear.wrap(linear) if not recipe.products else ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
+        return (Float16Linear.wrap(linear) if not recipe.products
+                else ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed))
 
-    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
+             noise: Noise | None) -> Scaled:
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
 
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
+                bias: Tensor | None = None) -> Tensor:
         return scaled.product(a, b, dtype, bias)
 
 
@@ -86,8 +93,10 @@ def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
     return recipe.compute == "float16" and device.type == "cpu"
 
 
-# Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least compute capability and
-# whether a CPU does it too. Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS 12.9 release notes.
+# Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least
+# compute capability and
+# whether a CPU does it too. Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS
+# 12.9 release notes.
 
 Kind = tuple[tuple[int, int], tuple[int, int]]
 _FLOAT8 = {
@@ -133,52 +142,64 @@ class ScaledMM(Backend):
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
 
-    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
+             noise: Noise | None) -> Scaled:
         to = format_of(cast.format)
         if to.bits < 8 or noise is not None:    # the values first, which hold exactly in bf16
             made = quantise(x, cast, dtype=torch.bfloat16, amax=amax, noise=noise)
-            return made if to.torch_dtype is None else replace(made, data=made.data.to(getattr(torch, to.torch_dtype)))
+            return (made if to.torch_dtype is None
+                    else replace(made, data=made.data.to(getattr(torch, to.torch_dtype))))
         made = quantise(x, cast, dtype=getattr(torch, to.torch_dtype), amax=amax, noise=noise)
-        return replace(made, scale=made.scale.to(torch.float8_e8m0fnu)) if cast.block == (1, 32) else made
+        return (replace(made, scale=made.scale.to(torch.float8_e8m0fnu)) if cast.block == (1, 32)
+                else made)
 
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == (1, 32) else 4)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if a.data.dtype == dtype and a.tensor is None:      # a product that the recipe leaves in 16 bits
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
+                bias: Tensor | None = None) -> Tensor:
+        # a product that the recipe leaves in 16 bits
+        if a.data.dtype == dtype and a.tensor is None:
             return scaled.product(a, b, dtype, bias)
         if a.data.dtype == torch.int8:
             y = torch._int_mm(a.data.contiguous(), b.data.contiguous().T) * a.scale * b.scale.T
             return (y if bias is None else y + bias).to(dtype)
-        left, right = a.data.contiguous(), b.data.contiguous().T     # Hopper takes rows times columns alone
+        # Hopper takes rows times columns alone
+        left, right = (a.data.contiguous(), b.data.contiguous().T)
         bias = bias if bias is None else bias.to(torch.bfloat16)
         if a.tensor is not None:
             y = _float4(left, right, a, b)
         elif (scales := _inferred(a, b)) is not None:
-            y = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16,
+            y = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1],
+                                 out_dtype=torch.bfloat16,
                                  bias=None if a.scale.dtype == torch.float8_e8m0fnu else bias)
             bias = bias if a.scale.dtype == torch.float8_e8m0fnu else None
         else:
             (scale_a, kind_a), (scale_b, kind_b) = _blocks128(a), _blocks128(b)
-            y = torch.nn.functional.scaled_mm(left, right, scale_a, kind_a, scale_b, kind_b, output_dtype=torch.bfloat16)
+            y = torch.nn.functional.scaled_mm(left, right, scale_a, kind_a, scale_b, kind_b,
+                                              output_dtype=torch.bfloat16)
         return (y if bias is None else y + bias).to(dtype)
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
-    """Scales whose meaning `torch._scaled_mm` infers from their shapes: 0-dim for tensors, (M, 1) and (1, N) for rows, swizzled
-    E8M0 for MX. None for blocks of 128, which it may take for something else: where the sum is one block long, a scale
-    of 1x128 looks like a row's, and one of 128x128 like a tensor's."""
+    """Scales whose meaning `torch._scaled_mm` infers from their shapes: 0-dim for tensors, (M, 1)
+    and (1, N) for rows, swizzled E8M0 for MX. None for blocks of 128, which it may take for
+    something else: where the sum is one block long, a scale of 1x128 looks like a row's, and one of
+    128x128 like a tensor's."""
     if a.scale.dtype == torch.float8_e8m0fnu:
         return swizzled(a.scale), swizzled(b.scale)
     if a.scale.numel() == b.scale.numel() == 1:
         return a.scale.reshape(()), b.scale.reshape(())
-    if all(s.scale.shape == (s.data.shape[0], 1) for s in (a, b)):      # 1x128 over a sum of 128 is no more than this
-        return a.scale.reshape(-1).view(-1, 1), b.scale.reshape(-1).view(1, -1)     # strides that contiguous() does not promise
+    # 1x128 over a sum of 128 is no more than this
+    if all(s.scale.shape == (s.data.shape[0], 1) for s in (a, b)):
+        # strides that contiguous() does not promise
+        return (a.scale.reshape(-1).view(-1, 1), b.scale.reshape(-1).view(1, -1))
     return None
 
 
 def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
-    """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed: (C rounded up to 4, R).
+    """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed:
+    (C rounded up to 4, R).
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
     kind = torch.nn.functional.ScalingType
     if s.scale.shape[0] == s.data.shape[0]:
@@ -187,12 +208,14 @@ def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """(R, C) one-byte scales -> the tiles of 128 x 4 that Blackwell's tensor cores read, as cuBLAS documents them ("1D
-    block scaling factors layout"): within a tile, row r and column c are at byte (r % 32) * 16 + (r // 32) * 4 + c."""
+    """(R, C) one-byte scales -> the tiles of 128 x 4 that Blackwell's tensor cores read, as cuBLAS
+    documents them ("1D block scaling factors layout"): within a tile, row r and column c are at
+    byte (r % 32) * 16 + (r // 32) * 4 + c."""
     R, C = scale.shape
     padded = torch.zeros(-(-R // 128) * 128, -(-C // 4) * 4, dtype=torch.uint8, device=scale.device)
     padded[:R, :C] = scale.view(torch.uint8)
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)          # tile row, r // 32, r % 32, tile column, c
+    # tile row, r // 32, r % 32, tile column, c
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
 
 
@@ -206,17 +229,19 @@ def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
         return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
     def scales(s: Scaled) -> list[Tensor]:
-        rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)    # a 16x16 block is 16 rows alike
+        # a 16x16 block is 16 rows alike
+        rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
         return [swizzled(rows.to(torch.float8_e4m3fn)), s.tensor.reshape(())]
 
     two, how = [kind.BlockWise1x16, kind.TensorWise], [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
-    return torch.nn.functional.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b), two, how, how,
-                                         output_dtype=torch.bfloat16)
+    return torch.nn.functional.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b),
+                                         two, how, how, output_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What makes a library's Linear for one recipe, and the least compute capability that it needs."""
+    """What makes a library's Linear for one recipe, and the least compute capability that it
+    needs."""
 
     make: Callable[[nn.Linear, Recipe], nn.Module]
     capability: tuple[int, int]
@@ -224,7 +249,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Library(Backend):
-    """Somebody else's Linear, for rows as they are: a setting that changes a cast is not known to the library."""
+    """Somebody else's Linear, for rows as they are: a setting that changes a cast is not known to
+    the library."""
 
     package: str
     devices: tuple[str, ...]
@@ -245,7 +271,8 @@ class Library(Backend):
         return ""
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        (row,) = [row for key, row in self.rows.items() if _casts_of(RECIPES[key]) == _casts_of(recipe)]
+        (row,) = [row for key, row in self.rows.items()
+                  if _casts_of(RECIPES[key]) == _casts_of(recipe)]
         return row.make(linear, recipe)
 
 
@@ -270,8 +297,8 @@ def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
         Int8MixedPrecisionTrainingLinear,
     )
 
-    new = Int8MixedPrecisionTrainingLinear(linear.in_features, linear.out_features, bias=False, device="meta",
-                                           config=Int8MixedPrecisionTrainingConfig())
+    new = Int8MixedPrecisionTrainingLinear(linear.in_features, linear.out_features, bias=False,
+                                           device="meta", config=Int8MixedPrecisionTrainingConfig())
     new.weight, new.bias = linear.weight, linear.bias
     return new
 
@@ -283,8 +310,9 @@ class TransformerEngineLinear(nn.Module):
         import transformer_engine.pytorch as te
 
         super().__init__()
-        self.inner = te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None,
-                               params_dtype=linear.weight.dtype, device=linear.weight.device)
+        self.inner = te.Linear(linear.in_features, linear.out_features,
+                               bias=linear.bias is not None, params_dtype=linear.weight.dtype,
+                               device=linear.weight.device)
         del self.inner.weight
         self.weight, self.bias = linear.weight, linear.bias
         self.inner.weight = linear.weight
@@ -322,7 +350,8 @@ BACKENDS: dict[str, Backend] = {
         "mxfp8": _te(lambda te, recipe: te.MXFP8BlockScaling(), (10, 0)),
         "nvfp4": _te(lambda te, recipe: te.NVFP4BlockScaling(), (10, 0)),
     }),
-    "torchao": Library(package="torchao", devices=("cpu", "cuda"), rows={     # on a CPU it calls the same torch._scaled_mm
+    # on a CPU it calls the same torch._scaled_mm
+    "torchao": Library(package="torchao", devices=("cpu", "cuda"), rows={
         "fp8-tensorwise": Row(make=_torchao_float8("tensorwise"), capability=(8, 9)),
         "fp8-rowwise": Row(make=_torchao_float8("rowwise"), capability=(8, 9)),
         "int8": Row(make=_torchao_int8, capability=(7, 5)),
@@ -331,18 +360,24 @@ BACKENDS: dict[str, Backend] = {
 
 
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
-    """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or it cannot, and what can."""
+    """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or
+    it cannot, and what can."""
     able = {key: backend.why_not(name, recipe, device) for key, backend in BACKENDS.items()}
-    order = [key for key, backend in BACKENDS.items() if not able[key] and backend.automatic(recipe, device)]
+    order = [key for key, backend in BACKENDS.items() if not able[key]
+             and backend.automatic(recipe, device)]
     if asked == "auto":
         if not recipe.products:
-            why = {"pytorch": "nothing is cast but by autocast", "emulated": "float16 values in float32 products, which a "
-                   "CPU has: the same numbers, several times faster than PyTorch's float16 products there"}
+            why = {"pytorch": "nothing is cast but by autocast",
+                   "emulated": "float16 values in float32 products, which a CPU has: the same "
+                   "numbers, several times faster than PyTorch's float16 products there"}
             return Choice(asked=asked, used=order[0], why=why[order[0]])
-        passed = (f"a {device.type.upper()} is slower with it" if not able["scaled_mm"] else able["scaled_mm"])
+        passed = (f"a {device.type.upper()} is slower with it" if not able["scaled_mm"]
+                  else able["scaled_mm"])
         why = {"emulated": f"the same numbers in bf16 products; not scaled_mm: {passed}"}
-        return Choice(asked=asked, used=order[0], why=why.get(order[0], "this device multiplies these formats itself"))
+        return Choice(asked=asked, used=order[0],
+                      why=why.get(order[0], "this device multiplies these formats itself"))
     pick(BACKENDS, asked, "precision.backend")
     if able[asked]:
-        raise ConfigError(f"precision.backend={asked} cannot run {name} here: {able[asked]}; the nearest that can: {order[0]}")
+        raise ConfigError(f"precision.backend={asked} cannot run {name} here: {able[asked]}; the "
+                          f"nearest that can: {order[0]}")
     return Choice(asked=asked, used=asked, why="asked for")

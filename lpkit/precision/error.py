@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def decibel(ratio: float) -> float | None:
-    """None where there is no logarithm: nothing was lost (infinite), or there was no signal (0, NaN)."""
+    """None where there is no logarithm: nothing was lost (infinite), or there was no signal (0,
+    NaN)."""
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 

@@ -1,19 +1,25 @@
 """Number formats as data, and rounding to them: what a value becomes, bit for bit.
 
-    round_to(x, FORMATS["e4m3fn"])                                  # nearest-even, saturating; float32 in, float32 out
+    round_to(x, FORMATS["e4m3fn"])                                  # nearest-even, saturating;
+    float32 in, float32 out
     round_to(x, FORMATS["e5m2"], rounding="stochastic", overflow="nonsaturating", generator=rng)
-    encode(round_to(x, fmt), fmt)                                   # bit patterns; decode(codes, fmt) is the way back
+    encode(round_to(x, fmt), fmt)                                   # bit patterns; decode(codes,
+                                                                    fmt) is the way back
 
-A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c & (2^m - 1). Field 0
-holds the subnormals, evenly spaced from zero; the whole of an integer format is such a row. This file is the
-definition, in float64 and for every format; lpkit/kernels/cast.py is the same numbers, fast.
+A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c &
+(2^m - 1). Field 0 holds the subnormals, evenly spaced from zero; the whole of an integer format is
+such a row. This file is the definition, in float64 and for every format; lpkit/kernels/cast.py is
+the same numbers, fast.
 
-Not-a-number: a NaN stays a NaN and keeps its sign, its payload is not promised. Formats without a NaN have no code
-for it: `round_to` lets it through, `encode` refuses it. Overflow, as the specifications say:
+Not-a-number: a NaN stays a NaN and keeps its sign, its payload is not promised. Formats without a
+NaN have no code for it: `round_to` lets it through, `encode` refuses it. Overflow, as the
+specifications say:
 - saturate: whatever is too large, infinities included, becomes the largest value of its sign;
-- nonsaturating: it becomes an infinity, where there is none a NaN, where there is neither the largest value. Rounding
+- nonsaturating: it becomes an infinity, where there is none a NaN, where there is neither the
+largest value. Rounding
   toward zero takes a finite value no further than the largest.
-E8M0 has no sign and no zero: a negative number becomes NaN; zero becomes the smallest value, or NaN when nonsaturating.
+E8M0 has no sign and no zero: a negative number becomes NaN; zero becomes the smallest value, or NaN
+when nonsaturating.
 """
 
 from __future__ import annotations
@@ -27,13 +33,16 @@ from torch import Tensor
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.formats import FORMATS, Format
 
-Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]     # magnitudes in units of the spacing -> integers
+# magnitudes in units of the spacing -> integers
+Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]
 
 
 def _stochastic(q: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Up with the probability of the remainder, so that the mean is the value: to 2^-53 of a spacing."""
+    """Up with the probability of the remainder, so that the mean is the value: to 2^-53 of a
+    spacing."""
     down = q.floor()
-    return down + (torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator) < q - down)
+    return (down + (torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator) < q
+                    - down))
 
 
 ROUNDINGS: dict[str, Rounding] = {
@@ -51,7 +60,8 @@ def _nonsaturating(fmt: Format) -> float | None:
     return torch.inf if fmt.has_infinities else torch.nan if fmt.first_nan is not None else None
 
 
-OVERFLOWS: dict[str, Callable[[Format], float | None]] = {   # what an overflow becomes; None: the largest value
+# what an overflow becomes; None: the largest value
+OVERFLOWS: dict[str, Callable[[Format], float | None]] = {
     "saturate": _saturate,
     "nonsaturating": _nonsaturating,
 }
@@ -59,13 +69,15 @@ OVERFLOWS: dict[str, Callable[[Format], float | None]] = {   # what an overflow 
 
 def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow: str = "saturate",
              generator: torch.Generator | None = None) -> Tensor:
-    """`x` (any shape, a floating dtype) on the grid of `fmt`, as float32. Stochastic rounding draws from `generator`.
+    """`x` (any shape, a floating dtype) on the grid of `fmt`, as float32. Stochastic rounding draws
+    from `generator`.
 
     Raises ConfigError for an unknown rounding or overflow, or an `x` that is not floating point.
     """
     rule, beyond = pick(ROUNDINGS, rounding, "rounding"), pick(OVERFLOWS, overflow, "overflow")(fmt)
     if not x.dtype.is_floating_point:
-        raise ConfigError(f"round_to takes a floating-point tensor, got {x.dtype}; call .float() on it")
+        raise ConfigError(f"round_to takes a floating-point tensor, got {x.dtype}; call .float() "
+                          f"on it")
     x = x.detach().double()
     magnitude = x.abs()
     step = _spacing(magnitude, fmt)
@@ -76,12 +88,15 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
         y = torch.where(magnitude.isinf(), largest, y).minimum(largest)
     else:
         stays = magnitude.isfinite() & (rounding == "toward-zero")
-        y = torch.where(y > largest, torch.where(stays, largest, beyond), torch.where(magnitude.isinf(), beyond, y))
+        y = torch.where(y > largest, torch.where(stays, largest, beyond),
+                        torch.where(magnitude.isinf(), beyond, y))
     if not fmt.signed:
-        y = torch.where(magnitude == 0, fmt.smallest if beyond is None else torch.nan, y.maximum(_like(y, fmt.smallest)))
+        y = torch.where(magnitude == 0, fmt.smallest if beyond is None else torch.nan,
+                        y.maximum(_like(y, fmt.smallest)))
         y = torch.where(x < 0, torch.nan, y)
     y = torch.where(x.isnan(), torch.nan, y)
-    return y.copysign(x).float() if fmt.has_negative_zero else torch.where(negative & fmt.signed, 0 - y, y).float()
+    return (y.copysign(x).float() if fmt.has_negative_zero
+            else torch.where(negative & fmt.signed, 0 - y, y).float())
 
 
 def _like(x: Tensor, value: float) -> Tensor:
@@ -105,7 +120,8 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Bit patterns of values that are in `fmt`: uint8 up to 8 bits (a 4-bit one in the low half), else int64.
+    """Bit patterns of values that are in `fmt`: uint8 up to 8 bits (a 4-bit one in the low half),
+    else int64.
 
     Raises ConfigError for a value that the format does not have; round first.
     """
@@ -114,8 +130,8 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     off = (round_to(x.float(), fmt).double() != x) & ~nan & ~(inf & fmt.has_infinities)
     off = off | (nan & (fmt.nan is None))
     if off.any():
-        raise ConfigError(f"{int(off.sum())} of {x.numel()} values are not in {fmt.name}, the first is "
-                          f"{x[off][0].item():g}; round_to them first")
+        raise ConfigError(f"{int(off.sum())} of {x.numel()} values are not in {fmt.name}, the "
+                          f"first is {x[off][0].item():g}; round_to them first")
     code = ((_exponent(magnitude, fmt) + fmt.bias - 1) << fmt.mantissa_bits) \
         + (magnitude / _spacing(magnitude, fmt)).nan_to_num(0, 0).long()
     if fmt.has_infinities:
@@ -148,16 +164,18 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def values(fmt: Format) -> Tensor:
-    """Every value of a format of at most 8 bits, float32, at the index of its code. Raises ConfigError."""
+    """Every value of a format of at most 8 bits, float32, at the index of its code. Raises
+    ConfigError."""
     if fmt.bits > 8:
-        raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are listed: "
-                          f"{', '.join(f.name for f in FORMATS.values() if f.bits <= 8)}")
+        raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are "
+                          f"listed: {', '.join(f.name for f in FORMATS.values() if f.bits <= 8)}")
     return decode(torch.arange(1 << fmt.bits), fmt)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Listed:
-    """A format and all its values by code, for a figure. Compared by identity, because NaN is not equal to itself."""
+    """A format and all its values by code, for a figure. Compared by identity, because NaN is not
+    equal to itself."""
 
     format: Format
     values: tuple[float, ...]
@@ -165,4 +183,5 @@ class Listed:
 
 def listed() -> dict[str, Listed]:
     """The formats of at most 8 bits."""
-    return {name: Listed(format=fmt, values=tuple(values(fmt).tolist())) for name, fmt in FORMATS.items() if fmt.bits <= 8}
+    return {name: Listed(format=fmt, values=tuple(values(fmt).tolist()))
+            for name, fmt in FORMATS.items() if fmt.bits <= 8}

@@ -1,16 +1,18 @@
 """A matrix in low precision, and the product that consumes two of them.
 
-Every granularity of scaling is a block shape (rows, columns) that shares one scale: tensorwise (all, all), rowwise
-(1, all), DeepSeek's activations (1, 128) and weights (128, 128), MX (1, 32), NVFP4 (1, 16) and (16, 16). Operands have
-the contracted axis last; `product(a, b)` is a @ b.T. Here it is emulated: the same numbers on any device.
+Every granularity of scaling is a block shape (rows, columns) that shares one scale: tensorwise
+(all, all), rowwise (1, all), DeepSeek's activations (1, 128) and weights (128, 128), MX (1, 32),
+NVFP4 (1, 16) and (16, 16). Operands have the contracted axis last; `product(a, b)` is a @ b.T. Here
+it is emulated: the same numbers on any device.
 
-How the emulation is fast and what is exact. Values of E4M3, E5M2, E2M1 and INT8 have at most 8 significant bits, so
-bf16 holds them; a bf16 product accumulates in float32 and rounds once. So:
-1. scales that do not vary inside the sum (tensor, row) multiply the result of a bf16 product of the grid values;
-2. scales that are powers of two, or E4M3 over E2M1 values, are multiplied into the operand first, exactly;
-3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of float32 operands.
-Against the definition in float64 (`reference`) there remain the order of a float32 sum and the rounding of the result to
-the output dtype, twice for row scales in bf16; tests/test_scaled_linear.py holds each to its bound.
+How the emulation is fast and what is exact. Values of E4M3, E5M2, E2M1 and INT8 have at most 8
+significant bits, so bf16 holds them; a bf16 product accumulates in float32 and rounds once. So:
+1. scales that do not vary inside the sum (tensor, row) multiply the result of a bf16 product of the
+grid values; 2. scales that are powers of two, or E4M3 over E2M1 values, are multiplied into the
+operand first, exactly; 3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of
+float32 operands. Against the definition in float64 (`reference`) there remain the order of a
+float32 sum and the rounding of the result to the output dtype, twice for row scales in bf16;
+tests/test_scaled_linear.py holds each to its bound.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ class Scaled:
     data: Tensor                    # (M, K), values of the format, in a dtype that holds them
     scale: Tensor                   # float32 (M / block rows, K / block columns)
     tensor: Tensor | None = None    # float32 (), the second level of a two-level scale
-    amax: Tensor | None = None      # float32, per block: the largest magnitude of what was cast; not finite if any was
+    # float32, per block: the largest magnitude of what was cast; not finite if any was
+    amax: Tensor | None = None
     nonfinite: Tensor | None = None     # (): how many were NaN or Inf
 
     @property
     def T(self) -> Scaled:
-        return replace(self, data=self.data.T, scale=self.scale.T, amax=None if self.amax is None else self.amax.T)
+        return replace(self, data=self.data.T, scale=self.scale.T,
+                       amax=None if self.amax is None else self.amax.T)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(M, K). In float64 exact."""
@@ -50,7 +54,8 @@ class Scaled:
         return values if self.tensor is None else values * self.tensor.to(dtype)
 
 
-# Scales: amax per block (R, C) -> a scale per block, (R, C) float32, and the second level of it, () float32 or None.
+# Scales: amax per block (R, C) -> a scale per block, (R, C) float32, and the second level of it, ()
+# float32 or None.
 # amax is NaN where a block has a NaN or an Inf, and so is the scale: never silent.
 
 Scales = tuple[Tensor, Tensor | None]
@@ -63,25 +68,30 @@ def _float32(amax: Tensor, to: Format) -> Scales:
 
 def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
     """The range of E8M0, 2^-127 to 2^127."""
-    return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None     # NaN * 0 is NaN
+    # NaN * 0 is NaN
+    return (torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None)
 
 
 def _up(amax: Tensor, to: Format) -> Scales:
-    """The least power of two under which nothing overflows (Mishra et al. 2025, https://arxiv.org/abs/2506.08027)."""
+    """The least power of two under which nothing overflows (Mishra et al. 2025,
+    https://arxiv.org/abs/2506.08027)."""
     mantissa, exponent = torch.frexp(amax / to.largest)
     return _power_of_two(exponent - (mantissa == 0.5).int(), amax)
 
 
 def _floor(amax: Tensor, to: Format) -> Scales:
-    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): what lies beyond the largest value saturates."""
+    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): what lies beyond the largest
+    value saturates."""
     return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
 
 
 def _e4m3(amax: Tensor, to: Format) -> Scales:
-    """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025, https://arxiv.org/abs/2509.25149, appendix C)."""
+    """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025,
+    https://arxiv.org/abs/2509.25149, appendix C)."""
     e4m3 = format_of("e4m3fn")
     tensor = (amax.amax() / (to.largest * e4m3.largest)).clamp(min=TINY)
-    scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal, e4m3.largest).to(torch.float8_e4m3fn).float()
+    scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal,
+                                               e4m3.largest).to(torch.float8_e4m3fn).float()
     return scale, tensor
 
 
@@ -89,15 +99,18 @@ def _none(amax: Tensor, to: Format) -> Scales:
     return torch.ones_like(amax), None
 
 
-MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {   # by the names of `lpkit.techniques.recipes.SCALES`
-    "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3, "none": _none}
+# by the names of `lpkit.techniques.recipes.SCALES`
+MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
+    "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3,
+    "none": _none}
 
 
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
 
 @cache
 def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
-    """(16, 16) float32, orthogonal: a Hadamard matrix / 4 with its rows' signs drawn once, as Transformer Engine's are."""
+    """(16, 16) float32, orthogonal: a Hadamard matrix / 4 with its rows' signs drawn once, as
+    Transformer Engine's are."""
     h = torch.ones(1, 1)
     while len(h) < HADAMARD:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -106,7 +119,8 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Every 16 elements of the contracted axis are mixed: an outlier is shared out (Tseng et al. 2024, arXiv:2402.04396)."""
+    """Every 16 elements of the contracted axis are mixed: an outlier is shared out (Tseng et al.
+    2024, arXiv:2402.04396)."""
     return (x.float().unflatten(-1, (-1, HADAMARD)) @ hadamard_matrix(x.device)).flatten(-2)
 
 
@@ -123,17 +137,20 @@ def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
     return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
 
 
-def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32, amax: Tensor | None = None,
+def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
+             amax: Tensor | None = None,
              noise: Noise | None = None, fold: bool = False) -> Scaled:
     """Cast x (M, K), the contracted axis last; the values come back in `dtype`.
 
-    amax:  scale by this largest magnitude, () float32, instead of the tensor's own (delayed scaling).
+    amax:  scale by this largest magnitude, () float32, instead of the tensor's own (delayed
+    scaling).
     noise: for stochastic rounding.
-    fold:  multiply block scales into the values where that is exact in bf16, leaving one scale for the tensor.
-    Raises ConfigError when x does not tile.
+    fold:  multiply block scales into the values where that is exact in bf16, leaving one scale for
+    the tensor. Raises ConfigError when x does not tile.
     """
     x = TRANSFORMS[cast.transform](x)
-    if _transposed(x) and cast.block[0] != 1:   # cast where it lies; blocks of one column are copied into rows instead
+    # cast where it lies; blocks of one column are copied into rows instead
+    if _transposed(x) and cast.block[0] != 1:
         flipped = replace(cast, block=cast.block[::-1], transform="none")
         return quantise(x.T, flipped, dtype=dtype, amax=amax, noise=noise, fold=fold).T
     to, rule = format_of(cast.format), SCALES[cast.scale]
@@ -149,14 +166,16 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32, amax:
     fold = fold and rule.folds
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
-    elif dtype.itemsize == 1:   # stored for hardware: PyTorch's own casts, which torch.compile fuses
+    elif dtype.itemsize == 1:  # stored for hardware: PyTorch's own casts, which torch.compile fuses
         steps = x.float() / spread(scale if tensor is None else scale * tensor, x.shape)
-        data = (steps if dtype.is_floating_point else steps.round()).clamp(-to.largest, to.largest).to(dtype)
+        data = (steps if dtype.is_floating_point else steps.round()).clamp(-to.largest,
+                                                                           to.largest).to(dtype)
     else:
-        data = kernel.qdq(x, to, scale if tensor is None else scale * tensor, block=cast.block, dtype=dtype, noise=noise,
-                          rescale=fold and tensor is None)
+        data = kernel.qdq(x, to, scale if tensor is None else scale * tensor, block=cast.block,
+                          dtype=dtype, noise=noise, rescale=fold and tensor is None)
     if fold and tensor is not None:
-        data.view(scale.shape[0], -1, scale.shape[1], x.shape[1] // scale.shape[1]).mul_(scale[:, None, :, None].to(dtype))
+        data.view(scale.shape[0], -1, scale.shape[1],
+                  x.shape[1] // scale.shape[1]).mul_(scale[:, None, :, None].to(dtype))
     if fold:
         scale = scale.new_ones(1, 1)
     return Scaled(data=data, scale=scale, tensor=tensor, amax=found, nonfinite=nonfinite)
@@ -168,8 +187,9 @@ def reference(a: Scaled, b: Scaled) -> Tensor:
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). See the top of this file for what is exact."""
-    if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:        # scales inside the sum that did not fold
+    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). See the top of this file
+    for what is exact."""
+    if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:  # scales inside the sum that did not fold
         return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype)
     scales = [s for s in (a.scale, b.scale, a.tensor, b.tensor) if s is not None]
     single = [s.reshape(()) for s in scales if s.numel() == 1]
@@ -186,9 +206,10 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
-def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
+            dtype: torch.dtype) -> Tensor:
     """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
-    if a.device.type == "cpu":      # alpha and bias inside the product, before its result is rounded
+    if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
         start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
         return torch.addmm(start, a, b.T, beta=0 if bias is None else 1,
                            alpha=1.0 if alpha is None else alpha.item()).to(dtype)

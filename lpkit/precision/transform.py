@@ -15,8 +15,8 @@ from lpkit.techniques.recipes import Recipe, kept, untiled
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
-    """Replaces each Linear but those that `recipe.high_precision_layers` names. `tokens` of a micro-batch: what will not tile is refused
-    now. Raises ConfigError.
+    """Replaces each Linear but those that `recipe.high_precision_layers` names. `tokens` of a
+    micro-batch: what will not tile is refused now. Raises ConfigError.
     """
 
     recipe: Recipe
@@ -26,17 +26,20 @@ class LowPrecision(Transform):
     stage = Stage.PRECISION
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {name: module for name, module in model.named_modules()
+                   if isinstance(module, nn.Linear)}
         stay = kept(linears, self.recipe.high_precision_layers)
         for name in linears.keys() - stay:
             linear = linears[name]
-            sizes = {"K": linear.in_features, "N": linear.out_features} | ({"M": self.tokens} if self.tokens else {})
-            if not self.recipe.pad and (problem := untiled(self.recipe, sizes, self.backend.alignment)):
+            sizes = {"K": linear.in_features,
+                     "N": linear.out_features} | ({"M": self.tokens} if self.tokens else {})
+            if not self.recipe.pad and (problem := untiled(self.recipe, sizes,
+                                                           self.backend.alignment)):
                 refuse(name, problem, sizes)
         if len(stay) == len(linears):
             layers = ",".join(self.recipe.high_precision_layers)
-            raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear to the recipe; name fewer, "
-                              f"or choose precision.recipe=bf16")
+            raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear "
+                              f"to the recipe; name fewer, or choose precision.recipe=bf16")
         for name in linears.keys() - stay:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf,

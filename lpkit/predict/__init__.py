@@ -1,8 +1,9 @@
-"""Every formula: parameters, bytes, FLOPs, time, energy, cost; and the catalogue of machines, with sources.
+"""Every formula: parameters, bytes, FLOPs, time, energy, cost; and the catalogue of machines, with
+sources.
 
-Standard library only, microseconds a call: a slider may ask. `predict(config, machine, devices)` answers everything,
-`memory(...)` the bytes. What each formula leaves out is said where it stands; how far off it is, the tests and the
-notebooks measure.
+Standard library only, microseconds a call: a slider may ask. `predict(config, machine, devices)`
+answers everything, `memory(...)` the bytes. What each formula leaves out is said where it stands;
+how far off it is, the tests and the notebooks measure.
 """
 
 from lpkit.predict.compare import Comparison
@@ -12,5 +13,5 @@ from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import CATALOGUE, Machine
 
-__all__ = ["CATALOGUE", "Comparison", "Machine", "Memory", "Prediction", "memory", "model_states", "parameter_count",
-           "parameters", "predict", "quantity"]
+__all__ = ["CATALOGUE", "Comparison", "Machine", "Memory", "Prediction", "memory", "model_states",
+           "parameter_count", "parameters", "predict", "quantity"]

@@ -39,7 +39,8 @@ class Kept:
                     again_bytes=self.again_bytes / cut)
 
     def offloaded(self, number_bytes: float, ops: Operations, residual_bytes: int) -> "Kept":
-        """With `number_bytes` for each number that blocks keep: in low precision, or 0, elsewhere."""
+        """With `number_bytes` for each number that blocks keep: in low precision, or 0,
+        elsewhere."""
         shares = {op.name: number_bytes / op.saved_itemsize for op in ops.block}
         if AGAIN in self.operations:
             share = number_bytes / residual_bytes

@@ -1,9 +1,9 @@
 """What low precision casts: passes over each operand, seconds of a Linear, bytes that are kept.
 
 A recipe casts the two operands of each of a Linear's three products (y = x w^T, dx = g w,
-dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in low precision and up
-to six casts, which read and write whole tensors. Products grow with M N K, casts with M K, M N and
-N K: width decides. Seconds, bytes, FLOP/s.
+dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in low precision
+and up to six casts, which read and write whole tensors. Products grow with M N K, casts with M K, M
+N and N K: width decides. Seconds, bytes, FLOP/s.
 
 The passes of each cast are those of torchao's own roofline
 (torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.

@@ -11,8 +11,8 @@ from lpkit.tables import html_table
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One question. `guess` and `measured` may be missing; `where` says what the measurement is: "cpu, median of 5",
-    "recorded: h200-2026-01.json"."""
+    """One question. `guess` and `measured` may be missing; `where` says what the measurement is:
+    "cpu, median of 5", "recorded: h200-2026-01.json"."""
 
     name: str
     formula: float
@@ -38,17 +38,20 @@ class Comparison:
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, *, guess: float | None = None, formula: float, measured: float | None, unit: str, where: str,
-           name: str = "") -> "Comparison":
+    def of(cls, *, guess: float | None = None, formula: float, measured: float | None, unit: str,
+           where: str, name: str = "") -> "Comparison":
         """A single question."""
-        return cls((Row(name=name, guess=guess, formula=formula, measured=measured, unit=unit, where=where),))
+        return cls((Row(name=name, guess=guess, formula=formula, measured=measured, unit=unit,
+                        where=where),))
 
     @classmethod
-    def of_rows(cls, formula: dict[str, float], measured: dict[str, float], *, unit: str, where: str) -> "Comparison":
+    def of_rows(cls, formula: dict[str, float], measured: dict[str, float], *, unit: str,
+                where: str) -> "Comparison":
         """A row for each name in either; what one side lacks is 0 there."""
         names = [*formula, *(name for name in measured if name not in formula)]
-        return cls(tuple(Row(name=name, formula=formula.get(name, 0), measured=measured.get(name, 0), unit=unit,
-                             where=where) for name in names))
+        return cls(tuple(Row(name=name, formula=formula.get(name, 0),
+                             measured=measured.get(name, 0), unit=unit, where=where)
+                         for name in names))
 
     @property
     def worst_error(self) -> float:
@@ -66,12 +69,14 @@ class Comparison:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """JSON-ready: the error of a row that was not measured, or measured as nothing, is None."""
-        return [{**asdict(row), "error": None if row.error is None or math.isinf(row.error) else row.error}
+        return [{**asdict(row), "error": None if row.error is None or math.isinf(row.error)
+                 else row.error}
                 for row in self.rows]
 
     def _repr_html_(self) -> str:
         guessed = any(row.guess is not None for row in self.rows)
-        heads = ["", *(["your guess"] if guessed else []), "formula", "measured", "formula is off by", "where"]
+        heads = ["", *(["your guess"] if guessed else []), "formula", "measured",
+                 "formula is off by", "where"]
         lines = []
         for row in self.rows:
             values = [*([row.guess] if guessed else []), row.formula, row.measured]

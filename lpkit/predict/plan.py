@@ -10,8 +10,8 @@ Every layout of every number of devices is counted; few are evaluated, because
 Chosen once, and not searched: powers of two where the number of devices is; tensor ranks in one
 node; at least `LEAST_CONTEXT` tokens a context rank; ZeRO-1 with a pipeline (stage 3 would gather
 all weights for every micro-batch), 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one
-chunk a stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are counted
-by their split into tensor, pipeline and context; of the rest, each split shows its best.
+chunk a stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are
+counted by their split into tensor, pipeline and context; of the rest, each split shows its best.
 """
 
 import math
@@ -40,7 +40,7 @@ from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_tw
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
 
-USABLE_MEMORY_SHARE = 0.92               # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
+USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
 MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
 MOST_CHUNKS = 8             # of a stage: as Llama 3
@@ -180,7 +180,8 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
          optimizer: str | None = None, price_per_hour: float | None = None,
          efficiency: Efficiency | None = None,
          calibration: Calibration | None = None) -> Plan:
-    """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is not.
+    """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
+    not.
 
     budget      US dollars for the whole run; deadline_seconds: for the whole run; None: no limit
     devices     None: powers of two up to 65,536
@@ -206,9 +207,9 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
     for name in UNPRICED:
         value = getattr(config.memory, name)
         if value != getattr(default, name):
-            raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves bytes "
-                              f"beyond the device's memory or casts them; leave it out, or ask "
-                              f"`lpkit predict` for its bytes")
+            raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
+                              f"bytes beyond the device's memory or casts them; leave it out, or "
+                              f"ask `lpkit predict` for its bytes")
     memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
     counts = [devices] if devices else powers_of_two(1, MOST_DEVICES)
     refusals = {name: Refusal() for name in CONSTRAINTS}
@@ -325,7 +326,8 @@ class _Search:
                 for micro in MICRO_BATCH_SIZES:
                     if share % micro or (interleave > 1 and share // micro % layout.pipeline):
                         break
-                    config = replace(self.config, grad_accum_steps=self.config.global_batch // micro)
+                    config = replace(self.config,
+                                     grad_accum_steps=self.config.global_batch // micro)
                     options, excess = self._leanest(config, variant)
                     found += options
                     if not options:         # larger micro-batches hold more still

@@ -27,7 +27,8 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one training step, unless a name says otherwise. Memory is per device, the rest for all."""
+    """Of one training step, unless a name says otherwise. Memory is per device, the rest for
+    all."""
 
     parameters: int
     parameters_by_part: dict[str, int]
@@ -95,8 +96,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
 
     devices    data-parallel over so many; None: the config's `parallel`
     layout     instead of both
-    mfu        model FLOPs utilisation to assume for the whole step; None: each operation has its own
-               efficiency, of `lpkit.predict.roofline`
+    mfu        model FLOPs utilisation to assume for the whole step; None: each operation has its
+               own efficiency, of `lpkit.predict.roofline`
     precision  a row of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
                has it
     zero       stage 0 to 3 with `devices`; None: the lowest stage that fits, or 3

@@ -1,8 +1,10 @@
-"""Loss from size and data, as published: L(N, D) = E + A / N^alpha + B / D^beta, and what is best for a budget.
+"""Loss from size and data, as published: L(N, D) = E + A / N^alpha + B / D^beta, and what is best
+for a budget.
 
-N parameters, D tokens, loss in nats per token of the authors' own text and tokenizer: compare losses of one law with one
-another, never with those of another corpus. A law holds where it was fitted. Outside, `Law.loss` refuses, and
-`Law.extrapolate` answers and says so. Compute is 6 N D FLOPs, as both papers count it.
+N parameters, D tokens, loss in nats per token of the authors' own text and tokenizer: compare
+losses of one law with one another, never with those of another corpus. A law holds where it was
+fitted. Outside, `Law.loss` refuses, and `Law.extrapolate` answers and says so. Compute is 6 N D
+FLOPs, as both papers count it.
 """
 
 import math
@@ -49,25 +51,29 @@ class Law:
     source: str
 
     def extrapolate(self, parameters: float, tokens: float) -> Loss:
-        """Anywhere; the note says whether the law was fitted there. Raises ConfigError for figures that are not positive."""
+        """Anywhere; the note says whether the law was fitted there. Raises ConfigError for figures
+        that are not positive."""
         for what, value in (("parameters", parameters), ("tokens", tokens)):
             if not (0 < value < math.inf):
                 raise ConfigError(f"{what} must be positive, got {value}")
         inside = (self.parameters[0] <= parameters <= self.parameters[1]
                   and self.tokens[0] <= tokens <= self.tokens[1])
-        return Loss(nats=self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta, inside=inside,
-                    note=f"{'inside' if inside else 'extrapolated beyond'} the fit of {self.name}: {self.range}")
+        return Loss(nats=self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta,
+                    inside=inside, note=f"{'inside' if inside else 'extrapolated beyond'} the fit "
+                    f"of {self.name}: {self.range}")
 
     def loss(self, parameters: float, tokens: float) -> Loss:
         """Inside the range of the fit. Raises ConfigError outside."""
         found = self.extrapolate(parameters, tokens)
         if not found.inside:
-            raise ConfigError(f"{quantity(parameters, 'parameters')} and {quantity(tokens, 'tokens')} are outside the fit of "
-                              f"{self.name} ({self.range}); ask for `extrapolate` to have it anyway, labelled")
+            raise ConfigError(f"{quantity(parameters, 'parameters')} and "
+                              f"{quantity(tokens, 'tokens')} are outside the fit of {self.name} "
+                              f"({self.range}); ask for `extrapolate` to have it anyway, labelled")
         return found
 
     def optimum(self, flops: float) -> Optimum:
-        """Closed form of the least L(N, D) with 6 N D = flops (Hoffmann et al. 2022, equation 4)."""
+        """Closed form of the least L(N, D) with 6 N D = flops (Hoffmann et al. 2022, equation
+        4)."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         G = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
@@ -83,11 +89,13 @@ class Law:
                 f"{quantity(self.tokens[0])} to {quantity(self.tokens[1], 'tokens')}")
 
 
-_RANGE = {"parameters": (70e6, 16e9), "tokens": (5e9, 500e9)}   # abstract of Hoffmann et al.; the other fit reads its plots
+# abstract of Hoffmann et al.; the other fit reads its plots
+_RANGE = {"parameters": (70e6, 16e9), "tokens": (5e9, 500e9)}
 LAWS = {law.name: law for law in (
     Law(name="hoffmann", E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28, **_RANGE,
         source="Hoffmann et al. 2022, approach 3, https://arxiv.org/abs/2203.15556"),
     Law(name="besiroglu", E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658, **_RANGE,
-        source="Besiroglu et al. 2024, the same data fitted again, https://arxiv.org/abs/2404.10102"),
+        source="Besiroglu et al. 2024, the same data fitted again, "
+        "https://arxiv.org/abs/2404.10102"),
 )}
-DEFAULT = "besiroglu"       # the first one's constants do not agree with its own other two approaches
+DEFAULT = "besiroglu"  # the first one's constants do not agree with its own other two approaches

@@ -212,7 +212,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         again = row.again_share(m.L, recompute)
         rank = _Rank(m, on, layout, p, efficiency, recipe, attention, sequences, pieces,
                      recompute, again)
-        rows = rank.rows(find(optimizer or config.optimizer.name).moved_bytes(config.memory.moment_format.name))
+        rows = rank.rows(find(optimizer or config.optimizer.name).moved_bytes(
+            config.memory.moment_format.name))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     factor = calibration.factor if calibration else 1.0
@@ -231,7 +232,8 @@ def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
     return step_time(config, machine, precision=precision, efficiency=replace(FLOOR, fused=1.0))
 
 
-def _flat(config: Config, peak: float, efficiency: Efficiency, recompute: Recompute) -> list[TimeRow]:
+def _flat(config: Config, peak: float, efficiency: Efficiency,
+          recompute: Recompute) -> list[TimeRow]:
     """Model FLOPs at one rate; recomputed ones are not the model's and cost more time."""
     rate, m, batch = peak * efficiency.flat, config.model, config.global_batch
     once = forward_flops(m, batch=batch) / rate
@@ -367,9 +369,8 @@ class _Rank:
         row("pipeline: send and receive",
             f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
             PIPELINE, communication=pieces * send)
-        row("pipeline: bubble",
-            f"(stages - 1) / (micro-batches x chunks) of the rest: ({stages} - 1) / ({pieces} x {v})"
-            f", each stage at its own pace",
+        row("pipeline: bubble", f"(stages - 1) / (micro-batches x chunks) of the rest: ({stages} - "
+            f"1) / ({pieces} x {v}), each stage at its own pace",
             PIPELINE, communication=others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
         parts = parameters(self.m)
@@ -393,7 +394,8 @@ class _Rank:
         def behind(name: str, said: float, window: float, on: Link, source: str,
                    times: int = 1) -> None:
             shown = max(0.0, said - window)
-            row(name, f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide behind "
+            row(name,
+                f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide behind "
                       f"a pass", source, hidden=times * (said - shown), communication=times * shown)
 
         if layout.state_ranks > 1 and layout.zero == 3:

@@ -11,8 +11,8 @@ _SHORT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s"}
 def quantity(value: float | None, unit: str = "") -> str:
     """Three significant digits with the decimal prefix that reads best.
 
-    >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds"), quantity(1.5e12, "FLOPs"), quantity(0.25, "nats")
-    ('79.1 MB', '12.3 ms', '1.50 TFLOPs', '0.250 nats')
+    >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds"), quantity(1.5e12, "FLOPs"),
+    quantity(0.25, "nats") ('79.1 MB', '12.3 ms', '1.50 TFLOPs', '0.250 nats')
     >>> quantity(124_475_904, "parameters"), quantity(12_345, "tokens/s"), quantity(4, "GPUs")
     ('124M parameters', '12.3k tokens/s', '4 GPUs')
     """
@@ -21,7 +21,8 @@ def quantity(value: float | None, unit: str = "") -> str:
     unit = _SHORT.get(unit, unit)
     physical = unit.split("/")[0] in ("B", "s", "FLOP", "FLOPs", "W", "Wh", "J")
     table = (*_SI, *_SMALL) if unit == "s" else _SI if physical else _COUNT
-    scale, prefix = next(((scale, prefix) for scale, prefix in table if abs(value) >= scale * 0.9995), (1, ""))
+    scale, prefix = next(((scale, prefix) for scale, prefix in table
+                          if abs(value) >= scale * 0.9995), (1, ""))
     whole = scale == 1 and value == round(value)
     number = f"{value:.0f}" if whole else f"{value / scale:#.3g}".rstrip(".")
     return f"{number} {prefix}{unit}".strip() if physical else f"{number}{prefix} {unit}".strip()
@@ -35,5 +36,6 @@ def duration(seconds: float) -> str:
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= size:
             value = seconds / size
-            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:#.3g}".rstrip(".") + f" {unit}"
+            return (f"{value:,.0f} {unit}" if value >= 999.5
+                    else f"{value:#.3g}".rstrip(".") + f" {unit}")
     return quantity(seconds, "seconds")

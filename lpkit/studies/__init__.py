@@ -1,1 +1,2 @@
-"""The experiments that notebooks make, one file each. Each stands alone and may be deleted without touching training."""
+"""The experiments that notebooks make, one file each. Each stands alone and may be deleted without
+touching training."""

@@ -1,11 +1,14 @@
-"""The failure lab: what goes wrong in low-precision training, put in on purpose, and the search for where it is.
+"""The failure lab: what goes wrong in low-precision training, put in on purpose, and the search for
+where it is.
 
-    inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and look at the telemetry
-    search(units, loss)                                                     # which layer and product: promote halves
+    inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and
+    look at the telemetry
+    search(units, loss)                                                     # which layer and
+                                                                            product: promote halves
 
-A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or its operands. None of
-them changes what the layer computes in exact arithmetic, so the same model in bf16 does not have it. `lpkit.studies.bisect` runs
-the search on a Config.
+A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or
+its operands. None of them changes what the layer computes in exact arithmetic, so the same model in
+bf16 does not have it. `lpkit.studies.bisect` runs the search on a Config.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ from lpkit.precision.linear import Arithmetic, ScaledLinear, scaled_linears
 from lpkit.precision.scaled import TRANSFORMS, Scaled, spread
 from lpkit.techniques.recipes import PRODUCTS, Cast, Delayed, Recipe
 
-OUTLIER = 2.0**18       # times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8
+# times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8
+OUTLIER = 2.0**18
 STALE = 64.0            # times smaller was the tensor whose amax is still used
 
 
-# ---- what the faults do to a layer ---------------------------------------------------------------------------------------
+# ---- what the faults do to a layer
+# ---------------------------------------------------------------------------------------
 
 def _with(change: Callable[[Recipe], Recipe]) -> Callable[[ScaledLinear], None]:
     def put(layer: ScaledLinear) -> None:
@@ -44,7 +49,8 @@ def _with(change: Callable[[Recipe], Recipe]) -> Callable[[ScaledLinear], None]:
 
 def _operand(recipe: Recipe, change: Callable[[str, str, Cast], Cast]) -> Recipe:
     """`change(product, operand, cast)` on every cast."""
-    return replace(recipe, **{product: tuple(change(product, operand, cast) for operand, cast in zip(PRODUCTS[product], casts))
+    return replace(recipe, **{product: tuple(change(product, operand, cast)
+                                             for operand, cast in zip(PRODUCTS[product], casts))
                               for product, casts in recipe.products.items()})
 
 
@@ -63,12 +69,14 @@ def _unmixed(recipe: Recipe) -> Recipe:
 
 def _history(layer: ScaledLinear) -> Delayed:
     if layer.recipe.delayed is None:
-        raise ConfigError(f"{layer.name} scales by what is there and has no history to spoil; set precision.recipe=fp8-delayed")
+        raise ConfigError(f"{layer.name} scales by what is there and has no history to spoil; set "
+                          f"precision.recipe=fp8-delayed")
     return layer.recipe.delayed
 
 
 def _stale(layer: ScaledLinear) -> None:
-    """The history stops after the first micro-batch, as if the tensors had been STALE times smaller then."""
+    """The history stops after the first micro-batch, as if the tensors had been STALE times smaller
+    then."""
     _history(layer)
 
     def advance(self: ScaledLinear) -> None:
@@ -82,7 +90,8 @@ def _stale(layer: ScaledLinear) -> None:
 
 def _forgetful(layer: ScaledLinear) -> None:
     delayed = replace(_history(layer), history=1, rule="most-recent")
-    layer.amax_history = layer.amax_history[:, :2].clone()      # the micro-batch at hand, and the one before
+    # the micro-batch at hand, and the one before
+    layer.amax_history = layer.amax_history[:, :2].clone()
     layer.recipe = replace(layer.recipe, delayed=delayed)
 
 
@@ -96,7 +105,8 @@ class _Divided(nn.Module):
 
 
 def _outlier(layer: ScaledLinear) -> None:
-    """One input feature times a power of two, its weights divided by it: the same function, exactly, and in bf16 too."""
+    """One input feature times a power of two, its weights divided by it: the same function,
+    exactly, and in bf16 too."""
     by = torch.ones(layer.in_features, device=layer.weight.device)
     by[layer.in_features // 2] = OUTLIER
     parametrize.register_parametrization(layer, "weight", _Divided(by))
@@ -117,17 +127,20 @@ class _Unguarded(Arithmetic):
     def alignment(self) -> int:
         return self.inner.alignment
 
-    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None, noise: Noise | None) -> Scaled:
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
+             noise: Noise | None) -> Scaled:
         made = self.inner.cast(x, cast, dtype, amax=amax, noise=noise)
         zero = kernel.amax(TRANSFORMS[cast.transform](x), cast.block).values == 0
         return replace(made, data=torch.where(spread(zero, x.shape), torch.nan, made.data))
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
+                bias: Tensor | None = None) -> Tensor:
         return self.inner.product(a, b, dtype, bias)
 
 
 def _zero_block(layer: ScaledLinear) -> None:
-    rows, columns = (side or whole for side, whole in zip(layer.recipe.y[1].block, layer.weight.shape))
+    rows, columns = (side or whole for side, whole in zip(layer.recipe.y[1].block,
+                                                          layer.weight.shape))
     with torch.no_grad():
         layer.weight[:rows, :columns] = 0
     layer.arithmetic = _Unguarded(inner=layer.arithmetic)
@@ -138,7 +151,8 @@ class Fault:
     what: str
     recipe: str                             # the row of `recipes` in which it happens
     put: Callable[[ScaledLinear], None]     # changes the layer in place
-    shows: tuple[str, str, int]             # the role and the number of the telemetry that move, and whither: +1 or -1
+    # the role and the number of the telemetry that move, and whither: +1 or -1
+    shows: tuple[str, str, int]
     symptom: str
     source: str
 
@@ -147,59 +161,64 @@ _TE = "Transformer Engine, FP8 primer, https://docs.nvidia.com/deeplearning/tran
 _NVFP4 = "NVIDIA 2025, section 4, https://arxiv.org/abs/2509.25149"
 FAULTS: dict[str, Fault] = {
     "stale-amax": Fault(
-        what=f"delayed scaling whose history no longer moves, from a time when the tensors were {STALE:g} times smaller",
-        recipe="fp8-delayed", put=_stale, shows=("x", "saturated", +1), source=_TE,
+        what=f"delayed scaling whose history no longer moves, from a time when the tensors were "
+        f"{STALE:g} times smaller", recipe="fp8-delayed", put=_stale, shows=("x", "saturated", +1),
+        source=_TE,
         symptom="much saturates, at once and in every role; the amax itself is as ever"),
     "short-history": Fault(
         what="delayed scaling that remembers one micro-batch",
         recipe="fp8-delayed", put=_forgetful, shows=("dy", "saturated", +1), source=_TE,
-        symptom="a little saturates whenever a tensor has grown since the last step; the loss hardly notices"),
-    "swapped-roles": Fault(
+        symptom="a little saturates whenever a tensor has grown since the last step; the loss "
+        "hardly notices"), "swapped-roles": Fault(
         what="E5M2 for activations and weights, E4M3 for gradients",
         recipe="fp8-tensorwise", put=_with(_swapped), shows=("x", "sqnr_db", -1),
         symptom="6 dB less for x and w, one mantissa bit; more of dy underflows, for want of range",
         source="Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"),
     "outlier-channel": Fault(
-        what=f"one input feature {OUTLIER:g} times as large as the others, its weights so much smaller",
-        recipe="fp8-tensorwise", put=_outlier, shows=("x", "underflow", +1),
-        symptom="one scale for the tensor: what is not the outlier underflows; blocks keep the damage to one of them",
-        source="Dettmers et al. 2022, https://arxiv.org/abs/2208.07339"),
+        what=f"one input feature {OUTLIER:g} times as large as the others, its weights so much "
+        f"smaller", recipe="fp8-tensorwise", put=_outlier, shows=("x", "underflow", +1),
+        symptom="one scale for the tensor: what is not the outlier underflows; blocks keep the "
+        "damage to one of them", source="Dettmers et al. 2022, https://arxiv.org/abs/2208.07339"),
     "no-stochastic-rounding": Fault(
         what="gradients in FP4 rounded to nearest",
         recipe="nvfp4", put=_with(_nearest), shows=("dy", "sqnr_db", +1), source=_NVFP4,
-        symptom="the SQNR of dy rises, and that is the trap: the error is smaller, but no longer zero on average, so over "
-                "many steps it adds up"),
+        symptom="the SQNR of dy rises, and that is the trap: the error is smaller, but no longer "
+        "zero on average, so over many steps it adds up"),
     "no-hadamard": Fault(
         what="the operands of the weight gradient in FP4 cast unmixed",
         recipe="nvfp4", put=_with(_unmixed), shows=("dy.T", "worst_block_db", -1), source=_NVFP4,
-        symptom="blocks of the weight gradient's operands that hold an outlier lose everything else"),
-    "zero-amax-block": Fault(
+        symptom="blocks of the weight gradient's operands that hold an outlier lose everything "
+        "else"), "zero-amax-block": Fault(
         what="a block of weights that is all zero, and a cast that divides by its amax",
         recipe="mxfp8", put=_zero_block, shows=("w", "zero_blocks", +1),
         symptom="0 / 0: NaN in everything that comes after, from the first step",
-        source="OCP Microscaling 1.0, section 6.3, leaves the scale of a zero block to the implementation"),
+        source="OCP Microscaling 1.0, section 6.3, leaves the scale of a zero block to the "
+        "implementation"),
 }
 
 
-# ---- planting and promoting ------------------------------------------------------------------------------------------------
+# ---- planting and promoting
+# ------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """A fault in the Linears that match one of `layers`, by default in all that are low-precision."""
+    """A fault in the Linears that match one of `layers`, by default in all that are
+    low-precision."""
 
     fault: str
     layers: tuple[str, ...] = ("*",)
 
 
 def inject(model: nn.Module, what: Injection) -> nn.Module:
-    """Put it in, in place. Raises ConfigError for an unknown fault, or a pattern that no low-precision Linear matches."""
+    """Put it in, in place. Raises ConfigError for an unknown fault, or a pattern that no
+    low-precision Linear matches."""
     fault = pick(FAULTS, what.fault, "fault")
     layers = {layer.name: layer for layer in scaled_linears(model)}
     for pattern in what.layers:
         found = [name for name in layers if fnmatchcase(name, pattern)]
         if not found:
-            raise ConfigError(f"{pattern!r} matches no low-precision Linear to put {what.fault} into; "
-                              f"{nearest(pattern, layers)}")
+            raise ConfigError(f"{pattern!r} matches no low-precision Linear to put {what.fault} "
+                              f"into; {nearest(pattern, layers)}")
         for name in found:
             fault.put(layers[name])
     return model
@@ -207,7 +226,8 @@ def inject(model: nn.Module, what: Injection) -> nn.Module:
 
 def random_injection(model: nn.Module, fault: str, seed: int) -> Injection:
     """The fault in one low-precision Linear, drawn from `seed`: for whoever wants to find it."""
-    return Injection(fault=fault, layers=(random.Random(seed).choice([layer.name for layer in scaled_linears(model)]),))
+    return Injection(fault=fault, layers=(
+        random.Random(seed).choice([layer.name for layer in scaled_linears(model)]),))
 
 
 Unit = tuple[str, str]      # layer, product
@@ -215,13 +235,15 @@ Unit = tuple[str, str]      # layer, product
 
 def low_precision_products(model: nn.Module) -> list[Unit]:
     """Every product that is low-precision, layer by layer."""
-    return [(layer.name, product) for layer in scaled_linears(model) for product in layer.recipe.products]
+    return [(layer.name, product) for layer in scaled_linears(model)
+            for product in layer.recipe.products]
 
 
 def run_in_high_precision(model: nn.Module, which: Sequence[Unit]) -> nn.Module:
     """Run these products in 16 bits, in place."""
     for layer in scaled_linears(model):
-        layer.recipe = replace(layer.recipe, **{product: None for name, product in which if name == layer.name})
+        layer.recipe = replace(layer.recipe,
+                               **{product: None for name, product in which if name == layer.name})
     return model
 
 
@@ -289,7 +311,8 @@ class Finding:
         layers = {name for name, _ in self.culprits}
         if self.effect < CLEAR or len(layers) > 1 or not self.alone.kept or not self.rest.dropped:
             return "low"
-        return "high" if self.effect > 2 * CLEAR and self.recovery > 0.8 and self.without < 0.2 else "medium"
+        return ("high" if self.effect > 2 * CLEAR and self.recovery > 0.8 and self.without < 0.2
+                else "medium")
 
     def __str__(self) -> str:
         cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the "
@@ -312,10 +335,12 @@ class Finding:
 def named(which: Sequence[Unit]) -> str:
     """'blocks.1.mlp.up (y, dx)'."""
     layers = dict.fromkeys(name for name, _ in which)
-    return ", ".join(f"{name} ({', '.join(product for layer, product in which if layer == name)})" for name in layers)
+    return ", ".join(f"{name} ({', '.join(product for layer, product in which if layer == name)})"
+                     for name in layers)
 
 
-Loss = Callable[[Sequence[Unit], int, int], float]      # of a short run: what is promoted, number of the seed and of the nudge
+# of a short run: what is promoted, number of the seed and of the nudge
+Loss = Callable[[Sequence[Unit], int, int], float]
 NUDGES = (torch.bfloat16, torch.float16)                # of a start: two such runs drift as runs do
 
 
@@ -408,5 +433,6 @@ def _halves(which: tuple[Unit, ...]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]
     layers = list(dict.fromkeys(name for name, _ in which))
     if len(layers) > 1:
         first = set(layers[:len(layers) // 2])
-        return tuple(u for u in which if u[0] in first), tuple(u for u in which if u[0] not in first)
+        return (tuple(u for u in which if u[0] in first),
+                tuple(u for u in which if u[0] not in first))
     return which[:len(which) // 2], which[len(which) // 2:]

@@ -1,11 +1,14 @@
-"""The tensors of a real training step, and what a number format makes of them: measured, and expected by formula.
+"""The tensors of a real training step, and what a number format makes of them: measured, and
+expected by formula.
 
-    found = operands(Training.build(config), steps=40)      # {"weights": [...], "activations": [...], "gradients": [...]}
+    found = operands(Training.build(config), steps=40)      # {"weights": [...], "activations":
+                                                            [...], "gradients": [...]}
     measured_db(x, fmt)   expected_db(fmt, crest=crest(x))
     zero_share(x, fmt)   expected_zero_share(fmt, sigma=...)
 
-Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an
-error that is uniform over a spacing d has the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
+Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948,
+https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an error that is uniform over a spacing d has
+the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     By role, one float32 tensor a layer: its weights, its input, and the gradient of its output.
     """
     if steps < 1:
-        raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 or more, got {steps}")
+        raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 "
+                          f"or more, got {steps}")
     for step in range(steps):
         training.update(step)
     found: dict[str, list[Tensor]] = {role: [] for role in ROLES}
@@ -43,7 +47,8 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
         keep("activations", inputs[0])
         y.register_hook(lambda dy: keep("gradients", dy))
 
-    hooks = [layer.register_forward_hook(forward) for layer in training.model.modules() if isinstance(layer, nn.Linear)]
+    hooks = [layer.register_forward_hook(forward) for layer in training.model.modules()
+             if isinstance(layer, nn.Linear)]
     try:
         training.forward_backward(training.batch(steps))
     finally:
@@ -78,12 +83,15 @@ def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
 
 
 def expected_db(fmt: Format, *, crest: float) -> float:
-    """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the format's largest value.
+    """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the
+    format's largest value.
 
-    Each binade holds a share of the numbers and has one spacing d; the error there has the energy d^2 / 12.
+    Each binade holds a share of the numbers and has one spacing d; the error there has the energy
+    d^2 / 12.
     """
     sigma, share_below, noise = fmt.largest / crest, 0.0, 0.0
-    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):   # the first holds the subnormals too
+    # the first holds the subnormals too
+    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
         share = math.erf(2.0**(e + 1) / sigma / math.sqrt(2))
         noise += (share - share_below) * 4.0**(e - fmt.mantissa_bits) / 12
         share_below = share

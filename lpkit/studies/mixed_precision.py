@@ -1,11 +1,14 @@
-"""Why mixed precision keeps float32 masters, and why float16 scales its loss: what is lost without, expected and measured.
+"""Why mixed precision keeps float32 masters, and why float16 scales its loss: what is lost without,
+expected and measured.
 
-A bf16 weight w has neighbours 2^(floor(log2 |w|) - 7) away; an update of less than half of that rounds back to w. Weights are
-about N(0, sigma). Adam's update lies between two limits: the learning rate, when every gradient points the same way, and the
-learning rate times sqrt((1 - beta1) / (1 + beta1)), when they are noise that the first moment averages. That brackets the
-share of updates that is lost before anything runs, and the size of the update that was made gives it.
-Sources: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740 (masters, loss scaling); Kalamkar et al. 2019,
-https://arxiv.org/abs/1905.12322 (bf16); Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (stochastic rounding).
+A bf16 weight w has neighbours 2^(floor(log2 |w|) - 7) away; an update of less than half of that
+rounds back to w. Weights are about N(0, sigma). Adam's update lies between two limits: the learning
+rate, when every gradient points the same way, and the learning rate times sqrt((1 - beta1) / (1 +
+beta1)), when they are noise that the first moment averages. That brackets the share of updates that
+is lost before anything runs, and the size of the update that was made gives it.
+Sources: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740 (masters, loss scaling);
+Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322 (bf16); Zamirai et al. 2020,
+https://arxiv.org/abs/2010.06192 (stochastic rounding).
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ STORES: dict[str, Callable[[Tensor], Tensor]] = {   # what becomes of a weight a
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A short training whose weights are stored as one of STORES; all arithmetic is the run's own."""
+    """A short training whose weights are stored as one of STORES; all arithmetic is the run's
+    own."""
 
     losses: tuple[float, ...]
     lost_share: float           # of the last update of all matrices: too small for a bf16 weight
@@ -65,7 +69,8 @@ def train(training: Training, store: str, *, steps: int) -> Stored:
 
 
 def _rms(tensors: list[Tensor]) -> float:
-    return math.sqrt(sum(t.double().square().sum().item() for t in tensors) / sum(t.numel() for t in tensors))
+    return math.sqrt(sum(t.double().square().sum().item() for t in tensors) / sum(t.numel()
+                                                                                  for t in tensors))
 
 
 def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
@@ -80,7 +85,8 @@ def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
 
 
 def noisy_update(lr: float, beta1: float = 0.9) -> float:
-    """Root mean square of Adam's update when the gradient is noise; when it always points one way, it is `lr` itself."""
+    """Root mean square of Adam's update when the gradient is noise; when it always points one way,
+    it is `lr` itself."""
     return lr * math.sqrt((1 - beta1) / (1 + beta1))
 
 
@@ -103,7 +109,8 @@ def underflow(tensors: list[Tensor], scale: float) -> float:
 
 
 def expected_underflow(shares: dict[int, float], scale: float) -> float:
-    """The same from a histogram of exponents alone, {floor(log2 |x|): share}: below half the least subnormal, 2^-25."""
+    """The same from a histogram of exponents alone, {floor(log2 |x|): share}: below half the least
+    subnormal, 2^-25."""
     limit = math.log2(FORMATS["fp16"].smallest / 2) - math.log2(scale)
     return sum(share for e, share in shares.items() if e < limit)
 

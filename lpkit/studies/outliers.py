@@ -1,13 +1,16 @@
-"""One outlier in a Gaussian tensor: what every other element pays for it, by recipe. Expected by formula, and measured.
+"""One outlier in a Gaussian tensor: what every other element pays for it, by recipe. Expected by
+formula, and measured.
 
     x = gaussian(1000.0)                        # standard deviation 1, one element at 1000
-    measured_db(x, cast)                        # of the others: the outlier itself is always represented well
+    measured_db(x, cast)                        # of the others: the outlier itself is always
+                                                represented well
     expected_db(cast, x.shape, outlier=1000.0)
 
-A scale serves a block. In the block that holds the outlier every element is cast as if the tensor were that large; in all
-others the largest of n Gaussian numbers sets the scale. So the damage is (share of the tensor in the outlier's block) x
-(noise at that crest factor): the smaller the block, the less is hit. The noise of rounding is spacing^2 / 12 in each
-binade (Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 where x becomes zero.
+A scale serves a block. In the block that holds the outlier every element is cast as if the tensor
+were that large; in all others the largest of n Gaussian numbers sets the scale. So the damage is
+(share of the tensor in the outlier's block) x (noise at that crest factor): the smaller the block,
+the less is hit. The noise of rounding is spacing^2 / 12 in each binade (Bennett 1948,
+https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 where x becomes zero.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ SHAPE = (256, 512)
 SHOWN = (32, 128)       # of a picture
 COARSE = 0.1            # relative error beyond which an element counts as coarse
 KINDS = ("fine", "coarse", "flushed to zero", "the outlier")
-FLOOR = {"e4m3": FORMATS["e4m3fn"].smallest_normal / FORMATS["e4m3fn"].largest}     # a two-level scale cannot be a smaller share of the largest in the tensor
+# a two-level scale cannot be a smaller share of the largest in the tensor
+FLOOR = {"e4m3": FORMATS["e4m3fn"].smallest_normal / FORMATS["e4m3fn"].largest}
 NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8")
 
 
@@ -37,7 +41,8 @@ def casts() -> dict[str, Cast]:
     return {name: RECIPES[name].y[0] for name in NAMES}
 
 
-def gaussian(outlier: float, *, shape: tuple[int, int] = SHAPE, at: tuple[int, int] = (3, 40), seed: int = 0) -> Tensor:
+def gaussian(outlier: float, *, shape: tuple[int, int] = SHAPE, at: tuple[int, int] = (3, 40),
+             seed: int = 0) -> Tensor:
     """N(0, 1), but `outlier` at one place. float32."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     x[at] = outlier
@@ -77,7 +82,8 @@ def _noise(fmt: Format, cast: Cast, amax: float) -> float:
     A power of two leaves between none and half of the range unused: eight cases in between.
     """
     spare = [2 ** ((i + 0.5) / 8) for i in range(8)] if "power-of-two" in cast.scale else [1.0]
-    return fmean(rounding_noise(fmt, fmt.largest / (amax * unused)) * (amax * unused / fmt.largest) ** 2 for unused in spare)
+    return fmean(rounding_noise(fmt, fmt.largest / (amax * unused))
+                 * (amax * unused / fmt.largest) ** 2 for unused in spare)
 
 
 def rounding_noise(fmt: Format, sigma: float) -> float:
@@ -85,9 +91,11 @@ def rounding_noise(fmt: Format, sigma: float) -> float:
     below = lambda x: math.erf(x / sigma / math.sqrt(2))        # P(|x| < ...)
     half = fmt.smallest / 2
     t = half / sigma
-    energy = sigma**2 * (below(half) - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2))      # what becomes zero
+    # what becomes zero
+    energy = (sigma**2 * (below(half) - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2)))
     share_below = below(half)
-    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):      # the first holds the subnormals
+    # the first holds the subnormals
+    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
         share = below(2.0 ** (e + 1))
         energy += (share - share_below) * 4.0 ** (e - fmt.mantissa_bits) / 12
         share_below = share
@@ -95,13 +103,15 @@ def rounding_noise(fmt: Format, sigma: float) -> float:
 
 
 def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
-    """For `lpkit.ui.outlier_map`: of a small tensor, what becomes of each element. Kinds by their place in KINDS."""
+    """For `lpkit.ui.outlier_map`: of a small tensor, what becomes of each element. Kinds by their
+    place in KINDS."""
     cast, x = casts()[recipe], gaussian(outlier, shape=SHOWN, at=(row, column), seed=seed)
     y = quantise(x, cast).dequantise()
     kinds = ((y - x).abs() > COARSE * x.abs()).int()
     kinds[y == 0] = 2
     kinds[row, column] = 3
-    return {"kinds": kinds.tolist(), "names": KINDS, "values": x.tolist(), "becomes": y.tolist(), "recipe": recipe,
-            "sqnr_db": measured_db(x, cast, at=(row, column)), "block": cast.block}
+    return {"kinds": kinds.tolist(), "names": KINDS, "values": x.tolist(), "becomes": y.tolist(),
+            "recipe": recipe, "sqnr_db": measured_db(x, cast, at=(row, column)),
+            "block": cast.block}
 
 

@@ -1,9 +1,11 @@
-"""Recipes side by side, on one model, one seed and the same batches: what each costs in noise, in loss and in time.
+"""Recipes side by side, on one model, one seed and the same batches: what each costs in noise, in
+loss and in time.
 
-A cast adds an error that hardly depends on what it is multiplied with, so the noise of a product is the sum of its operands'
-(Widrow and Kollar 2008), in shares of the signal. Each of x, w and dy is an operand of two of a Linear's three products, so
-a recipe's noise is 2/3 of their sum; as signal over noise in dB. Stochastic rounding errs by spacing^2 / 6 instead of / 12.
-Losses are validation losses in nats per token, over the same text for every run; gaps are in percent of the base's.
+A cast adds an error that hardly depends on what it is multiplied with, so the noise of a product is
+the sum of its operands' (Widrow and Kollar 2008), in shares of the signal. Each of x, w and dy is
+an operand of two of a Linear's three products, so a recipe's noise is 2/3 of their sum; as signal
+over noise in dB. Stochastic rounding errs by spacing^2 / 6 instead of / 12. Losses are validation
+losses in nats per token, over the same text for every run; gaps are in percent of the base's.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def contenders(device: torch.device) -> list[str]:
 
 
 def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:
-    """What to train, in order: BASE, each of `recipes`, and BASE with another seed, so that noise has a measure."""
+    """What to train, in order: BASE, each of `recipes`, and BASE with another seed, so that noise
+    has a measure."""
     made = {name: config.replace({"precision.recipe": name}) for name in (BASE, *recipes)}
     return made | {AGAIN: made[BASE].replace({"seed": config.seed + 1})}
 
@@ -56,25 +59,32 @@ def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:
 def casts(recipe: Recipe) -> dict[str, Cast]:
     """Of TENSORS, by name. Raises ConfigError for a recipe that casts nothing."""
     if recipe.y is None or recipe.dx is None:
-        raise ConfigError(f"the recipe in {recipe.dtype} casts no operand of y or dx, so its casts add no noise")
+        raise ConfigError(f"the recipe in {recipe.dtype} casts no operand of y or dx, so its casts "
+                          f"add no noise")
     return dict(zip(TENSORS, (*recipe.y, recipe.dx[0])))
 
 
 def predicted_db(recipe: Recipe, config: Config) -> float:
-    """Of a product, by formula: operands are Gaussian, of the size of the MLP's. No outliers, no heavy tails."""
+    """Of a product, by formula: operands are Gaussian, of the size of the MLP's. No outliers, no
+    heavy tails."""
     tokens = config.global_batch // config.grad_accum_steps * config.model.T
-    shapes = {"x": (tokens, config.model.D), "w": (config.model.F, config.model.D), "dy": (tokens, config.model.F)}
-    return product_db(_share(expected_db(cast, shapes[name], outlier=LARGEST)) * (STOCHASTIC if cast.rounding == "stochastic" else 1)
+    shapes = {"x": (tokens, config.model.D), "w": (config.model.F, config.model.D),
+              "dy": (tokens, config.model.F)}
+    return product_db(_share(expected_db(cast, shapes[name], outlier=LARGEST)) * (STOCHASTIC
+                                                                                  if cast.rounding
+                                                                                  == "stochastic"
+                                                                                  else 1)
                       for name, cast in casts(recipe).items())
 
 
 def measured_db(samples: Iterable[Sample]) -> float | None:
-    """Of a product, from telemetry: the mean noise of each tensor over the layers that are cast and over the steps. None
-    where nothing was cast."""
+    """Of a product, from telemetry: the mean noise of each tensor over the layers that are cast and
+    over the steps. None where nothing was cast."""
     noise: dict[str, list[float]] = {}
     for sample in samples:
         if sample.role in TENSORS and sample.cast["scale"] != "none" and sample.own is not None:
-            noise.setdefault(sample.role, []).append(0.0 if sample.own.sqnr_db is None else _share(sample.own.sqnr_db))
+            noise.setdefault(sample.role, []).append(0.0 if sample.own.sqnr_db is None
+                                                     else _share(sample.own.sqnr_db))
     return product_db(map(statistics.fmean, noise.values())) if noise else None
 
 
@@ -93,7 +103,7 @@ def _share(db: float) -> float:
 class Outcome:
     """Of one run, beside BASE."""
 
-    gaps: dict[int, float]          # step: by how many percent its validation loss lies above the base's
+    gaps: dict[int, float]  # step: by how many percent its validation loss lies above the base's
     step_times: float | None        # seconds of a step over the base's
     noise_db: float | None          # of a product; None: nothing was cast
     backend: str
@@ -105,42 +115,52 @@ class Outcome:
 
 def samples(runs: Mapping[str, Run]) -> dict[str, list[Sample]]:
     """The telemetry of those that were sampled."""
-    return {name: telemetry.read(run.path) for name, run in runs.items() if (run.path / telemetry.FILE).is_file()}
+    return {name: telemetry.read(run.path) for name, run in runs.items()
+            if (run.path / telemetry.FILE).is_file()}
 
 
 def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
-    """Of every run that took a step. The base's seconds are the better of its two runs', begun first and last."""
+    """Of every run that took a step. The base's seconds are the better of its two runs', begun
+    first and last."""
     seen = samples(runs)
-    evaluated = {name: {line["step"]: line["val_loss"] for line in run.metrics if "val_loss" in line} for name, run in runs.items()}
+    evaluated = {name: {line["step"]: line["val_loss"] for line in run.metrics
+                        if "val_loss" in line} for name, run in runs.items()}
     seconds = {name: step_seconds(run) for name, run in runs.items() if run.metrics}
-    base, least = evaluated.get(BASE, {}), min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=None)
+    base, least = (evaluated.get(BASE, {}),
+                   min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=None))
     return {name: Outcome(
-        gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items() if step in base},
-        step_times=seconds[name] / least if least else None, noise_db=measured_db(seen.get(name, ())),
+        gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items()
+              if step in base}, step_times=seconds[name] / least if least else None,
+        noise_db=measured_db(seen.get(name, ())),
         backend=runs[name].summary["chosen"]["backend"]["used"]) for name in seconds}
 
 
 def band(found: Mapping[str, Outcome]) -> float | None:
-    """By how many percent two seeds of BASE differ: root mean square over the later half of the evaluations."""
+    """By how many percent two seeds of BASE differ: root mean square over the later half of the
+    evaluations."""
     gaps = list(found[AGAIN].gaps.values()) if AGAIN in found else []
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
 
 def step_seconds(run: Run) -> float:
-    """The least, the first two steps left out: others on the machine slow some steps, none makes one faster."""
+    """The least, the first two steps left out: others on the machine slow some steps, none makes
+    one faster."""
     seconds = [line["step_seconds"] for line in run.metrics]
     return min(seconds[2:] or seconds)
 
 
-def table(found: Mapping[str, Outcome], predicted: Mapping[str, float], advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
+def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
+          advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
     """Formula and measurement of every recipe, for `html_table`."""
     rows = []
     for name, one in found.items():
         cost = advice[name].cost if name in predicted else None
         rows.append((name, one.backend, _decibel(predicted.get(name)), _decibel(one.noise_db),
                      "" if cost is None else f"{cost.step_seconds / cost.base_step_seconds:.2f}",
-                     "" if one.step_times is None else f"{one.step_times:.2f}", "" if one.last is None else f"{one.last:+.2f}%"))
-    return ("", "runs", "noise, formula", "measured", f"step over {advice.base}'s, formula", "measured", "last loss"), rows
+                     "" if one.step_times is None else f"{one.step_times:.2f}",
+                     "" if one.last is None else f"{one.last:+.2f}%"))
+    return (("", "runs", "noise, formula", "measured", f"step over {advice.base}'s, formula",
+             "measured", "last loss"), rows)
 
 
 def _decibel(db: float | None) -> str:
@@ -150,21 +170,26 @@ def _decibel(db: float | None) -> str:
 # What a bench has recorded.
 
 def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Every `lpkit bench recipe-losses` in `folder`: where it comes from or how to make it, heads and rows of a table."""
+    """Every `lpkit bench recipe-losses` in `folder`: where it comes from or how to make it, heads
+    and rows of a table."""
     heads, rows, sources = ("recipe", f"loss over {BASE}'s", "by seed", "target"), [], []
     for path in sorted(folder.glob("recipe-losses-*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             losses, peer = found["losses"], found["peer"]
-            rows += [(case["case"], f"{case['ratio']:.4f}", _by_seed(losses[case["case"]], losses[peer]),
-                      f"{case['target']:g}: {'met' if case['met'] else 'not met'}") for case in found["cases"]]
-            sources.append(f"Recorded: cpu-3m, {found['steps']} steps, {len(losses[peer])} seeds, on {found['device']}, "
-                           f"{found['date'][:10]}, by {found['command']!r} ({path.name})")
+            rows += [(case["case"], f"{case['ratio']:.4f}",
+                      _by_seed(losses[case["case"]], losses[peer]),
+                      f"{case['target']:g}: {'met' if case['met'] else 'not met'}")
+                     for case in found["cases"]]
+            sources.append(f"Recorded: cpu-3m, {found['steps']} steps, {len(losses[peer])} seeds, "
+                           f"on {found['device']}, {found['date'][:10]}, by {found['command']!r} "
+                           f"({path.name})")
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path.name} in {folder.name} is not a recorded bench ({error!r}); "
                               f"write it again with `lpkit bench`, or remove it") from None
-    return ("; ".join(sources) or "Nothing is recorded yet. 'lpkit bench recipe-losses --out data/measured' trains cpu-3m for 300 "
-            "steps with three seeds of every recipe; it takes over an hour of two cores.", heads, rows)
+    return ("; ".join(sources) or "Nothing is recorded yet. 'lpkit bench recipe-losses --out "
+            "data/measured' trains cpu-3m for 300 steps with three seeds of every recipe; it takes "
+            "over an hour of two cores.", heads, rows)
 
 
 def _by_seed(ours: Iterable[float], base: Iterable[float]) -> str:

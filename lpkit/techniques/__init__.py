@@ -1,9 +1,11 @@
 """Rows: what anybody needs to know of a technique without running it. No torch.
 
-    python -m lpkit.techniques      every family with its rows and settings, as docs/techniques.md has it
+    python -m lpkit.techniques      every family with its rows and settings, as docs/techniques.md
+    has it
 
-A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and documentation read the
-same row, so a technique is added by one row here, or from outside, and one implementation.
+A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and
+documentation read the same row, so a technique is added by one row here, or from outside, and one
+implementation.
 """
 
 import importlib
@@ -11,12 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 _FAMILIES = {       # by the field of a Config that names a row
-    "optimizer": "optimizers:OPTIMIZERS", "schedule": "schedules:SCHEDULES", "model.init": "inits:INITS",
-    "model.block": "blocks:BLOCKS", "model.attention": "blocks:ATTENTION", "data.policy": "data:POLICIES",
+    "optimizer": "optimizers:OPTIMIZERS", "schedule": "schedules:SCHEDULES",
+    "model.init": "inits:INITS",
+    "model.block": "blocks:BLOCKS", "model.attention": "blocks:ATTENTION",
+    "data.policy": "data:POLICIES",
     "precision.recipe": "recipes:RECIPES", "memory.recompute": "memory:RECOMPUTE",
-    "memory.activation_offload": "memory:ACTIVATION_OFFLOAD", "memory.cross_entropy": "memory:CROSS_ENTROPY",
+    "memory.activation_offload": "memory:ACTIVATION_OFFLOAD",
+    "memory.cross_entropy": "memory:CROSS_ENTROPY",
     "memory.param_dtype": "memory:PARAM_DTYPE", "memory.optimizer_state": "memory:OPTIMIZER_STATE",
-    "memory.moment_format": "optimizers:MOMENT_FORMATS", "memory.optimizer_step": "memory:OPTIMIZER_STEP",
+    "memory.moment_format": "optimizers:MOMENT_FORMATS",
+    "memory.optimizer_step": "memory:OPTIMIZER_STEP",
     "transforms": "changes:MODEL_TRANSFORMS", "governors": "changes:GOVERNORS"}
 
 

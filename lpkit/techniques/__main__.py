@@ -28,20 +28,25 @@ def page() -> str:
 
 
 def what(row: Any) -> str:
-    """Why a run has it; of a block, what its operations say of themselves; of a recipe, its casts."""
-    said = row.why or (getattr(row, "operations", None).__doc__ if hasattr(row, "operations") else "") or ""
+    """Why a run has it; of a block, what its operations say of themselves; of a recipe, its
+    casts."""
+    said = (row.why or (getattr(row, "operations", None).__doc__ if hasattr(row, "operations")
+                        else "") or "")
     casts = getattr(row, "products", {})
     if casts:
         formats = dict.fromkeys(cast.format for pair in casts.values() for cast in pair)
-        blocks = dict.fromkeys("x".join(str(side or "all") for side in cast.block) for pair in casts.values() for cast in pair)
+        blocks = dict.fromkeys("x".join(str(side or "all") for side in cast.block)
+                               for pair in casts.values() for cast in pair)
         said = f"{', '.join(formats)}, a scale for {', '.join(blocks)}"
     return " ".join(said.partition(". ")[0].split()).rstrip(".")
 
 
 def settings(defaults: Any) -> str:
     """'`every`=1, ...'"""
-    values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults) if f.name != "name"}
-    return ", ".join(f"`{name}`={','.join(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+    values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)
+              if f.name != "name"}
+    return ", ".join(f"`{name}`={','.join(value) if isinstance(value, tuple) else value}"
+                     for name, value in values.items())
 
 
 if __name__ == "__main__":

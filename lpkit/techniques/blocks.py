@@ -363,7 +363,8 @@ ATTENTION: dict[str, Kind] = {
     "blocked": Kind(operations=blocked, implementation="lpkit.nn.attention:blocked"),
 }
 BLOCKS: dict[str, Kind] = {
-    "pre-norm": Kind(operations=pre_norm, why="a norm before attention and before the MLP, whose results are added", implementation="lpkit.nn.transformer:Block",
+    "pre-norm": Kind(operations=pre_norm, why="a norm before attention and before the MLP, whose "
+                     "results are added", implementation="lpkit.nn.transformer:Block",
                      source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
 }
 

@@ -1,10 +1,11 @@
-"""Data policies: which tokens are seen, in what order. The implementation is a contracts.DataPolicy, made of
-(tokens, batch, context, seed, settings)."""
+"""Data policies: which tokens are seen, in what order. The implementation is a
+contracts.DataPolicy, made of (tokens, batch, context, seed, settings)."""
 
 from lpkit.techniques.row import Row
 
 POLICIES = {
-    "random-windows": Row(why="windows drawn uniformly, with replacement", implementation="lpkit.datasets.policies:RandomWindows"),
+    "random-windows": Row(why="windows drawn uniformly, with replacement",
+                          implementation="lpkit.datasets.policies:RandomWindows"),
     "sequential-windows": Row(why="every window once, in the order of the corpus, then again",
                               implementation="lpkit.datasets.policies:SequentialWindows"),
     "spread-windows": Row(why="every window once, any few of them a fair sample of the corpus",

@@ -1,8 +1,8 @@
 """Number formats as data.
 
-A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c & (2^m - 1). Field 0
-holds the subnormals, evenly spaced from zero; the whole of an integer format is such a row. What a value becomes in one,
-bit for bit, is in `lpkit.precision.formats`.
+A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c &
+(2^m - 1). Field 0 holds the subnormals, evenly spaced from zero; the whole of an integer format is
+such a row. What a value becomes in one, bit for bit, is in `lpkit.precision.formats`.
 """
 
 import math
@@ -22,7 +22,7 @@ class Format:
     name: str
     exponent_bits: int              # 0: integers, two's complement
     mantissa_bits: int              # stored, without the leading one
-    bias: int                       # a normal value is (1 + mantissa / 2^mantissa_bits) * 2^(field - bias)
+    bias: int  # a normal value is (1 + mantissa / 2^mantissa_bits) * 2^(field - bias)
     largest: float
     signed: bool = True
     has_infinities: bool = False
@@ -41,7 +41,8 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Of two, below which the spacing no longer shrinks. Without a mantissa there are no subnormals."""
+        """Of two, below which the spacing no longer shrinks. Without a mantissa there are no
+        subnormals."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property
@@ -73,14 +74,16 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {f.name: f for f in (
-    Format(name="fp32", exponent_bits=8, mantissa_bits=23, bias=127, largest=(2 - 2.0**-23) * 2.0**127,
-           has_infinities=True, first_nan=0x7F800001, nan=0x7FC00000, torch_dtype="float32", source=IEEE),
-    Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127, largest=(2 - 2.0**-10) * 2.0**127,
-           has_infinities=True, first_nan=0x3FC01, nan=0x3FE00,
-           source="NVIDIA A100 Tensor Core GPU Architecture, 2020; kept in 32 bits, of which 19 count"),
-    Format(name="bf16", exponent_bits=8, mantissa_bits=7, bias=127, largest=(2 - 2.0**-7) * 2.0**127,
-           has_infinities=True, first_nan=0x7F81, nan=0x7FC0, torch_dtype="bfloat16",
-           source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
+    Format(name="fp32", exponent_bits=8, mantissa_bits=23, bias=127,
+           largest=(2 - 2.0**-23) * 2.0**127, has_infinities=True, first_nan=0x7F800001,
+           nan=0x7FC00000, torch_dtype="float32", source=IEEE),
+    Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127,
+           largest=(2 - 2.0**-10) * 2.0**127, has_infinities=True, first_nan=0x3FC01, nan=0x3FE00,
+           source="NVIDIA A100 Tensor Core GPU Architecture, 2020; kept in 32 bits, of which 19 "
+           "count"),
+    Format(name="bf16", exponent_bits=8, mantissa_bits=7, bias=127,
+           largest=(2 - 2.0**-7) * 2.0**127, has_infinities=True, first_nan=0x7F81, nan=0x7FC0,
+           torch_dtype="bfloat16", source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
     Format(name="fp16", exponent_bits=5, mantissa_bits=10, bias=15, largest=65504.0,
            has_infinities=True, first_nan=0x7C01, nan=0x7E00, torch_dtype="float16", source=IEEE),
     Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, largest=57344.0,
@@ -92,10 +95,12 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
     Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, source=MX),
     Format(name="e8m0", exponent_bits=8, mantissa_bits=0, bias=127, largest=2.0**127, signed=False,
            first_nan=0xFF, nan=0xFF, torch_dtype="float8_e8m0fnu", source=MX),
-    # bias = 2 - bits: the spacing 2^(1 - bias - mantissa_bits) is one, and no code reaches the first normal.
-    Format(name="int8", exponent_bits=0, mantissa_bits=7, bias=-6, largest=127.0, torch_dtype="int8",
+    # bias = 2 - bits: the spacing 2^(1 - bias - mantissa_bits) is one, and no code reaches the
+    # first normal.
+    Format(name="int8", exponent_bits=0, mantissa_bits=7, bias=-6, largest=127.0,
+           torch_dtype="int8", source="two's complement"),
+    Format(name="int4", exponent_bits=0, mantissa_bits=3, bias=-2, largest=7.0,
            source="two's complement"),
-    Format(name="int4", exponent_bits=0, mantissa_bits=3, bias=-2, largest=7.0, source="two's complement"),
 )}
 
 def format_of(name: str) -> Format:

@@ -1,4 +1,5 @@
-"""Initialisations. The implementation is f(model, settings), which fills every parameter in place."""
+"""Initialisations. The implementation is f(model, settings), which fills every parameter in
+place."""
 
 from lpkit.techniques.row import Row
 

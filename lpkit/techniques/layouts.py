@@ -1,16 +1,19 @@
 """How a training run is spread over devices: five axes, whose product is the world.
 
-The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). Ranks count with `tensor`
-fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that those who talk most sit in one node.
+The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). Ranks
+count with `tensor` fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that those
+who talk most sit in one node.
 
 data      replicas of everything, which all-reduce gradients (with `shard` above 1: hybrid sharding)
-shard     ranks with batches of their own that keep a part of the model states each, ZeRO stage `zero`
-          (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP is stage 3
-tensor    ranks that hold a part of each matrix, and of each sequence between the matrices: tensor with sequence
-          parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
-pipeline  stages of consecutive layers, one after the other (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473)
-context   ranks that hold a part of each sequence everywhere, dealt in zig-zag so that a causal mask leaves each the same
-          work (Liu et al. 2023, https://arxiv.org/abs/2310.01889). They share model states as `shard` ranks do
+shard     ranks with batches of their own that keep a part of the model states each, ZeRO stage
+          `zero` (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP is stage 3
+tensor    ranks that hold a part of each matrix, and of each sequence between the matrices: tensor
+          with sequence parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+pipeline  stages of consecutive layers, one after the other (Narayanan et al. 2021,
+          https://arxiv.org/abs/2104.04473)
+context   ranks that hold a part of each sequence everywhere, dealt in zig-zag so that a causal mask
+          leaves each the same work (Liu et al. 2023, https://arxiv.org/abs/2310.01889). They share
+          model states as `shard` ranks do
 """
 
 import itertools
@@ -27,7 +30,8 @@ AXES = ("data", "shard", "tensor", "pipeline", "context")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes. `interleave` is the chunks of layers that each stage holds (virtual stages)."""
+    """Sizes of the axes. `interleave` is the chunks of layers that each stage holds (virtual
+    stages)."""
 
     data: int = 1
     shard: int = 1
@@ -48,13 +52,15 @@ class Layout:
 
     @property
     def state_ranks(self) -> int:
-        """Ranks over which ZeRO spreads model states: those of a context group hold the same weights."""
+        """Ranks over which ZeRO spreads model states: those of a context group hold the same
+        weights."""
         return self.shard * self.context
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along an axis."""
         faster = {"tensor": (), "context": ("tensor",), "shard": ("tensor", "context"),
-                  "data": ("tensor", "context", "shard"), "pipeline": ("tensor", "context", "shard", "data")}
+                  "data": ("tensor", "context", "shard"),
+                  "pipeline": ("tensor", "context", "shard", "data")}
         stride = 1
         for other in faster[axis]:
             stride *= getattr(self, other)
@@ -78,7 +84,8 @@ def check_sizes(layout: Layout) -> None:
 
 
 def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
-    """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with the nearest that can."""
+    """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
+    the nearest that can."""
     check_sizes(layout)
     if devices is not None and layout.devices != devices:
         raise ConfigError(_wrong_world(layout, devices))
@@ -86,46 +93,55 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     zigzag = 2 * c if c > 1 else 1
     if m.T % zigzag:
         fits = lambda n: m.T % (2 * n if n > 1 else 1) == 0
-        raise ConfigError(f"model.context={m.T} does not split into 2 x context={c} pieces (zig-zag deals each rank an "
-                          f"early and a late one); {_nearest(c, m.T, fits, 'context')}")
+        raise ConfigError(f"model.context={m.T} does not split into 2 x context={c} pieces "
+                          f"(zig-zag deals each rank an early and a late one); "
+                          f"{_nearest(c, m.T, fits, 'context')}")
     parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
              "a context rank's share of model.context": m.T // c}
     for what, count in parts.items():
         if count % t:
             fits = lambda n: all(count % n == 0 for count in parts.values())
-            raise ConfigError(f"{what}={count} does not split over tensor={t} ranks; {_nearest(t, m.H, fits, 'tensor')}")
+            raise ConfigError(f"{what}={count} does not split over tensor={t} ranks; "
+                              f"{_nearest(t, m.H, fits, 'tensor')}")
     if layout.interleave > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={layout.interleave} chunks of layers need pipeline stages; "
                           f"set interleave=1, or pipeline to 2 or more")
     if not stages_fit(m.L, layout.pipeline, layout.interleave):
         fits = lambda n: stages_fit(m.L, n, layout.interleave)
         chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
-        raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}{chunks} stages, not even with "
-                          f"one layer fewer in the first and the last; {_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
+        raise ConfigError(f"model.layers={m.L} does not split over "
+                          f"pipeline={layout.pipeline}{chunks} stages, not even with one layer "
+                          f"fewer in the first and the last; "
+                          f"{_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
     if config.global_batch % layout.batch_ranks:
         below = config.global_batch // layout.batch_ranks * layout.batch_ranks
         fits = lambda n: config.global_batch % n == 0
-        raise ConfigError(f"global_batch={config.global_batch} sequences does not split over data={layout.data} x shard={layout.shard} "
-                          f"= {layout.batch_ranks} ranks; set global_batch to {f'{below} or ' if below else ''}"
-                          f"{below + layout.batch_ranks}, or "
+        raise ConfigError(f"global_batch={config.global_batch} sequences does not split over "
+                          f"data={layout.data} x shard={layout.shard} = {layout.batch_ranks} "
+                          f"ranks; set global_batch to "
+                          f"{f'{below} or ' if below else ''}{below + layout.batch_ranks}, or "
                           f"{_nearest(layout.batch_ranks, config.global_batch, fits, 'data x shard')}")
 
 
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
-    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside the embedding and the
-    head, as Llama 3 does (126 layers on 16 stages of 8 chunks, https://arxiv.org/abs/2407.21783, section 3.3.2)."""
+    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside
+    the embedding and the head, as Llama 3 does (126 layers on 16 stages of 8 chunks,
+    https://arxiv.org/abs/2407.21783, section 3.3.2)."""
     if layers % stages == 0:
         return layers // stages, False
     return (layers + 2) // stages, True
 
 
 def stages_fit(layers: int, stages: int, chunks: int) -> bool:
-    """Whether as many chunks of layers can be equal, or would be with one layer fewer in the first and the last."""
-    return layers % (stages * chunks) == 0 or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1)
+    """Whether as many chunks of layers can be equal, or would be with one layer fewer in the first
+    and the last."""
+    return (layers % (stages * chunks) == 0
+            or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
 
 
 def _nearest(asked: int, most: int, fits, name: str) -> str:
-    """'tensor may be 4 or 8': the next size that can be below `asked` and, up to `most`, the next above."""
+    """'tensor may be 4 or 8': the next size that can be below `asked` and, up to `most`, the next
+    above."""
     below = next((n for n in range(min(asked - 1, most), 0, -1) if fits(n)), None)
     above = next((n for n in range(asked + 1, most + 1) if fits(n)), None)
     return f"{name} may be {' or '.join(str(n) for n in (below, above) if n is not None)}"

@@ -5,8 +5,9 @@ slot (a moment) costs depends on the format in which it is stored between update
 here: bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs any rule in any
 format.
 
-Weight decay is decoupled for every rule (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101):
-w <- w (1 - lr weight_decay), and the gradient does not contain it.
+Weight decay is decoupled for every rule (Loshchilov & Hutter 2019,
+https://arxiv.org/abs/1711.05101): w <- w (1 - lr weight_decay), and the gradient does not contain
+it.
 """
 
 from collections.abc import Sequence

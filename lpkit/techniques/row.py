@@ -1,8 +1,9 @@
 """What a row is: everything that anybody needs to know of a technique without running it.
 
-A family is a dict of rows by name. A row has its settings with their defaults, a frozen dataclass that checks itself; its
-source; and the dotted name of its implementation, which is imported when a run is built. A field of a Config that names
-a row (`one_of`) is tagged: `{name: block, every: 2}`, or the name alone. To add a technique, add a row to its family.
+A family is a dict of rows by name. A row has its settings with their defaults, a frozen dataclass
+that checks itself; its source; and the dotted name of its implementation, which is imported when a
+run is built. A field of a Config that names a row (`one_of`) is tagged: `{name: block, every: 2}`,
+or the name alone. To add a technique, add a row to its family.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ from lpkit.errors import pick
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a row can be told. A row with settings of its own extends this; the values here are its defaults."""
+    """What a row can be told. A row with settings of its own extends this; the values here are its
+    defaults."""
 
     name: str = ""      # of the row
 
@@ -42,8 +44,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique(Row):
-    """`problem(config, recipe)`: why it cannot be beside the rest of a Config, and the way out; empty: it can. `eager`: why
-    the model must not be compiled; `needs_compile`: why it must be; empty: it may."""
+    """`problem(config, recipe)`: why it cannot be beside the rest of a Config, and the way out;
+    empty: it can. `eager`: why the model must not be compiled; `needs_compile`: why it must be;
+    empty: it may."""
 
     problem: Callable[[Any, Any], str] = lambda config, recipe: ""
     eager: str = ""
@@ -51,8 +54,10 @@ class Technique(Row):
 
 
 def one_of(table: Mapping[str, Any], default: str) -> Any:
-    """A field of a group of a Config that names a row of `table`; its value is the row's own settings."""
-    return field(default_factory=lambda: chosen(table, default, ""), metadata={"table": table, "default": default})
+    """A field of a group of a Config that names a row of `table`; its value is the row's own
+    settings."""
+    return field(default_factory=lambda: chosen(table, default, ""),
+                 metadata={"table": table, "default": default})
 
 
 def many_of(table: Mapping[str, Any]) -> Any:

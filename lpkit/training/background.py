@@ -1,8 +1,10 @@
 """Start a training run, hold it, stop it.
 
     run = lpkit.train(config)            blocks, returns the Run
-    handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says `run = await handle`
-    series = start_each({"a": config})   the same for several, one after the other: `runs = await series`
+    handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says
+                                         `run = await handle`
+    series = start_each({"a": config})   the same for several, one after the other: `runs = await
+    series`
 
 All write the same run folder. Stopping keeps a checkpoint and the partial Run.
 """
@@ -31,17 +33,19 @@ def default_folder(name: str = "run") -> Path:
 
 def train(config: Config, *, out: str | Path | None = None, resume: bool = False,
           observers: Sequence[Observer] = ()) -> Run:
-    """Train to the end, or to Ctrl-C or SIGTERM, which keep a checkpoint and return the partial Run.
+    """Train to the end, or to Ctrl-C or SIGTERM, which keep a checkpoint and return the partial
+    Run.
 
-    `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be raised: the run is
-    trained longer. Raises ConfigError for an invalid combination, and names it; RunFailedError when the run cannot go on
-    (a loss that is not a number, a full disk).
+    `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
+    raised: the run is trained longer. Raises ConfigError for an invalid combination, and names it;
+    RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
     """
     from lpkit.training.loop import Control, fit
 
     control, path = Control(), Path(out or default_folder())
     with _signals_stop(control.stop):
-        return fit(_build(config, path, resume), path, resume=resume, observers=observers, control=control)
+        return fit(_build(config, path, resume), path, resume=resume, observers=observers,
+                   control=control)
 
 
 def _build(config: Config, path: Path, resume: bool) -> "Training":
@@ -80,7 +84,8 @@ def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 class Background:
-    """Work in a background thread that somebody may wait for. Everything here may be called from any thread."""
+    """Work in a background thread that somebody may wait for. Everything here may be called from
+    any thread."""
 
     def __init__(self, name: str, observers: Iterable[Observer] = ()):
         self.error: BaseException | None = None
@@ -89,7 +94,7 @@ class Background:
         self._result: Any = None
         self._lock = threading.Lock()
         self._finished = threading.Event()      # the work has ended
-        self._told = threading.Event()          # and everybody who asked knows: a figure has its last point
+        self._told = threading.Event()  # and everybody who asked knows: a figure has its last point
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def begin(self) -> Self:
@@ -103,7 +108,8 @@ class Background:
     def _work(self) -> None:
         try:
             self._result = self._do()
-        except BaseException as error:   # kept for `result`, which raises it where somebody is looking
+        # kept for `result`, which raises it where somebody is looking
+        except BaseException as error:
             self.error = error
         with self._lock:
             self._finished.set()
@@ -117,7 +123,8 @@ class Background:
         return self._finished.is_set()
 
     def subscribe(self, observer: Observer) -> None:
-        """Call `observer(record)` after every step, on the training thread. One that raises is dropped."""
+        """Call `observer(record)` after every step, on the training thread. One that raises is
+        dropped."""
         self._observers.add(observer)
 
     def on_done(self, callback: Callable[[], None]) -> None:
@@ -142,7 +149,8 @@ class Background:
         return self.result()
 
     def result(self) -> Any:
-        """Wait for the end and return the result. Interrupting the wait stops the training; what is returned is partial."""
+        """Wait for the end and return the result. Interrupting the wait stops the training; what is
+        returned is partial."""
         try:
             self._told.wait()
         except KeyboardInterrupt:
@@ -188,10 +196,12 @@ class Handle(Background):
 
 
 class Series(Background):
-    """Named runs, one after the other, in folders of those names. To a figure it is the run at hand.
+    """Named runs, one after the other, in folders of those names. To a figure it is the run at
+    hand.
 
-    The result is {name: Run} of all that began. A run that fails leaves its Run and does not keep the next from beginning;
-    settings that cannot be end the series. Stop ends the run at hand and begins no other.
+    The result is {name: Run} of all that began. A run that fails leaves its Run and does not keep
+    the next from beginning; settings that cannot be end the series. Stop ends the run at hand and
+    begins no other.
     """
 
     def __init__(self, configs: Mapping[str, Config], *, out: str | Path | None = None):
@@ -208,11 +218,13 @@ class Series(Background):
             with self._lock:
                 if self._stopped:
                     break
-                self.handles[name] = handle = Handle(config, out=self.path / name, observers=self._subscribed)
+                self.handles[name] = handle = Handle(config, out=self.path / name,
+                                                     observers=self._subscribed)
                 if self._paused:
                     handle.pause()
             try:
-                handle.begin().result()     # not before `title` can name it: its first step may be told at once
+                # not before `title` can name it: its first step may be told at once
+                handle.begin().result()
             except Exception:
                 if Run(handle.path).summary.get("status") != "failed":      # else its Run says so
                     raise
@@ -261,7 +273,8 @@ def start(config: Config, *, out: str | Path | None = None, resume: bool = False
 
 
 def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) -> Series:
-    """Begin to train all of `configs`, one after the other in the background. `out` is the folder of their folders.
+    """Begin to train all of `configs`, one after the other in the background. `out` is the folder
+    of their folders.
 
     Raises ConfigError when there are none.
     """

@@ -1,4 +1,5 @@
-"""From the names in a Config to implementations: what a run uses on this machine, and the model that it trains."""
+"""From the names in a Config to implementations: what a run uses on this machine, and the model
+that it trains."""
 
 import datetime
 import platform
@@ -17,7 +18,7 @@ import lpkit
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice, Stage, Transform
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
@@ -35,7 +36,8 @@ from lpkit.techniques.row import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
-    """torch.compile, in place: parameter names stay. `entry`: the method that the loss calls; None: the model itself."""
+    """torch.compile, in place: parameter names stay. `entry`: the method that the loss calls; None:
+    the model itself."""
 
     entry: str | None = None
     backend: str | Callable = "inductor"
@@ -45,7 +47,8 @@ class Compile(Transform):
         if self.entry is None:
             model.compile(backend=self.backend)
         else:
-            setattr(model, self.entry, torch.compile(getattr(model, self.entry), backend=self.backend))
+            setattr(model, self.entry, torch.compile(getattr(model, self.entry),
+                                                     backend=self.backend))
         return model
 
 
@@ -53,8 +56,8 @@ def choose_device(asked: str) -> Choice:
     """Raises ConfigError when a GPU was demanded and there is none."""
     count = torch.cuda.device_count()
     if asked == "auto":
-        return (Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}") if count else
-                Choice(asked=asked, used="cpu", why="PyTorch sees no GPU"))
+        return (Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}")
+                if count else Choice(asked=asked, used="cpu", why="PyTorch sees no GPU"))
     kind, _, index = asked.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigError(f"system.device cannot be {asked!r}; choose auto, cpu, cuda or cuda:N")
@@ -65,7 +68,8 @@ def choose_device(asked: str) -> Choice:
 
 
 def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
-    """`before`: what a run that goes on was begun with. A race may end otherwise the second time, and so would the run."""
+    """`before`: what a run that goes on was begun with. A race may end otherwise the second time,
+    and so would the run."""
     if asked.name in RECIPES:
         return Choice(asked=asked.name, used=asked.name, why="asked for")
     if before in RECIPES:
@@ -77,7 +81,8 @@ def choose_compile(asked: bool | str, device: torch.device) -> Choice:
     if asked == "auto":
         gpu = device.type == "cuda"
         return Choice(asked="auto", used="on" if gpu else "off",
-                      why="a GPU repays the compilation" if gpu else "on a CPU compiling takes longer than a short run")
+                      why="a GPU repays the compilation" if gpu else "on a CPU compiling takes "
+                      "longer than a short run")
     return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
@@ -95,43 +100,52 @@ class Decisions:
 
 
 def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisions:
-    """`before` is the environment of a run that goes on. Raises ConfigError for an invalid combination."""
+    """`before` is the environment of a run that goes on. Raises ConfigError for an invalid
+    combination."""
     begun = (before or {}).get("chosen", {})
     if config.parallel.devices > 1:
-        raise ConfigError(f"parallel: {config.parallel} can be predicted and traced, but training runs on one device so far; "
-                          f"set every axis of parallel to 1")
+        raise ConfigError(f"parallel: {config.parallel} can be predicted and traced, but training "
+                          f"runs on one device so far; set every axis of parallel to 1")
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
     on = choose_device(config.system.device)
     device = torch.device(on.used)
     asked = config.precision.recipe
-    chosen = {"device": on, "precision": choose_recipe(asked, device, begun.get("precision", {}).get("used")),
-              "compile": memory.choose_compile(config, choose_compile(config.system.compile, device))}
+    chosen = {"device": on, "precision": choose_recipe(asked, device,
+                                                       begun.get("precision", {}).get("used")),
+              "compile": memory.choose_compile(config,
+                                               choose_compile(config.system.compile, device))}
     name = chosen["precision"].used
     recipe = resolve(asked if asked.name == name else name)
     chosen["backend"] = backends.choose(config.precision.backend, name, recipe, device)
     if config.precision.cache_weight_casts:
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
-            name, recipe, backends.BACKENDS[chosen["backend"].used], device, compiled=chosen["compile"].used == "on",
-            forwards=forwards)
-    chosen["attention"] = attention.choose(config.model.attention, device_type=device.type, context=config.model.context,
-                                           recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
+            name, recipe, backends.BACKENDS[chosen["backend"].used], device,
+            compiled=chosen["compile"].used == "on", forwards=forwards)
+    chosen["attention"] = attention.choose(config.model.attention, device_type=device.type,
+                                           context=config.model.context,
+                                           recipe="bf16" if recipe.compute == "bfloat16"
+                                           else "fp32")
     chosen |= memory.choose(config, recipe, device)
     return Decisions(device=device, recipe=recipe, choices=chosen)
 
 
-def build_model(config: Config, decisions: Decisions, more: tuple[Transform, ...] = ()) -> nn.Module:
-    """Initialised from `config.seed`, moved to its device, changed by its techniques' transforms and by `more`."""
+def build_model(config: Config, decisions: Decisions,
+                more: tuple[Transform, ...] = ()) -> nn.Module:
+    """Initialised from `config.seed`, moved to its device, changed by its techniques' transforms
+    and by `more`."""
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
-    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[choices["backend"].used], seed=config.seed,
-                             tokens=config.micro_batch * config.model.context)
+    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[choices["backend"].used],
+                             seed=config.seed, tokens=config.micro_batch * config.model.context)
     recomputation = rows["recompute"].load()(m.recompute)
-    named = [pick(MODEL_TRANSFORMS, settings.name, "transforms").load()(settings) for settings in config.transforms]
-    transforms = [*rows["param_dtype"].load()(), precision, *named, *more, *recomputation.transforms,
-                  *rows["activation_offload"].load()(decisions.device).transforms]
+    named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
+    offload = rows["activation_offload"].load()(decisions.device)
+    transforms = [*rows["param_dtype"].load()(), precision, *named, *more,
+                  *recomputation.transforms, *offload.transforms]
     if choices["compile"].used == "on":
-        transforms.append(Compile(entry=rows["cross_entropy"].entry, backend=recomputation.compiler))
+        transforms.append(Compile(entry=rows["cross_entropy"].entry,
+                                  backend=recomputation.compiler))
     return transformed(initialised(config, decisions.device, choices["attention"].used), transforms)
 
 
@@ -140,7 +154,8 @@ def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> n
     torch.manual_seed(config.seed)
     model = Transformer(config.model, attend=attention.backend(attend))
     INITS[config.model.init.name].load()(model)
-    if next(model.parameters()).device.type != device.type:     # a fake one is made where it belongs, and cannot move
+    # a fake one is made where it belongs, and cannot move
+    if next(model.parameters()).device.type != device.type:
         model.to(device)
     return model
 
@@ -154,17 +169,19 @@ def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
 
 def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
     """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
-    rows, device, state = rows_of(config), decisions.device, decisions.choices.get("optimizer_state")
+    rows, device, state = (rows_of(config), decisions.device,
+                           decisions.choices.get("optimizer_state"))
     state_bytes = 0.0
     if state is None or state.used == memory.PLAIN.optimizer_state.name:
-        state_bytes = optimizers.find(config.optimizer.name).state_bytes(config.memory.moment_format.name)
+        state_bytes = optimizers.find(config.optimizer.name).state_bytes(
+            config.memory.moment_format.name)
     held_bytes = rows["param_dtype"].param_bytes * (1 + rows["optimizer_step"].gradients_held)
     needed = parameter_count(config.model) * (held_bytes + state_bytes)
     held = hardware.memory_bytes(device)
     if needed > held:
-        raise ConfigError(f"weights, gradients and optimizer state of this model take {needed / 1e9:,.1f} GB, and "
-                          f"{device} has {held / 1e9:,.1f} GB; choose a smaller preset, or see what it takes with "
-                          f"`lpkit predict`")
+        raise ConfigError(f"weights, gradients and optimizer state of this model take "
+                          f"{needed / 1e9:,.1f} GB, and {device} has {held / 1e9:,.1f} GB; choose "
+                          f"a smaller preset, or see what it takes with `lpkit predict`")
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:
@@ -175,7 +192,8 @@ def environment(decisions: Decisions) -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "numpy": version("numpy"), "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda"
+        else hardware.cpu_name(),
         "threads": torch.get_num_threads(),
         "chosen": {key: asdict(choice) for key, choice in decisions.choices.items()},
     }

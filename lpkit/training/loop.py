@@ -1,6 +1,7 @@
 """The training loop: update, evaluate, save, and write down what happened.
 
-Observers read the record of each step. One that raises is dropped and named in the summary, and the run goes on.
+Observers read the record of each step. One that raises is dropped and named in the summary, and the
+run goes on.
 """
 
 import fcntl
@@ -34,7 +35,8 @@ from lpkit.training.training import Training, Update
 
 @dataclass
 class Control:
-    """The way into a running loop from another thread or a signal: stop at the next step, or wait."""
+    """The way into a running loop from another thread or a signal: stop at the next step, or
+    wait."""
 
     go_on: threading.Event = field(default_factory=threading.Event)
     stopped_by: str = ""       # who asked: "stop", "SIGINT", "SIGTERM"
@@ -52,12 +54,13 @@ class Control:
         return bool(self.stopped_by)
 
 
-def fit(training: Training, path: Path, *, resume: bool = False, observers: Sequence[Observer] | Observers = (),
-        control: Control | None = None) -> Run:
+def fit(training: Training, path: Path, *, resume: bool = False,
+        observers: Sequence[Observer] | Observers = (), control: Control | None = None) -> Run:
     """Train into the run folder `path` and return the Run, whole or, when stopped, partial.
 
-    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on. Whatever else is raised
-    on the way (out of memory) is recorded as the run's error and raised again.
+    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on.
+    Whatever else is raised on the way (out of memory) is recorded as the run's error and raised
+    again.
     """
     config, control, run = training.config, control or Control(), Run(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
@@ -67,10 +70,12 @@ def fit(training: Training, path: Path, *, resume: bool = False, observers: Sequ
         write_atomically(path / runs.CONFIG, config.to_yaml())
         start, damaged = _restore(training, run)
         write_atomically(path / runs.TOKENIZER, json.dumps(training.tokenizer))
-        here = environment(training.decisions) | {"from_step": start, "damaged_checkpoints": damaged} | extended
+        here = environment(training.decisions) | {"from_step": start,
+                                                  "damaged_checkpoints": damaged} | extended
         write_atomically(path / runs.ENVIRONMENT, json.dumps([*run.environments, here], indent=1))
         history = _keep_metrics(path / runs.METRICS, start)
-        summary: dict[str, Any] = {"status": "stopped", "error": None, "damaged_checkpoints": damaged}
+        summary: dict[str, Any] = {"status": "stopped", "error": None,
+                                   "damaged_checkpoints": damaged}
         energy_before = hardware.energy_joules(training.device)
         try:
             with (path / runs.METRICS).open("a") as log:
@@ -91,13 +96,15 @@ def fit(training: Training, path: Path, *, resume: bool = False, observers: Sequ
             if summary["error"] is None:        # a device that has failed is not measured any more
                 summary |= _mfu(training, summary["tokens_per_second"])
                 summary |= _energy(energy_before, hardware.energy_joules(training.device))
-            with suppress(OSError) if summary["error"] else nullcontext():      # the first error is the one to raise
+            # the first error is the one to raise
+            with suppress(OSError) if summary["error"] else nullcontext():
                 write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
     return run
 
 
 def _steps(training: Training, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
-    """Update, evaluate, save. Reads a GPU's loss one step late, so that the GPU never waits for the log."""
+    """Update, evaluate, save. Reads a GPU's loss one step late, so that the GPU never waits for the
+    log."""
     config, device = training.config, training.device
     waiting: deque[tuple[int, Update]] = deque()
     late = 1 if device.type == "cuda" else 0
@@ -118,8 +125,9 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
             loss, grad_norm = done.loss.item(), done.grad_norm.item()       # waits for the device
             seconds = time.perf_counter() - mark
             yield StepRecord(
-                step=number, loss=loss, grad_norm=grad_norm, lr=done.lr, tokens=number * config.tokens_per_step,
-                step_seconds=seconds, peak_bytes=hardware.peak_bytes(device),
+                step=number, loss=loss, grad_norm=grad_norm, lr=done.lr,
+                tokens=number * config.tokens_per_step, step_seconds=seconds,
+                peak_bytes=hardware.peak_bytes(device),
                 val_loss=training.evaluate() if evaluating and number == step else None,
                 extra={name: float(value) for name, value in done.extra.items()})
             mark = time.perf_counter()
@@ -135,15 +143,18 @@ def _save(training: Training, run: Run, step: int) -> None:
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     numbers = {name: value for name, value in state.items() if name not in tensors}
     try:
-        checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers}, keep=training.config.keep_checkpoints)
+        checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers},
+                        keep=training.config.keep_checkpoints)
     except OSError as error:
-        raise RunFailedError(f"step {step}: the checkpoint could not be written ({error.strerror or error}); "
-                             f"kept: {_last_checkpoint(run) or 'none before it'}. Free some space or choose another "
-                             f"--out, then go on with --resume") from error
+        raise RunFailedError(f"step {step}: the checkpoint could not be written "
+                             f"({error.strerror or error}); kept: "
+                             f"{_last_checkpoint(run) or 'none before it'}. Free some space or "
+                             f"choose another --out, then go on with --resume") from error
 
 
 def _restore(training: Training, run: Run) -> tuple[int, list[str]]:
-    """Load the newest good checkpoint. Its step, 0 when there is none, and a sentence for each damaged one."""
+    """Load the newest good checkpoint. Its step, 0 when there is none, and a sentence for each
+    damaged one."""
     checkpoint.sweep(run.checkpoints)
     found, damaged = checkpoint.load_latest(run.checkpoints)
     if found is None:
@@ -164,40 +175,47 @@ def _owned(path: Path) -> Iterator[None]:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(f"cannot write the run folder {str(path)!r} ({error.strerror}); choose another --out") from None
+        raise ConfigError(f"cannot write the run folder {str(path)!r} ({error.strerror}); choose "
+                          f"another --out") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise ConfigError(f"another process is training into {str(path)!r}; choose another --out") from None
+        raise ConfigError(
+            f"another process is training into {str(path)!r}; choose another --out") from None
     finally:
         os.close(lock)
 
 
 # What may differ when a run goes on: none of it changes a number of the training.
-MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "precision.telemetry_every"}
+MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+              "precision.telemetry_every"}
 
 
 def _check_folder(run: Run, config: Config, resume: bool) -> dict[str, Any]:
-    """What the record should say about a run that is trained longer than it was meant to be; as a rule nothing."""
+    """What the record should say about a run that is trained longer than it was meant to be; as a
+    rule nothing."""
     if not (run.path / runs.CONFIG).exists():
         if any(not p.name.startswith(".") for p in run.path.iterdir()):
-            raise ConfigError(f"{str(run.path)!r} is not empty and holds no run; choose another --out")
+            raise ConfigError(f"{str(run.path)!r} is not empty and holds no run; choose another "
+                              f"--out")
         return {}
     if not resume:
-        raise ConfigError(f"{str(run.path)!r} already holds a run; choose another --out, or go on with --resume")
+        raise ConfigError(f"{str(run.path)!r} already holds a run; choose another --out, or go on "
+                          f"with --resume")
     was, now = flat(run.config), flat(config)
     longer = now["steps"] > was["steps"]
     changed = [key for key in now if now[key] != was.get(key) and key not in MAY_CHANGE]
     changed = [key for key in changed if not (longer and key == "steps")]
     if changed:
         said = ", ".join(f"{key} was {was.get(key)} and is {now[key]}" for key in changed)
-        raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: {said}; leave them, or start anew "
-                          f"with another --out. Only steps may be raised")
+        raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: {said}; leave "
+                          f"them, or start anew with another --out. Only steps may be raised")
     if not longer:
         return {}
-    return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the learning rate follows the "
-                        f"schedule of {now['steps']} steps, as if the run had been begun with them"}
+    return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
+            f"learning rate follows the schedule of {now['steps']} steps, as if the run had been "
+            f"begun with them"}
 
 
 def _keep_metrics(path: Path, upto: int) -> list[dict[str, Any]]:
@@ -210,7 +228,8 @@ def _keep_metrics(path: Path, upto: int) -> list[dict[str, Any]]:
 def _line(record: StepRecord) -> str:
     """NaN is written as null, because JSON has no NaN."""
     def finite(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in values.items()}
 
     line = finite(record.to_dict())
     if record.extra:
@@ -222,19 +241,21 @@ def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
     if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
         known = nonfinite_report(training.model)
         raise RunFailedError(
-            f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; {known}{known and '; '}kept: "
-            f"{_last_checkpoint(run) or 'no checkpoint yet'}. A smaller optimizer.lr or a longer "
-            f"schedule.warmup_steps is the usual way out")
+            f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; "
+            f"{known}{known and '; '}kept: {_last_checkpoint(run) or 'no checkpoint yet'}. A "
+            f"smaller optimizer.lr or a longer schedule.warmup_steps is the usual way out")
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
     """Of this call, evaluation and checkpoints included. A counter that went round says nothing."""
     known = before and after and after[0] >= before[0]
-    return {"energy_wh": (after[0] - before[0]) / 3600 if known else None, "energy_source": after[1] if known else None}
+    return {"energy_wh": (after[0] - before[0]) / 3600 if known else None,
+            "energy_source": after[1] if known else None}
 
 
 def _mfu(training: Training, tokens_per_second: float | None) -> dict[str, float]:
-    """Of the peak of 16 bits whatever the recipe, so that a faster recipe has a higher MFU. Measures that peak."""
+    """Of the peak of 16 bits whatever the recipe, so that a faster recipe has a higher MFU.
+    Measures that peak."""
     if not tokens_per_second:
         return {}
     dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
@@ -252,9 +273,11 @@ def _results(training: Training, run: Run, history: list[dict[str, Any]]) -> dic
     return {
         "final_loss": last.get("loss"), "val_loss": vals[-1] if vals else None,
         "steps": last.get("step", 0), "tokens": last.get("tokens", 0),
-        "tokens_per_second": training.config.tokens_per_step / seconds if seconds else None, "step_seconds": seconds,
+        "tokens_per_second": training.config.tokens_per_step / seconds if seconds else None,
+        "step_seconds": seconds,
         "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
-        "mfu": None, "energy_wh": None, "energy_source": None, "last_checkpoint": _last_checkpoint(run),
+        "mfu": None, "energy_wh": None, "energy_source": None,
+        "last_checkpoint": _last_checkpoint(run),
         "run_dir": str(run.path),
         "chosen": {key: asdict(choice) for key, choice in training.decisions.choices.items()},
     }

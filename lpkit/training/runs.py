@@ -1,7 +1,8 @@
 """What happened: a Run is a folder, and this is how to read one.
 
     config.yaml        every setting
-    environment.json   versions, device, date, command, of each time that it was begun or gone on with
+    environment.json   versions, device, date, command, of each time that it was begun or gone on
+                       with
     metrics.jsonl      a StepRecord a line
     summary.json       the result, replaced whole
     tokenizer.json     so that sampling needs no corpus
@@ -19,7 +20,8 @@ from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.tables import html_table
 
-CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.yaml", "environment.json", "metrics.jsonl", "summary.json"
+CONFIG, ENVIRONMENT, METRICS, SUMMARY = ("config.yaml", "environment.json", "metrics.jsonl",
+                                         "summary.json")
 TOKENIZER, CHECKPOINTS = "tokenizer.json", "checkpoints"
 
 
@@ -28,7 +30,8 @@ class RunFailedError(RuntimeError):
 
 
 class Observers:
-    """Those who are told of every step. One that raises is dropped, and its error is kept for the summary."""
+    """Those who are told of every step. One that raises is dropped, and its error is kept for the
+    summary."""
 
     def __init__(self, observers: Iterable[Observer] = ()):
         self._observers = list(observers)
@@ -56,7 +59,8 @@ class Run:
         """Raises ConfigError when the folder holds no run."""
         path = Path(path)
         if not (path / CONFIG).is_file():
-            here = [p.parent.name for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir() else []
+            here = ([p.parent.name for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir()
+                    else [])
             raise ConfigError(f"{str(path)!r} holds no run (no {CONFIG})"
                               + (f"; beside it: {', '.join(sorted(here))}" if here else ""))
         return cls(path)
@@ -98,9 +102,11 @@ class Run:
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary for a person: (name, value with its unit). A run that was killed has left no more than its folder."""
+    """A summary for a person: (name, value with its unit). A run that was killed has left no more
+    than its folder."""
     if "status" not in summary:
-        return [("run", summary["run_dir"]), ("status", "no summary: it has not ended yet, or it was killed")]
+        return [("run", summary["run_dir"]),
+                ("status", "no summary: it has not ended yet, or it was killed")]
 
     def number(key: str, form: str, unit: str, scale: float = 1) -> str:
         value = summary.get(key)
@@ -108,17 +114,19 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
     rows = {
         "run": summary["run_dir"],
-        "status": f"{summary['status']} after {summary['steps']:,} steps, {summary['tokens']:,} tokens",
+        "status": f"{summary['status']} after {summary['steps']:,} steps, {summary['tokens']:,} "
+        f"tokens",
         "loss": number("final_loss", ".4f", "nats per token"),
         "validation loss": number("val_loss", ".4f", "nats per token"),
-        "speed": f"{number('tokens_per_second', ',.0f', 'tokens/s')}, {number('step_seconds', '.3f', 's a step')}, "
-                 f"MFU {number('mfu', '.0f', '%', 100)}",
+        "speed": f"{number('tokens_per_second', ',.0f', 'tokens/s')}, "
+        f"{number('step_seconds', '.3f', 's a step')}, MFU {number('mfu', '.0f', '%', 100)}",
         "peak memory": number("peak_bytes", ".2f", "GB", 1e-9),
     }
     if summary.get("stopped_by"):
         rows["status"] = rows["status"].replace(" after", f" by {summary['stopped_by']} after", 1)
     if summary.get("error"):
-        rows["error"] = f"{summary['error']}; kept: {summary.get('last_checkpoint') or 'no checkpoint'}"
+        kept = summary.get("last_checkpoint") or "no checkpoint"
+        rows["error"] = f"{summary['error']}; kept: {kept}"
     if summary.get("energy_wh"):
         rows["energy"] = f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})"
     if summary.get("observer_errors"):

@@ -17,14 +17,17 @@ from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
 
-def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200, temperature: float = 0.8,
+def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200,
+           temperature: float = 0.8,
            top_k: int | None = 50, seed: int = 0, device: str = "cpu") -> str:
-    """The prompt and `tokens` more, from the newest good checkpoint of `run`. `temperature` 0 is greedy.
+    """The prompt and `tokens` more, from the newest good checkpoint of `run`. `temperature` 0 is
+    greedy.
 
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
     """
     run = run if isinstance(run, Run) else Run.open(run)
-    for name, value, low in (("tokens", tokens, 1), ("temperature", temperature, 0), ("top_k", top_k or 1, 1)):
+    for name, value, low in (("tokens", tokens, 1), ("temperature", temperature, 0),
+                             ("top_k", top_k or 1, 1)):
         if value < low:
             raise ConfigError(f"{name} must be at least {low}, got {value}")
     training = trained(run, device)
@@ -32,7 +35,8 @@ def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200, temp
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give at least one character")
-    new = list(_generate(training, ids, tokens, temperature, top_k, torch.Generator(device).manual_seed(seed)))
+    new = list(_generate(training, ids, tokens, temperature, top_k,
+                         torch.Generator(device).manual_seed(seed)))
     return tokenizer.decode([*ids, *new])
 
 
@@ -43,12 +47,13 @@ def trained(run: Run, device: str = "cpu") -> Training:
     """
     found, problems = checkpoint.load_latest(run.checkpoints, only="model/", quarantine=False)
     if found is None:
-        raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from" + "".join(f"; {p}" for p in problems))
+        raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from"
+                          + "".join(f"; {p}" for p in problems))
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype))
     config = config.replace({"system.device": device, "system.compile": False})
     if run.environment.get("chosen", {}).get("device", {}).get("used") != device:
-        config = config.replace({"precision.backend": "auto"})      # the one asked for may not run here
+        config = config.replace({"precision.backend": "auto"})  # the one asked for may not run here
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
     training.load_model(found.tensors, source=found.path)
     # else a layer casts for a backward pass too, which wants whole blocks of tokens

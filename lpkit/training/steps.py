@@ -1,4 +1,5 @@
-"""What one update does before the optimizer: forward and backward, in one piece or in micro-batches."""
+"""What one update does before the optimizer: forward and backward, in one piece or in
+micro-batches."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,11 +12,13 @@ from lpkit.precision.linear import advance
 
 
 class LossScaler(nn.Module):
-    """Dynamic loss scaling: gradients that float16 would lose are multiplied by `scale`, and divided again in float32.
+    """Dynamic loss scaling: gradients that float16 would lose are multiplied by `scale`, and
+    divided again in float32.
 
-    An update whose gradients overflowed is skipped: they are dropped, so that there is nothing to clip and the optimizer
-    leaves every parameter and its moments alone; the scale is halved. At a scale of `least` nothing is skipped any more:
-    then it is the run that diverges, and not the scale. Its state is in buffers, for the checkpoint.
+    An update whose gradients overflowed is skipped: they are dropped, so that there is nothing to
+    clip and the optimizer leaves every parameter and its moments alone; the scale is halved. At a
+    scale of `least` nothing is skipped any more: then it is the run that diverges, and not the
+    scale. Its state is in buffers, for the checkpoint.
     """
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
@@ -29,7 +32,8 @@ class LossScaler(nn.Module):
         scale = self.scale.item()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, 1 / scale)
-        finite = torch.stack([g.sum() for g in grads]).isfinite().all().item() or all(g.isfinite().all() for g in grads)
+        finite = (torch.stack([g.sum() for g in grads]).isfinite().all().item()
+                  or all(g.isfinite().all() for g in grads))
         if finite or scale <= self.least:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
@@ -42,12 +46,14 @@ class LossScaler(nn.Module):
         self.good_steps.zero_()
 
 
-Phases = Callable[[str], AbstractContextManager]    # a context around "forward", "backward" or "optimizer"
+# a context around "forward", "backward" or "optimizer"
+Phases = Callable[[str], AbstractContextManager]
 
 
-def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *, scaler: LossScaler | None = None,
-               phases: Phases = nullcontext) -> Tensor:
-    """Forward and backward of `parts` micro-batches; leaves the gradients in the model and returns the mean loss.
+def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
+               scaler: LossScaler | None = None, phases: Phases = nullcontext) -> Tensor:
+    """Forward and backward of `parts` micro-batches; leaves the gradients in the model and returns
+    the mean loss.
 
     The gradient is that of the whole batch, and the activations take 1 / parts of its memory.
     """
@@ -65,5 +71,6 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *, sc
 
 
 def _parts(batch: Batch, piece: Batch, parts: int) -> Tensor | int:
-    """The weight of the whole batch over that of `piece`: means of micro-batches become the mean of the batch."""
+    """The weight of the whole batch over that of `piece`: means of micro-batches become the mean of
+    the batch."""
     return parts if batch.weights is None else batch.weights.sum() / piece.weights.sum()

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement, Transform
 from lpkit.datasets import prepare
-from lpkit.errors import pick
 from lpkit.optim import stepper
 from lpkit.precision import weight_cache
 from lpkit.precision.linear import weights_cached
@@ -41,10 +40,12 @@ from lpkit.training.steps import LossScaler, Phases, accumulate
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements. Drawn on `device` when first needed."""
+    """The same random tokens at every step, for measurements. Drawn on `device` when first
+    needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        self.vocab, self.shape, self.device = config.model.vocab, (config.global_batch, config.model.context), device
+        self.vocab, self.shape, self.device = (config.model.vocab,
+                                               (config.global_batch, config.model.context), device)
         self.drawn: Batch | None = None
 
     def batch(self, step: int) -> Batch:
@@ -99,28 +100,37 @@ class Training:
         if data is None:
             build.refuse_what_cannot_fit(config, decisions)
             files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
-            # evaluation needs no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-            sources = {"data": _policy(config, config.data.policy.name, files.train, config.global_batch),
-                       "val": _policy(config, EVALUATION, files.val, config.micro_batch),
-                       "tokenizer": files.tokenizer.to_dict()}
-        rows, device, scaling, m = rows_of(config), decisions.device, decisions.recipe.loss_scaling, config.memory
+            sources = {
+                "data": _policy(config, config.data.policy.name, files.train, config.global_batch),
+                # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
+                "val": _policy(config, EVALUATION, files.val, config.micro_batch),
+                "tokenizer": files.tokenizer.to_dict()}
+        rows, device, m = rows_of(config), decisions.device, config.memory
         model = build.build_model(config, decisions, more)
-        scaler = scaling and LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps).to(device)
+        scaler = None
+        if scaling := decisions.recipe.loss_scaling:
+            scaler = LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps)
+            scaler.to(device)
         placement = rows["optimizer_state"].load()(device)
-        optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name, placement=placement,
-                                  seed=config.seed)
+        optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name,
+                                  placement=placement, seed=config.seed)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         choices = stepper.recorded(optimizer, decisions.choices)
-        casts = choices.get("weight_casts")
-        governors = {settings.name: pick(GOVERNORS, settings.name, "governors").load()(settings) for settings in config.governors}
+        cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
+        if "weight_casts" in choices and choices["weight_casts"].used == weight_cache.CACHED:
+            cached_casts = weights_cached
+        step_metrics = {} if scaler is None else {"loss_scale": partial(_item, scaler.scale)}
         return cls(
-            config=config, decisions=replace(decisions, choices=choices), model=model, optimizer=optimizer, **sources,
+            config=config, decisions=replace(decisions, choices=choices), model=model,
+            optimizer=optimizer, **sources,
             schedule=schedules.schedule(config.schedule, config.steps),
-            optimizer_step=rows["optimizer_step"].load()(optimizer, list(model.parameters()), config.optimizer.clip),
-            loss=rows["cross_entropy"].load()(m.cross_entropy, decisions.autocast), state_placement=placement, scaler=scaler,
-            cached_casts=weights_cached if casts and casts.used == weight_cache.CACHED else nullcontext,
-            governors=governors, step_metrics={"loss_scale": partial(_item, scaler.scale)} if scaler else {})
+            optimizer_step=rows["optimizer_step"].load()(
+                optimizer, list(model.parameters()), config.optimizer.clip),
+            loss=rows["cross_entropy"].load()(m.cross_entropy, decisions.autocast),
+            state_placement=placement, scaler=scaler, cached_casts=cached_casts,
+            governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors},
+            step_metrics=step_metrics)
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +162,8 @@ class Training:
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
         with self.cached_casts(self.model):
-            return accumulate(self.model, self.loss, batch, self.config.grad_accum_steps, scaler=self.scaler, phases=phases)
+            return accumulate(self.model, self.loss, batch, self.config.grad_accum_steps,
+                              scaler=self.scaler, phases=phases)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -202,7 +213,8 @@ class Training:
         for name, value in state.items():
             if name.startswith("optimizer/"):
                 _, parameter, slot = name.split("/")
-                value = self.state_placement.store(value.to(self.device)) if torch.is_tensor(value) else value
+                value = (self.state_placement.store(value.to(self.device)) if torch.is_tensor(value)
+                         else value)
                 self.optimizer.state[parameters[parameter]][slot] = value
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
@@ -224,13 +236,15 @@ class Training:
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object) -> None:
         missing = [name for name in ours if name not in state]
         if missing:
-            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, {missing[0]} "
-                                 f"first; resume with the settings that it was saved with")
+            raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, "
+                                 f"{missing[0]} first; resume with the settings that it was saved "
+                                 f"with")
         for name, t in ours.items():
             theirs = state[name].shape
             if t.shape != theirs:   # copy_ would broadcast a short history into a longer one
-                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has it "
-                                     f"as {tuple(t.shape)}; resume with the settings that it was "
+                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has "
+                                     f"it as {tuple(t.shape)}; resume with the settings that it "
+                                     f"was "
                                      f"saved with")
         for name, t in ours.items():
             if not name.startswith("governor/"):
@@ -238,7 +252,8 @@ class Training:
 
 
 def _policy(config: Config, name: str, tokens: Any, batch: int) -> DataPolicy:
-    return POLICIES[name].load()(tokens=tokens, batch=batch, context=config.model.context, seed=config.seed)
+    return POLICIES[name].load()(tokens=tokens, batch=batch, context=config.model.context,
+                                 seed=config.seed)
 
 
 def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:

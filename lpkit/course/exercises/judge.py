@@ -1,7 +1,8 @@
 """One judge for the learner's function, for the definition, and for a known mistake.
 
-An exercise is a definition written as a plain function, one thing that somebody plausibly writes instead, and the
-cases to try. The tests hold every exercise to it: the definition is right, the mistake is caught, a stub is "to do".
+An exercise is a definition written as a plain function, one thing that somebody plausibly writes
+instead, and the cases to try. The tests hold every exercise to it: the definition is right, the
+mistake is caught, a stub is "to do".
 """
 
 import html
@@ -19,7 +20,8 @@ SIGNS = {"to do": "○", "right": "✓", "wrong": "✗"}
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """`spec` and `mistake` take the arguments of a case and return a number, text, or sequences and dicts of these."""
+    """`spec` and `mistake` take the arguments of a case and return a number, text, or sequences and
+    dicts of these."""
 
     spec: Callable[..., Any]
     mistake: Callable[..., Any]
@@ -28,7 +30,8 @@ class Exercise:
 
     def __post_init__(self):
         if not self.cases or not all(isinstance(case, tuple) for case in self.cases):
-            raise ConfigError(f"an exercise needs at least one case, each a tuple of arguments, got {self.cases!r}")
+            raise ConfigError(f"an exercise needs at least one case, each a tuple of arguments, "
+                              f"got {self.cases!r}")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Verdict:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Try `attempt` on every case. Never raises for what the attempt does, so that a notebook runs to its end."""
+    """Try `attempt` on every case. Never raises for what the attempt does, so that a notebook runs
+    to its end."""
     for case in exercise.cases:
         called = f"({', '.join(map(_short, case))})"
         try:
@@ -66,7 +70,8 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
 
 
 def difference(got: Any, want: Any, tolerance: float, where: str = "") -> str:
-    """Why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count as nested lists."""
+    """Why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count as
+    nested lists."""
     if not isinstance(got, (bool, numbers.Number)) and hasattr(got, "tolist"):
         got = got.tolist()
     if not isinstance(want, (bool, numbers.Number)) and hasattr(want, "tolist"):
@@ -91,7 +96,8 @@ def difference(got: Any, want: Any, tolerance: float, where: str = "") -> str:
             return unlike
         pairs = [(*pair, f" at [{i}]") for i, pair in enumerate(zip(got, want))]
     else:
-        raise TypeError(f"an exercise returns numbers, text, sequences or dicts of these, not {type(want).__name__}")
+        raise TypeError(f"an exercise returns numbers, text, sequences or dicts of these, not "
+                        f"{type(want).__name__}")
     return next((why for g, w, at in pairs if (why := difference(g, w, tolerance, where + at))), "")
 
 
