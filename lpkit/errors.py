@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -13,12 +14,18 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """'did you mean X?', or the list of what there is."""
+    """'did you mean X?': what is spelled alike, else what shares a word (batch_size: global_batch).
+    Or the list of what there is."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    close = close or [one for one in known if _words(one) & _words(name)]
+    if 0 < len(close) <= 3:
+        return f"did you mean {' or '.join(map(repr, close))}?"
     return f"choose one of {', '.join(known)}"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[._-]", name))
 
 
 def pick(table: Mapping[str, T], name: str, what: str = "entry") -> T:

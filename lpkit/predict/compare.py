@@ -89,6 +89,8 @@ def percent(error: float | None) -> str:
     """+3.2%, exact, or nothing."""
     if error is None:
         return ""
+    if math.isinf(error):
+        return "nothing measured"
     return "exact" if error == 0 else "under 0.1%" if abs(error) < 0.0005 else f"{error:+.1%}"
 
 
