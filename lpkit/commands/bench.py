@@ -5,10 +5,9 @@
     lpkit bench --all
 
 A ratio is the median over interleaved rounds of the paired ratio, with its quartiles. Being slow is
-a result, not a
-failure: the exit code stays 0, and the row says by how much the target was missed. With --json,
-`ratio`, `quartiles` and `peer` are those of the case that does worst against its target, and
-`cases` has them all; several benchmarks make one object with a list `benches`.
+a result, not a failure: the exit code stays 0, and the row says by how much the target was missed.
+With --json, `ratio`, `quartiles` and `peer` are those of the case that does worst against its
+target, and `cases` has them all; several benchmarks make one object with a list `benches`.
 """
 
 import argparse

@@ -253,8 +253,7 @@ class Telemetry:
     layers:          patterns of names of Linears; None: all
     roles:           of ROLES
     counterfactuals: names of recipes to compare with; None: all but fp32
-    rows:            drawn of each tensor; None: every row, which costs more than 5% of a small
-    model's step
+    rows:            drawn of each tensor; None: every row, over 5% of a small model's step
     path:            a JSON line per sample is appended; None: `samples` alone
     Raises ConfigError for an unknown name.
     """
