@@ -18,11 +18,10 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from lpkit.contracts import Choice
-from lpkit.files import sync
+from lpkit.files import whole_file
 
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction: a multiply-add rounds once where the definition rounds twice.
@@ -84,18 +83,13 @@ def _torch(why: str) -> Choice:
 
 def _compile(command: list[str], path: Path) -> str:
     """Leave `path` whole, or say in one line why not."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
     try:
-        done = subprocess.run([*command, "-o", temporary], capture_output=True, text=True,
-                              timeout=SECONDS)
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-        sync(Path(temporary))
-        os.replace(temporary, path)
-        return ""
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        with whole_file(path) as temporary:
+            subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True,
+                           timeout=SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        return (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[0]
+    return ""
 
 
 @functools.cache

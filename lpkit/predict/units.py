@@ -11,8 +11,10 @@ _SHORT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s"}
 def quantity(value: float | None, unit: str = "") -> str:
     """Three significant digits with the decimal prefix that reads best.
 
-    >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds"), quantity(1.5e12, "FLOPs"),
-    quantity(0.25, "nats") ('79.1 MB', '12.3 ms', '1.50 TFLOPs', '0.250 nats')
+    >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds")
+    ('79.1 MB', '12.3 ms')
+    >>> quantity(1.5e12, "FLOPs"), quantity(0.25, "nats")
+    ('1.50 TFLOPs', '0.250 nats')
     >>> quantity(124_475_904, "parameters"), quantity(12_345, "tokens/s"), quantity(4, "GPUs")
     ('124M parameters', '12.3k tokens/s', '4 GPUs')
     """

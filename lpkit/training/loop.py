@@ -4,16 +4,14 @@ Observers read the record of each step. One that raises is dropped and named in 
 run goes on.
 """
 
-import fcntl
 import json
 import math
-import os
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from lpkit import hardware
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
-from lpkit.files import write_atomically
+from lpkit.files import locked, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
@@ -171,20 +169,16 @@ def _last_checkpoint(run: Run) -> str | None:
 @contextmanager
 def _owned(path: Path) -> Iterator[None]:
     """Two processes must not write one run."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ConfigError(f"cannot write the run folder {str(path)!r} ({error.strerror}); choose "
-                          f"another --out") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as held:       # an OSError of the training itself is not about the lock
+        try:
+            held.enter_context(locked(path / ".lock", wait=False))
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is training into {str(path)!r}; choose another --out") from None
+        except OSError as error:
+            raise ConfigError(f"cannot write the run folder {str(path)!r} ({error.strerror}); "
+                              f"choose another --out") from None
         yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"another process is training into {str(path)!r}; choose another --out") from None
-    finally:
-        os.close(lock)
 
 
 # What may differ when a run goes on: none of it changes a number of the training.
