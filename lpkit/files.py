@@ -18,6 +18,11 @@ def resource(name: str) -> Path:
     return packed if packed.is_dir() else PACKAGE.parent / name
 
 
+def cache_dir(name: str) -> Path:
+    """Where the platform keeps what can be made again: `tokens`, `kernels`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / name
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or the names in a folder, survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

@@ -294,17 +294,17 @@ tensors = {
     "sparse": x.to_sparse(), "mkldnn": x.to_mkldnn(), "nested": torch.nested.nested_tensor([x, x]),
     "jagged": torch.nested.nested_tensor([x, x[:32]], layout=torch.jagged), "list": [1.0], "codes": x.to(torch.uint8),
 }
-numbers, one = cast._numbers(f), torch.ones(1, 1)
+one = torch.ones(1, 1)
 calls = {
     "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5), "mx": lambda t: cast.mx(t, f).values,
     "out": lambda t: cast.qdq(x, f, 0.5, out=t), "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
     "lpkit::amax": lambda t: torch.ops.lpkit.amax(t, 1, 1),
-    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, t.shape, True, *numbers, None, torch.float32),
-    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, (1, 1), True, *numbers, None, torch.float32),
-    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 32, 1.0, 0, 8, *numbers, None, torch.float32),
-    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 32, 1.0, 0, 8, *numbers, None, t),
+    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, True, f.name, None, torch.float32),
+    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, True, f.name, None, torch.float32),
+    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 1.0, 0, 8, f.name, None, torch.float32),
+    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 1.0, 0, 8, f.name, None, t),
     "block": lambda t: torch.ops.lpkit.amax(x, -1, 5), "long": lambda t: torch.ops.lpkit.mx(
-        x.view(1, -1), 4096, 1.0, 0, 8, *numbers, None, torch.float32)}
+        x.view(1, -1), 1.0, 0, 8, f.name, None, torch.float32)}
 found = {}
 for name, t in tensors.items():
     for how, call in calls.items():
@@ -372,13 +372,13 @@ def test_compiles_as_one_operation_of_a_graph(backend):
 
 
 def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
-    x, numbers = spread(64, 64), cast._numbers(E4M3)
+    x = spread(64, 64)
     for op, arguments in {
             torch.ops.lpkit.amax.default: (x, 1, 32),
-            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), (64, 64), True, *numbers, None, torch.bfloat16),
-            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), (64, 64), True, *numbers, None, torch.empty(64, 64)),
-            torch.ops.lpkit.mx.default: (x, 32, 1.0, 0, 8, *numbers, (0, 1, 2), torch.uint8),
-            torch.ops.lpkit.mx_into.default: (x, 32, 1.0, 0, 8, *numbers, None, torch.empty(64, 64))}.items():
+            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), True, "e4m3fn", None, torch.bfloat16),
+            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), True, "e4m3fn", None, torch.empty(64, 64)),
+            torch.ops.lpkit.mx.default: (x, 1.0, 0, 8, "e4m3fn", (0, 1, 2), torch.uint8),
+            torch.ops.lpkit.mx_into.default: (x, 1.0, 0, 8, "e4m3fn", None, torch.empty(64, 64))}.items():
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 

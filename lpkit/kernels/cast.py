@@ -1,20 +1,19 @@
 """Quantise and dequantise on low-precision grids: a fast C kernel, and its definition in PyTorch.
 
-    amax(x, block=None)             -> Amax(values, nonfinite)            largest magnitudes, one
-                                    pass
-    qdq(x, fmt, scale, block=None)  -> Tensor                             round(x / scale) * scale
-    mx(x, fmt, rule="floor")        -> Blocks(values, scales, nonfinite)  32 share a power of two
+    amax(x, block=None)            -> Amax(values, nonfinite)            largest magnitudes
+    qdq(x, fmt, scale, block=None) -> Tensor                             round(x / scale) * scale
+    mx(x, fmt, rule="floor")       -> Blocks(values, scales, nonfinite)  32 share a power of two
 
 How a cast is fast. Add a number so large that the last bit of the sum is the grid's spacing, and
 take it away again: the addition's own rounding to nearest-even is the rounding, for every format at
 once and without a branch. `_round` is that in PyTorch, `rounded` in cast.c the same in C.
 
-`fmt` is a `lpkit.precision.formats.Format`: any with a sign and at most 8 bits. x is float32 or
-bf16, of any shape and strides (a view that is not contiguous is copied first; `qdq` with one scale
-keeps a transposed view's order instead). x counts as a matrix (R, C): the last axis, and the
-others. `block=(r, c)` says which elements share a scale or an amax; 0 stands for the whole axis, so
-(1, 0) is per row and None the whole tensor. Values come in `dtype`: None for x's own, float32,
-bf16, or torch.uint8 for the bit patterns before rescaling.
+x is float32 or bf16, of any shape and strides (a view that is not contiguous is copied first; `qdq`
+with one scale keeps a transposed view's order instead). It counts as a matrix (R, C): the last
+axis, and the others. `fmt` has a sign and at most 8 bits. `block=(r, c)` says which elements share
+a scale or an amax; 0 stands for the whole axis, so (1, 0) is per row and None the whole tensor.
+Values come in `dtype`: None for x's own, float32, bf16, or torch.uint8 for the bit patterns before
+rescaling.
 
 Rounding is to nearest-even and saturates. With `noise=Noise(seed=..., counter=...)` it is
 stochastic, from a generator that is a pure function of seed and element: advance the counter by
@@ -35,35 +34,21 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels import compile_c
 from lpkit.kernels.operator import operator
-
-if TYPE_CHECKING:
-    from lpkit.contracts import Choice
+from lpkit.techniques.formats import FORMATS, Format, format_of
 
 MX_BLOCK = 32
 MAX_BLOCK = 2048    # elements: a tile of the C kernel
-
-
-class Grid(Protocol):
-    """What a cast needs to know of a number format."""
-
-    mantissa_bits: int
-    min_exponent: int
-    bias: int
-    bits: int
-    nan: int | None
-    has_negative_zero: bool
-    lowest: float
-    largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,28 +82,14 @@ class Blocks(NamedTuple):
     nonfinite: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleRule:
-    """How an amax becomes a power of two. `divide`: by the largest value, else by its power of two.
-
-    added_bits: to the bits of the float32 before its mantissa is cut; None: half an element's last.
-    """
-
-    divide: bool
-    added_bits: int | None
-    source: str
-
-
-SCALE_RULES: dict[str, ScaleRule] = {
-    "floor": ScaleRule(divide=False, added_bits=0,
-                       source="OCP MX Specification 1.0, section 6.3; the largest may saturate"),
-    "ceil": ScaleRule(divide=False, added_bits=0x7FFFFF,
-                      source="up whenever the mantissa is not zero: never saturates"),
-    "even": ScaleRule(divide=False, added_bits=None,
-                      source="the amax is rounded to the element's mantissa first"),
-    "rceil": ScaleRule(divide=True, added_bits=0x7FFFFF,
-                       source="cuBLAS, 1D block scaling: up from amax / largest; "
-                              "https://docs.nvidia.com/cuda/cublas"),
+# How an amax becomes a power of two: some bits are added to its float32, the mantissa is cut, and
+# the exponent of the format's largest value taken off; or the amax is divided by that value before.
+SCALE_RULES = {     # bits that are added, None for half of an element's last; whether to divide
+    "floor": (0, False),            # OCP MX Specification 1.0, section 6.3; the largest may saturate
+    "ceil": (0x7FFFFF, False),      # up whenever the mantissa is not zero: never saturates
+    "even": (None, False),          # the amax is rounded to the element's mantissa first
+    # cuBLAS, 1D block scaling: up from amax / largest; https://docs.nvidia.com/cuda/cublas
+    "rceil": (0x7FFFFF, True),
 }
 
 
@@ -131,14 +102,13 @@ def choice() -> Choice:
 
 def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
     """Largest magnitudes. Raises ConfigError when the blocks do not tile."""
-    x = _matrix(x)
-    r, c = _block(x, block)
-    run = _amax if x.device.type == "cpu" else reference_amax
-    values, nonfinite = run(x, r, c)
+    _check_input(x)
+    on_cpu = x.device.type == "cpu"
+    values, nonfinite = (_amax if on_cpu else reference_amax)(*_tiles(x, block))
     return Amax(values if block else values.reshape(()), nonfinite)
 
 
-def qdq(x: Tensor, fmt: Grid, scale: Tensor | float | None = None, *,
+def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
         block: tuple[int, int] | None = None, rescale: bool = True,
         dtype: torch.dtype | None = None, noise: Noise | None = None,
         out: Tensor | None = None) -> Tensor:
@@ -155,22 +125,18 @@ def qdq(x: Tensor, fmt: Grid, scale: Tensor | float | None = None, *,
         if dense.is_contiguous():   # a transposed view: one scale serves any order of the elements
             back = sorted(range(x.ndim), key=order.__getitem__)
             return qdq(dense, fmt, scale, rescale=rescale, dtype=dtype).permute(back)
-    matrix = _matrix(x)
-    block = _block(matrix, block)
-    scales = _scales(1.0 if scale is None else scale, matrix, block)
-    how = (*_numbers(fmt), noise and noise.words)
+    matrix, *tiles = _tiles(x, block)
+    how = (_scales(scale, x, tiles), rescale, fmt.name, noise and noise.words)
     on_cpu = x.device.type == "cpu"
-    if out is not None:
-        _check_out(x, out, dtype)
-    if on_cpu and out is not None:
-        _qdq_into(matrix, scales, block, rescale, *how, out)
-        return out
-    values = (_qdq if on_cpu else reference)(matrix, scales, block, rescale, *how, dtype)
-    values = values if x.ndim == 2 else values.view(x.shape)
-    return values if out is None else out.copy_(values)
+    if out is None:
+        values = (_qdq if on_cpu else reference)(matrix, *how, dtype)
+        return values if x.ndim == 2 else values.view(x.shape)
+    _check_out(x, out, dtype)
+    (_qdq_into if on_cpu else _write_qdq)(matrix, *how, out)
+    return out
 
 
-def mx(x: Tensor, fmt: Grid, *, rule: str = "floor", dtype: torch.dtype | None = None,
+def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None = None,
        noise: Noise | None = None, block: int = MX_BLOCK, out: Tensor | None = None) -> Blocks:
     """Blocks of `block` elements along the last axis share a power of two (E8M0, in `scales`).
 
@@ -179,68 +145,62 @@ def mx(x: Tensor, fmt: Grid, *, rule: str = "floor", dtype: torch.dtype | None =
     of a power of two (there its logarithm, in float32, misses; this is the hardware's rule). A
     block with a NaN becomes NaN; an infinity saturates.
     """
-    how, dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
-    matrix = _matrix(x)
-    _block(matrix, (1, block))
+    (added, divide), dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
+    matrix, *_ = _tiles(x, (1, block))
     if block > MAX_BLOCK:
         raise ConfigError(f"a block of {block} is larger than {MAX_BLOCK}; hardware knows 32")
-    added = how.added_bits
     if added is None:
         added = 1 << (22 - fmt.mantissa_bits)
-    if how.divide:
-        divisor, exponent = fmt.largest, 0
+    divisor, exponent = (fmt.largest, 0) if divide else (1.0, fmt.max_exponent)
+    how = (divisor, added, exponent, fmt.name, noise and noise.words)
+    blocks, on_cpu = matrix.view(-1, block), x.device.type == "cpu"
+    if out is None:
+        values, scales, nonfinite = (_mx if on_cpu else reference_mx)(blocks, *how, dtype)
+        out = values.view(x.shape)
     else:
-        divisor, exponent = 1.0, math.frexp(fmt.largest)[1] - 1     # its mantissa is in [1/2, 1)
-    arguments = (matrix, block, divisor, added, exponent, *_numbers(fmt), noise and noise.words)
-    on_cpu = x.device.type == "cpu"
-    if out is not None:
         _check_out(x, out, dtype)
-    if on_cpu and out is not None:
-        values, (scales, nonfinite) = out, _mx_into(*arguments, out)
-    else:
-        values, scales, nonfinite = (_mx if on_cpu else reference_mx)(*arguments, dtype)
-        if x.ndim != 2:
-            values = values.view(x.shape)
-        if out is not None:
-            values = out.copy_(values)
-    return Blocks(values, scales if x.ndim == 2 else scales.view(*x.shape[:-1], -1), nonfinite)
+        scales, nonfinite = (_mx_into if on_cpu else _write_mx)(blocks, *how, out)
+    return Blocks(out, scales.view(*x.shape[:-1], -1), nonfinite)
 
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
 #
-# Arguments are those of the operators: x is a matrix (R, C), a format is two lists of `_Grid`'s
-# fields, noise is `Noise.words`.
+# Arguments are those of the operators: x is a matrix (R, C), `fmt` a name, noise is `Noise.words`.
 
-def reference_amax(x: Tensor, r: int, c: int) -> tuple[Tensor, Tensor]:
-    tiles = x.view(x.shape[0] // r, r, x.shape[1] // c, c)
+def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The largest of each of rows x columns blocks."""
+    tiles = x.view(rows, x.shape[0] // rows, columns, x.shape[1] // columns)
     return tiles.abs().amax((1, 3)).float(), (~x.isfinite()).sum()
 
 
-def reference(x: Tensor, scales: Tensor, block: Sequence[int], rescale: bool, grid: Sequence[int],
-              limits: Sequence[float], noise: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """`qdq` of a matrix (R, C) with scales (R / r, C / c)."""
-    grid = GridNumbers(*grid, *limits)
-    wide = _spread(scales, block)
-    y = _round(x.float() / wide, grid, noise)
+def reference(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Sequence[int] | None,
+              dtype: torch.dtype) -> Tensor:
+    """`qdq` with scales (R / r, C / c)."""
+    grid, (rows, columns) = format_of(fmt), scales.shape
+    tiles = x.view(rows, x.shape[0] // rows, columns, x.shape[1] // columns)
+    scales = scales[:, None, :, None]
+    y = _round(tiles.float() / scales, grid, noise)
     if dtype == torch.uint8:
-        return _codes(y, grid)
-    return (y * wide if rescale else y).to(dtype)
+        values = _codes(y, grid)
+    else:
+        values = (y * scales if rescale else y).to(dtype)
+    return values.view(x.shape)
 
 
-def reference_mx(x: Tensor, block: int, divisor: float, added: int, exponent: int,
-                 grid: Sequence[int], limits: Sequence[float], noise: Sequence[int] | None,
+def reference_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
+                 noise: Sequence[int] | None,
                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    grid = GridNumbers(*grid, *limits)
-    rows = x.view(-1, block)
-    top = rows.abs().amax(-1, keepdim=True).float()
+    """`mx` of one block a row: x (N, block); the scales are (N, 1)."""
+    grid = format_of(fmt)
+    top = x.abs().amax(-1, keepdim=True).float()
     code = (((top / divisor).view(torch.int32) + added) >> 23) - exponent
     code = torch.where(top.isnan(), 255, code.clamp(0, 254))
-    y = _round(rows.float() * _power(254 - code), grid, noise)
+    y = _round(x.float() * _power(254 - code), grid, noise)
     if dtype == torch.uint8:
         values = _codes(y, grid)
     else:
         values = (y * torch.where(code == 255, torch.nan, _power(code))).to(dtype)
-    return (values.view(x.shape), code.to(torch.uint8).view(len(x), -1), (~top.isfinite()).sum())
+    return values, code.to(torch.uint8), (~top.isfinite()).sum()
 
 
 def _power(code: Tensor) -> Tensor:
@@ -248,7 +208,7 @@ def _power(code: Tensor) -> Tensor:
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
-def _round(y: Tensor, grid: Grid, noise: Sequence[int] | None) -> Tensor:
+def _round(y: Tensor, grid: Format, noise: Sequence[int] | None) -> Tensor:
     """float32 on the grid, saturating; see the top of this file."""
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
@@ -278,25 +238,16 @@ def _uniform(like: Tensor, noise: Sequence[int]) -> Tensor:
     return (((h ^ (h >> 15)) >> 8).float() + 0.5) * 2.0**-24
 
 
-def _codes(y: Tensor, grid: Grid) -> Tensor:
+def _codes(y: Tensor, grid: Format) -> Tensor:
     """Bit patterns of values on the grid, uint8."""
     size, m = y.abs(), grid.mantissa_bits
     normal = (size.view(torch.int32) >> (23 - m)) - ((127 - grid.bias) << m)
     subnormal = (size * 2.0**(m - grid.min_exponent)).int()
     code = torch.where(size < 2.0**grid.min_exponent, subnormal, normal)
-    code = torch.where(y.isnan(), grid.nan, code)
+    code = torch.where(y.isnan(), grid.nan or 0, code)
     if grid.has_negative_zero:
         return (code | (torch.signbit(y).int() << (grid.bits - 1))).to(torch.uint8)
     return (torch.where(y < 0, -code, code) & ((1 << grid.bits) - 1)).to(torch.uint8)
-
-
-def _spread(scales: Tensor, block: Sequence[int]) -> Tensor:
-    """One scale an element, or what broadcasts to it."""
-    if scales.numel() == 1:
-        return scales
-    r, c = block
-    scales = scales if scales.shape[1] == 1 else scales.repeat_interleave(c, 1)
-    return scales if r == 1 else scales.repeat_interleave(r, 0)
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -306,11 +257,14 @@ _INPUTS = (torch.float32, torch.bfloat16)
 _PLAIN = (FakeTensor, FunctionalTensor)     # wrappers that PyTorch unwraps before a kernel runs
 
 
-def _check(x: Tensor, fmt: Grid, dtype: torch.dtype | None) -> torch.dtype:
+def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
     _check_input(x)
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
                           f"most 8 bits, or lpkit.precision.formats.round_to")
+    if FORMATS.get(fmt.name) is not fmt:    # operators take the name of a format, and no object
+        raise ConfigError(f"{fmt.name} is not what lpkit.techniques.formats.FORMATS has under that "
+                          f"name; add it there")
     dtype = dtype or x.dtype
     if dtype not in _KINDS:
         raise ConfigError(f"a cast returns {', '.join(map(str, _KINDS))}, not {dtype}")
@@ -339,6 +293,8 @@ def _check_input(x: Tensor) -> None:
     _check_plain(x)
     if x.dtype not in _INPUTS:
         raise ConfigError(f"a cast takes float32 or bfloat16, got {x.dtype}; call .float() on it")
+    if not x.numel():
+        raise ConfigError(f"a tensor of shape {tuple(x.shape)} has nothing to cast")
 
 
 def _check_out(x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
@@ -348,71 +304,56 @@ def _check_out(x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
                           f"got {tuple(out.shape)}, {out.dtype} on {out.device}")
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """(R, C), contiguous."""
-    _check_input(x)
-    if not x.numel():
-        raise ConfigError(f"a tensor of shape {tuple(x.shape)} has nothing to cast")
+def _tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int]:
+    """x as a matrix (R, C), contiguous, and how many blocks its axes have."""
     x = (x.detach() if x.requires_grad else x).contiguous()
-    return x if x.ndim == 2 else x.view(-1, x.shape[-1] if x.ndim else 1)
-
-
-def _block(x: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
-    sizes = tuple(size or whole for size, whole in zip(block or (0, 0), x.shape))
-    for size, whole, axis in zip(sizes, x.shape, ("the rows", "the last axis")):
-        if whole % size:
+    if x.ndim != 2:
+        x = x.view(-1, x.shape[-1] if x.ndim else 1)
+    if block is None:
+        return x, 1, 1
+    for size, whole, axis in zip(block, x.shape, ("the rows", "the last axis")):
+        if size and whole % size:
             raise ConfigError(f"blocks of {size} do not tile {axis} of {whole}; "
                               f"pad to {-(-whole // size) * size}")
-    return sizes
+    return x, *(whole // size if size else 1 for size, whole in zip(block, x.shape))
 
 
-def _scales(scale: Tensor | float, x: Tensor, block: tuple[int, int]) -> Tensor:
-    shape = (x.shape[0] // block[0], x.shape[1] // block[1])
+def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int]) -> Tensor:
     if not isinstance(scale, Tensor):
-        return x.new_full(shape, scale, dtype=torch.float32)
+        return x.new_full(tiles, scale, dtype=torch.float32)
     _check_plain(scale)
     scale = scale.detach().to(x.device, torch.float32).contiguous()
-    if scale.numel() != shape[0] * shape[1]:
-        raise ConfigError(f"{shape[0]} x {shape[1]} blocks need as many scales, "
+    if scale.numel() != math.prod(tiles):
+        raise ConfigError(f"{tiles[0]} x {tiles[1]} blocks need as many scales, "
                           f"got {tuple(scale.shape)}")
-    return scale.view(shape)
+    return scale.view(tiles)
 
 
 # ---- the operators: C, or the definition where C did not compile ---------------------------------
 
-class GridNumbers(NamedTuple):
-    """A format as the operators and C take it: PyTorch's schemas have numbers, and no objects."""
-
-    mantissa_bits: int
-    min_exponent: int
-    bias: int
-    bits: int
-    nan: int
-    has_negative_zero: int
-    lowest: float
-    largest: float
-
-
 class _Grid(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int32) for name in GridNumbers._fields[:6]),
-                *((name, ctypes.c_float) for name in GridNumbers._fields[6:])]
+    _fields_ = [("mantissa_bits", ctypes.c_int32), ("min_exponent", ctypes.c_int32),
+                ("bias", ctypes.c_int32), ("bits", ctypes.c_int32), ("nan", ctypes.c_int32),
+                ("has_negative_zero", ctypes.c_int32), ("lowest", ctypes.c_float),
+                ("largest", ctypes.c_float)]
 
 
 class _Noise(ctypes.Structure):
     _fields_ = [("counter", ctypes.c_uint64), ("k0", ctypes.c_uint32), ("k1", ctypes.c_uint32)]
 
 
-def _numbers(fmt: Grid) -> tuple[tuple[int, ...], tuple[float, float]]:
-    return ((fmt.mantissa_bits, fmt.min_exponent, fmt.bias, fmt.bits, fmt.nan or 0,
-             int(fmt.has_negative_zero)), (fmt.lowest, fmt.largest))
+def _grid(name: str) -> _Grid:
+    f = format_of(name)
+    return _Grid(f.mantissa_bits, f.min_exponent, f.bias, f.bits, f.nan or 0, f.has_negative_zero,
+                 f.lowest, f.largest)
 
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
-_GRID, _NOISE = ctypes.POINTER(_Grid), ctypes.POINTER(_Noise)
+_HOW = (ctypes.POINTER(_Grid), ctypes.POINTER(_Noise))
 _ARGUMENTS = {      # as cast.c declares them
     "lp_amax": (_P, _I, _L, _L, _L, _L, _P, _P, _I),
-    "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _I, _GRID, _NOISE, _I),
-    "lp_mx": (_P, _I, _P, _I, _L, _L, _P, _F, _I, _I, _GRID, _NOISE, _P, _I),
+    "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _I, *_HOW, _I),
+    "lp_mx": (_P, _I, _P, _I, _L, _L, _P, _F, _I, _I, *_HOW, _P, _I),
 }
 
 
@@ -428,112 +369,98 @@ def _library() -> ctypes.CDLL | None:
 # The functions above have checked their arguments. `torch.ops.lpkit` is open to everybody, and a
 # tensor may have lost its storage (FSDP frees it), so here is a last look: C does not take another.
 
-def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Where C finds `count` elements of x."""
+def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
+    """Where C finds `count` elements of x, and of which kind they are."""
     address = x.data_ptr()
     if not address or x.numel() != count or x.dtype not in dtypes or not x.is_contiguous():
         raise TypeError(f"a cast needs {count} elements that lie together in memory, got "
                         f"{x.dtype}, {tuple(x.shape)} with strides {x.stride()}, storage of "
                         f"{x.untyped_storage().nbytes()} bytes; call lpkit.kernels.cast")
-    return address
+    return address, _KINDS[x.dtype]
 
 
-def _count(x: Tensor, r: int, c: int) -> int:
-    """How many blocks (r, c) x has."""
+def _check_tiles(x: Tensor, rows: int, columns: int) -> None:
     R, C = x.shape
-    if r < 1 or c < 1 or R % r or C % c:
-        raise TypeError(f"blocks of {r} x {c} do not tile {R} x {C}; call lpkit.kernels.cast")
-    return R // r * (C // c)
+    if rows < 1 or columns < 1 or R % rows or C % columns:
+        raise TypeError(f"{rows} x {columns} blocks do not tile {R} x {C}; "
+                        f"call lpkit.kernels.cast")
 
 
-_HOW = "int[] grid, float[] limits, int[]? noise"
+_QDQ = "Tensor x, Tensor scales, bool rescale, str fmt, int[]? noise"
+_MX = "Tensor x, float divisor, int added, int exponent, str fmt, int[]? noise"
 
 
-@operator("amax(Tensor x, SymInt r, SymInt c) -> (Tensor, Tensor)",
-          fake=lambda x, r, c: (x.new_empty(x.shape[0] // r, x.shape[1] // c, dtype=torch.float32),
-                                x.new_empty((), dtype=torch.int64)))
-def _amax(x: Tensor, r: int, c: int) -> tuple[Tensor, Tensor]:
+def _amax_results(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return (x.new_empty(rows, columns, dtype=torch.float32), x.new_empty((), dtype=torch.int64))
+
+
+@operator("amax(Tensor x, SymInt rows, SymInt columns) -> (Tensor, Tensor)", fake=_amax_results)
+def _amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     library, (R, C) = _library(), x.shape
     if library is None:
-        return reference_amax(x, r, c)
-    _count(x, r, c)
-    values = torch.empty(R // r, C // c)
-    nonfinite = torch.empty((), dtype=torch.int64)
-    library.lp_amax(_address(x, R * C, _INPUTS), _KINDS[x.dtype], R, C, r, c, values.data_ptr(),
-                    nonfinite.data_ptr(), torch.get_num_threads())
+        return reference_amax(x, rows, columns)
+    _check_tiles(x, rows, columns)
+    values, nonfinite = _amax_results(x, rows, columns)
+    library.lp_amax(*_address(x, R * C, _INPUTS), R, C, R // rows, C // columns,
+                    values.data_ptr(), nonfinite.data_ptr(), torch.get_num_threads())
     return values, nonfinite
 
 
-def _run_qdq(x: Tensor, scales: Tensor, block: Sequence[int], rescale: bool, grid: Sequence[int],
-             limits: Sequence[float], noise: Sequence[int] | None, out: Tensor) -> None:
-    library = _library()
+def _write_qdq(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Sequence[int] | None,
+               out: Tensor) -> None:
+    library = _library() if x.device.type == "cpu" else None
     if library is None:
-        values = reference(x, scales, block, rescale, grid, limits, noise, out.dtype)
-        out.copy_(values.view(out.shape))
+        out.copy_(reference(x, scales, rescale, fmt, noise, out.dtype).view(out.shape))
         return
-    (R, C), (r, c), size = x.shape, block, x.numel()
-    scales_at = _address(scales, _count(x, r, c), (torch.float32,))
+    (R, C), (rows, columns), size = x.shape, scales.shape, x.numel()
+    _check_tiles(x, rows, columns)
+    shape = (R, C, R // rows, C // columns)
     if scales.numel() == 1:     # the shape does not matter, and threads like equal pieces
-        R, C, r, c = 1, size, 1, size
-    library.lp_qdq(_address(x, size, _INPUTS), _KINDS[x.dtype],
-                   _address(out, size, _KINDS), _KINDS[out.dtype],
-                   R, C, r, c, scales_at, int(rescale),
-                   _Grid(*grid, *limits), noise and _Noise(*noise), torch.get_num_threads())
+        shape = (1, size, 1, size)
+    scales_at, _ = _address(scales, rows * columns, (torch.float32,))
+    library.lp_qdq(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), *shape, scales_at,
+                   int(rescale), _grid(fmt), noise and _Noise(*noise),
+                   torch.get_num_threads())
 
 
-_SCALED = "Tensor scales, SymInt[] block, bool rescale"
-
-
-@operator(f"qdq(Tensor x, {_SCALED}, {_HOW}, ScalarType dtype) -> Tensor",
+@operator(f"qdq({_QDQ}, ScalarType dtype) -> Tensor",
           fake=lambda x, *how: torch.empty_like(x, dtype=how[-1]))
 def _qdq(x: Tensor, *how) -> Tensor:
-    *how, dtype = how
-    out = torch.empty(x.shape, dtype=dtype)
-    _run_qdq(x, *how, out)
+    out = torch.empty(x.shape, dtype=how[-1])
+    _write_qdq(x, *how[:-1], out)
     return out
 
 
-_qdq_into = operator(f"qdq_into(Tensor x, {_SCALED}, {_HOW}, Tensor(a!) out) -> ()",
-                     fake=lambda *_: None)(_run_qdq)
+_qdq_into = operator(f"qdq_into({_QDQ}, Tensor(a!) out) -> ()", fake=lambda *_: None)(_write_qdq)
 
 
-def _run_mx(x: Tensor, block: int, divisor: float, added: int, exponent: int, grid: Sequence[int],
-            limits: Sequence[float], noise: Sequence[int] | None,
-            out: Tensor) -> tuple[Tensor, Tensor]:
-    library = _library()
+def _mx_results(x: Tensor, *_) -> tuple[Tensor, Tensor]:
+    return (x.new_empty(x.shape[0], 1, dtype=torch.uint8), x.new_empty((), dtype=torch.int64))
+
+
+def _write_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
+              noise: Sequence[int] | None, out: Tensor) -> tuple[Tensor, Tensor]:
+    library = _library() if x.device.type == "cpu" else None
     if library is None:
-        values, scales, nonfinite = reference_mx(x, block, divisor, added, exponent, grid, limits,
-                                                 noise, out.dtype)
+        values, scales, nonfinite = reference_mx(x, divisor, added, exponent, fmt, noise, out.dtype)
         out.copy_(values.view(out.shape))
         return scales, nonfinite
-    blocks, size = _count(x, 1, block), x.numel()
+    (blocks, block), size = x.shape, x.numel()
     if block > MAX_BLOCK:
         raise TypeError(f"a block of {block} is larger than {MAX_BLOCK}, a tile of the C kernel")
-    scales = torch.empty(x.shape[0], x.shape[1] // block, dtype=torch.uint8)
-    nonfinite = torch.empty((), dtype=torch.int64)
-    library.lp_mx(_address(x, size, _INPUTS), _KINDS[x.dtype],
-                  _address(out, size, _KINDS), _KINDS[out.dtype],
-                  blocks, block, scales.data_ptr(), divisor, added, exponent,
-                  _Grid(*grid, *limits), noise and _Noise(*noise), nonfinite.data_ptr(),
-                  torch.get_num_threads())
+    scales, nonfinite = _mx_results(x)
+    library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), blocks, block,
+                  scales.data_ptr(), divisor, added, exponent, _grid(fmt),
+                  noise and _Noise(*noise), nonfinite.data_ptr(), torch.get_num_threads())
     return scales, nonfinite
 
 
-_RULE = "SymInt block, float divisor, int added, int exponent"
-
-
-def _fake_scales(x: Tensor, block: int, *_) -> tuple[Tensor, Tensor]:
-    return (x.new_empty(x.shape[0], x.shape[1] // block, dtype=torch.uint8),
-            x.new_empty((), dtype=torch.int64))
-
-
-@operator(f"mx(Tensor x, {_RULE}, {_HOW}, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-          fake=lambda x, *how: (torch.empty_like(x, dtype=how[-1]), *_fake_scales(x, *how)))
+@operator(f"mx({_MX}, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+          fake=lambda x, *how: (torch.empty_like(x, dtype=how[-1]), *_mx_results(x)))
 def _mx(x: Tensor, *how) -> tuple[Tensor, Tensor, Tensor]:
-    *how, dtype = how
-    out = torch.empty(x.shape, dtype=dtype)
-    return out, *_run_mx(x, *how, out)
+    out = torch.empty(x.shape, dtype=how[-1])
+    return out, *_write_mx(x, *how[:-1], out)
 
 
-_mx_into = operator(f"mx_into(Tensor x, {_RULE}, {_HOW}, Tensor(a!) out) -> (Tensor, Tensor)",
-                    fake=_fake_scales)(_run_mx)
+_mx_into = operator(f"mx_into({_MX}, Tensor(a!) out) -> (Tensor, Tensor)",
+                    fake=_mx_results)(_write_mx)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 from lpkit.contracts import Choice
-from lpkit.files import whole_file
+from lpkit.files import cache_dir, whole_file
+from lpkit.machine_facts import cpu_facts
 
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction: a multiply-add rounds once where the definition rounds twice.
@@ -32,11 +32,6 @@ ATTEMPTS = {    # the first that compiles is taken; not every compiler knows eve
     "for this kind of processor, without OpenMP and so on one thread": (),
 }
 SECONDS = 120                       # for one compilation
-
-
-def default_cache_dir() -> Path:
-    """Where the platform keeps what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / "kernels"
 
 
 def load(name: str) -> ctypes.CDLL | None:
@@ -50,7 +45,7 @@ def choice(name: str) -> Choice:
 
 @functools.cache
 def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
-    return open_library(Path(__file__).with_name(f"{name}.c"), default_cache_dir())
+    return open_library(Path(__file__).with_name(f"{name}.c"), cache_dir("kernels"))
 
 
 def open_library(source: Path, cache: Path,
@@ -60,17 +55,16 @@ def open_library(source: Path, cache: Path,
     if compiler is None:
         return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, "
                             f"for example gcc")
-    why = "it did not compile"
     try:
         text, version = source.read_text(), _version(compiler)
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         for how, more in ATTEMPTS.items():
             key = "\0".join((text, *FLAGS, *more, version, _processor()))
             path = cache / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+            why = f"compiled by {version} {how}"
             if not path.exists():
-                why = _compile([compiler, *FLAGS, *more, str(source), "-lm"], path)
+                why = _compile([compiler, *FLAGS, *more, str(source), "-lm"], path) or why
             if path.exists():
-                why = f"compiled by {version} {how}"
                 return ctypes.CDLL(str(path)), Choice(asked="native", used="native", why=why)
     except (OSError, subprocess.SubprocessError) as error:
         why = str(error)
@@ -101,8 +95,6 @@ def _version(compiler: str) -> str:
 
 def _processor() -> str:
     """What -march=native depends on."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
+    facts = cpu_facts()
     keys = ("model name", "flags", "Features", "CPU part")
-    facts = {line for line in lines if line.split(":")[0].strip() in keys}
-    return " ".join([platform.machine(), platform.processor(), *sorted(facts)])
+    return " ".join([platform.machine(), platform.processor(), *(facts.get(key, "") for key in keys)])
