@@ -30,7 +30,6 @@ from lpkit.datasets import (
     tokenizer_from_dict,
 )
 from lpkit.datasets import sources as sources_module
-from lpkit.datasets import tokens as tokens_module
 from lpkit.datasets.sources import BLOCK_CHARS, is_validation
 from lpkit.errors import ConfigError
 from lpkit.techniques.data import POLICIES
@@ -363,11 +362,9 @@ def test_two_processes_prepare_the_same_thing(folder, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_full_disk_is_one_sentence_and_no_litter(folder, tmp_path, monkeypatch):
-    def enter(writer):
-        writer.file = open("/dev/full", "wb")   # accepts nothing: ENOSPC
-        return writer
-
-    monkeypatch.setattr(tokens_module._Writer, "__enter__", enter)
+    whole = Path.open
+    full = Path("/dev/full")    # accepts nothing: ENOSPC
+    monkeypatch.setattr(Path, "open", lambda path, *mode, **how: whole(full if path.suffix == ".bin" else path, *mode, **how))
     with pytest.raises(ConfigError, match=r"disk of .* is full.*nothing was kept.*--out"):
         prepare_into(tmp_path / "out", DataConfig(source=str(folder)), 256, tmp_path / "cache")
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "cache"}

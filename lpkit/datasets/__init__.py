@@ -9,30 +9,11 @@ Only the policies need torch, so they load on first use.
 
 from lpkit.datasets.sources import find as find_source
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
-from lpkit.datasets.tokens import (
-    TokenFiles,
-    byte_unigram_entropy,
-    default_cache_dir,
-    open_tokens,
-    prepare,
-    prepare_into,
-    read_header,
-)
+from lpkit.datasets.tokens import byte_unigram_entropy, open_tokens, prepare, prepare_into
 
 _POLICIES = ("RandomWindows", "SequentialWindows", "SpreadWindows")
-__all__ = [
-    "TOKENIZERS",
-    "TokenFiles",
-    "byte_unigram_entropy",
-    "default_cache_dir",
-    "find_source",
-    "open_tokens",
-    "prepare",
-    "prepare_into",
-    "read_header",
-    "tokenizer_from_dict",
-    *_POLICIES,
-]
+__all__ = ["TOKENIZERS", "byte_unigram_entropy", "find_source", "open_tokens", "prepare",
+           "prepare_into", "tokenizer_from_dict", *_POLICIES]
 
 
 def __getattr__(name: str):

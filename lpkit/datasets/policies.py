@@ -1,5 +1,5 @@
-"""Data policies: which tokens are seen, in what order. To add one: a subclass with `starts(step)`,
-and a row below.
+"""Data policies: which tokens are seen, in what order. To add one: a subclass of `Windows` with
+`starts(step)`, and a row in `lpkit/techniques/data.py`.
 
 A batch follows from the settings and the step alone, so there is no state to save: step 1000 of a
 resumed run reads what step 1000 of an uninterrupted one reads. Random positions come from hashing a
@@ -45,8 +45,7 @@ class Windows(DataPolicy):
 
     def batch(self, step: int) -> Batch:
         """Contiguous tensors that share memory with nothing: both may be changed in place."""
-        # (B, T + 1) in the file's width: the only random access
-        windows = self._windows[self.starts(step)]
+        windows = self._windows[self.starts(step)]      # (B, T + 1): the only random access
         return Batch(torch.from_numpy(windows[:, :-1].astype(np.int64)),
                      torch.from_numpy(windows[:, 1:].astype(np.int64)))
 
@@ -70,6 +69,8 @@ class SequentialWindows(Windows):
     """Every non-overlapping window once, in the order of the corpus, then again: `passes` of
     `len(policy)` batches."""
 
+    stride = 1
+
     def __init__(self, **settings):
         super().__init__(**settings)
         self.count = 1 + (len(self._windows) - 1) // self.T
@@ -79,7 +80,8 @@ class SequentialWindows(Windows):
         return -(-self.count // self.B)
 
     def starts(self, step: int) -> np.ndarray:
-        return np.arange(step * self.B, (step + 1) * self.B) % self.count * self.T
+        numbers = np.arange(step * self.B, (step + 1) * self.B) % self.count
+        return numbers * self.stride % self.count * self.T
 
 
 class SpreadWindows(SequentialWindows):
@@ -91,14 +93,9 @@ class SpreadWindows(SequentialWindows):
 
     def __init__(self, **settings):
         super().__init__(**settings)
-        stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
-        while math.gcd(stride, self.count) > 1:     # coprime, so that one pass meets every window
-            stride += 1
-        self._stride = stride
-
-    def starts(self, step: int) -> np.ndarray:
-        return (np.arange(step * self.B, (step + 1) * self.B) % self.count
-                * self._stride % self.count * self.T)
+        self.stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
+        while math.gcd(self.stride, self.count) > 1:    # coprime, so one pass meets every window
+            self.stride += 1
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:

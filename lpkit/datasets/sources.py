@@ -1,9 +1,9 @@
 """Where text comes from. A source is a stream of pieces of documents, so a corpus never has to fit
 in memory.
 
-    python-stdlib            the standard library of the running interpreter (no download)
-    a file, a folder, a glob .txt .md .py .jsonl .parquet, each also as .gz or .zst
-    hf:owner/name[:subset]   streamed from the Hugging Face hub
+    python-stdlib               the standard library of the running interpreter (no download)
+    a file, a folder, a glob    .txt .md .py .jsonl .parquet, each also as .gz or .zst
+    hf:owner/name[:subset]      streamed from the Hugging Face hub
 
 Training or validation is decided by a hash, never by an order, so that adding a document moves no
 other one. What is hashed is the path of a file relative to its folder; for the documents of a
@@ -24,37 +24,26 @@ import shutil
 import sysconfig
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from lpkit.errors import ConfigError
 
 PIECE_CHARS = 1 << 18       # of a text file, read at once
-# of a text file that stands alone, given to one split: 1 MB of text makes about 60
-BLOCK_CHARS = 1 << 14
+BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+WAY_OUT = "repair or remove it, or choose the files to read with a glob"
 _NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 class Piece(NamedTuple):
-    """`text` of a document, in order. `key` decides the split; `ends` says that the document is
-    complete."""
+    """Some text of a document, in order."""
 
-    key: str
+    key: str        # decides the split
     text: str
-    ends: bool
-
-
-class Source(Protocol):
-    name: str
-
-    def fingerprint(self) -> list[Any]: ...     # JSON-ready; changes when the content does
-
-    def total_bytes(self) -> int | None: ...    # of text, for the progress bar; None: not known
-
-    def pieces(self) -> Iterator[Piece]: ...
+    ends: bool      # the document is complete
 
 
 def is_validation(key: str, val_fraction: float) -> bool:
@@ -64,22 +53,23 @@ def is_validation(key: str, val_fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
-def find(source: str) -> Source:
+def find(source: str) -> "Source":
     """The source of that name. Raises ConfigError when there is nothing to read under it."""
+    path = Path(source).expanduser()
     if source == "python-stdlib":
         return python_stdlib()
     if source.startswith("hf:"):
         return HubSource(name=source)
-    path = Path(source).expanduser()
     if path.is_dir():
-        return Files(name=source, files=tuple(_folder(path)))
+        endings = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *PACKINGS))
+        return Files(name=source, files=_walk(path, endings))
     if path.is_file():
-        return Files(name=source, files=((path.name, path),), alone=True)
+        return Files(name=source, files=[(path.name, path)], alone=True)
     if path.exists():
         raise ConfigError(f"{source!r} is neither a file nor a folder; copy its text into a file "
                           f"first")
     if glob.has_magic(source):
-        return Files(name=source, files=tuple(_matches(str(path))))
+        return Files(name=source, files=_matches(path))
     raise ConfigError(f"there is no file, folder or glob {source!r}; give one that exists, "
                       f"hf:owner/name, or python-stdlib, which needs no download")
 
@@ -88,14 +78,10 @@ def python_stdlib() -> "Files":
     """The interpreter's own library, without its tests and without what others installed."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [(key, path) for key, path in _walk(root, (".py",))
-             if not _NOT_THE_LIBRARY.intersection(Path(key).parts)
+             if not _NOT_THE_LIBRARY.intersection(path.relative_to(root).parts)
              # written by the build: one machine's paths
              and not path.name.startswith("_sysconfigdata")]
-    if not files:
-        raise ConfigError("this Python comes without the source of its standard library (a frozen "
-                          "or zipped build); give a folder of text as data.source")
-    return Files(name="python-stdlib", files=tuple(files),
-                 facts={"python": platform.python_version()})
+    return Files(name="python-stdlib", files=files, facts={"python": platform.python_version()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +89,7 @@ class Files:
     """Local files as (key, path), in the order in which they are read."""
 
     name: str
-    files: tuple[tuple[str, Path], ...]
+    files: list[tuple[str, Path]]
     alone: bool = False         # one file named by itself: its blocks are split, not the file
     facts: Mapping[str, Any] = field(default_factory=dict)  # what else a header should say of it
 
@@ -112,7 +98,12 @@ class Files:
             raise ConfigError(f"there is nothing to read in {self.name!r}; a source holds "
                               f"{', '.join(SUFFIXES)} files, each optionally .gz or .zst")
 
+    def header(self) -> dict[str, Any]:
+        """Where tokens came from; no path of this machine beyond the name that was given."""
+        return {"name": self.name, "files": len(self.files), **self.facts}
+
     def fingerprint(self) -> list[Any]:
+        """Ready for JSON; changes when the content does."""
         facts = []
         for key, path in self.files:
             with _sentences(path):
@@ -121,22 +112,25 @@ class Files:
         return facts
 
     def total_bytes(self) -> int | None:
-        if any(_kind(path)[0] or _kind(path)[1] == ".parquet" for _, path in self.files):
+        """Of text, for the progress bar; None: not known."""
+        kinds = {_kind(path) for _, path in self.files}
+        if any(packing or suffix == ".parquet" for packing, suffix in kinds):
             return None
         return sum(path.stat().st_size for _, path in self.files)
 
     def pieces(self) -> Iterator[Piece]:
         for key, path in self.files:
-            with _sentences(path), _opened(path) as stream:
-                read = DOCUMENTS.get(_kind(path)[1])
-                if read:
-                    yield from (Piece(text, text, True) for text in read(stream, path))
+            packing, suffix = _kind(path)
+            with _sentences(path), PACKINGS.get(packing, open)(path, "rb") as stream:
+                if suffix in DOCUMENTS:
+                    for text in DOCUMENTS[suffix](stream, path):
+                        yield Piece(text, text, True)
                 elif self.alone:
-                    yield from (Piece(text, text, ends)
-                                for text, ends in _blocks(stream, path, BLOCK_CHARS))
+                    for text, ends in _blocks(stream, path, BLOCK_CHARS):
+                        yield Piece(text, text, ends)
                 else:
-                    yield from (Piece(key, text, ends)
-                                for text, ends in _blocks(stream, path, PIECE_CHARS))
+                    for text, ends in _blocks(stream, path, PIECE_CHARS):
+                        yield Piece(key, text, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +144,9 @@ class HubSource:
         if not re.fullmatch(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*)?", self.name):
             raise ConfigError(f"{self.name!r} is not the name of a dataset; write hf:owner/name or "
                               f"hf:owner/name:subset")
+
+    def header(self) -> dict[str, Any]:
+        return {"name": self.name}
 
     def fingerprint(self) -> list[Any]:
         return [self.name]      # what the hub holds is not asked: prepare again with --out to renew
@@ -165,8 +162,8 @@ class HubSource:
                               f"'lpkit[data]', or give a file or folder as data.source") from None
         _, name, *subset = self.name.split(":")
         try:
-            for number, row in enumerate(datasets.load_dataset(name, *subset, split="train",
-                                                               streaming=True), 1):
+            rows = datasets.load_dataset(name, *subset, split="train", streaming=True)
+            for number, row in enumerate(rows, 1):
                 text = _field(row, f"document {number} of {self.name}")
                 yield Piece(text, text, True)
         except ConfigError:
@@ -175,6 +172,9 @@ class HubSource:
             why = " ".join(str(error).split())[:200]
             raise ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go "
                               f"online, or give a file or folder as data.source") from error
+
+
+Source = Files | HubSource
 
 
 def _walk(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -189,69 +189,56 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-def _folder(root: Path) -> list[tuple[str, Path]]:
-    return _walk(root, tuple(suffix + packed for suffix in SUFFIXES for packed in PACKINGS))
-
-
-def _matches(pattern: str) -> list[tuple[str, Path]]:
-    parts = Path(pattern).parts
+def _matches(pattern: Path) -> list[tuple[str, Path]]:
+    parts = pattern.parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
-    paths = map(Path, glob.glob(pattern, recursive=True))
-    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+    keys = glob.glob("/".join(parts[fixed:]), root_dir=root, recursive=True)
+    return sorted((key, root / key) for key in keys if (root / key).is_file())
 
 
-def _zstd(path: Path) -> BinaryIO:
+def _zstd(path: Path, mode: str) -> BinaryIO:
     import zstandard
 
-    return zstandard.open(path, "rb")
+    return zstandard.open(path, mode)
 
 
-PACKINGS = {"": lambda path: path.open("rb"), ".gz": lambda path: gzip.open(path, "rb"),
-            ".zst": _zstd}
+PACKINGS = {".gz": gzip.open, ".zst": _zstd}
 
 
 def _kind(path: Path) -> tuple[str, str]:
     """The packing and the suffix under it: a.jsonl.gz -> ('.gz', '.jsonl')."""
     suffix = path.suffix.lower()
-    return ((suffix, Path(path.stem).suffix.lower()) if suffix in PACKINGS and suffix
-            else ("", suffix))
-
-
-def _opened(path: Path) -> BinaryIO:
-    return PACKINGS[_kind(path)[0]](path)
+    if suffix in PACKINGS:
+        return suffix, Path(path.stem).suffix.lower()
+    return "", suffix
 
 
 @contextlib.contextmanager
-def _sentences(path: Path):
+def _sentences(path: Path) -> Iterator[None]:
     """Whatever reading `path` raises, as one sentence that names it."""
-    way_out = "repair or remove it, or choose the files to read with a glob"
     try:
         yield
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x}); "
-                          f"{way_out}") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; "
-                          f"{way_out}") from None
-    # two libraries that need not be installed have error types of their own
+                          f"{WAY_OUT}") from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("zstandard", "zstd", "pyarrow"):
+        # two libraries that need not be installed have error types of their own
+        library = type(error).__module__.partition(".")[0]
+        if (not isinstance(error, (OSError, EOFError, zlib.error))
+                and library not in ("zstandard", "zstd", "pyarrow")):
             raise
-        raise ConfigError(
-            f"cannot read {path}: {' '.join(str(error).split())}; {way_out}") from None
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"cannot read {path}: {why}; {WAY_OUT}") from None
 
 
 def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
-    """The text in blocks of about `chars` that end with a line, each with whether it is the
-    last."""
+    """Blocks of about `chars` that end with a line, each with whether it is the last."""
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as lines:
-        # a line without end is cut
-        read = lambda: _checked(lines.read(chars) + lines.readline(chars), path)
-        block = read()
+        block = lines.read(chars) + lines.readline(chars)   # a line without end is cut
         while block:
-            following = read()
-            yield block, not following
+            following = lines.read(chars) + lines.readline(chars)
+            yield _checked(block, path), not following
             block = following
 
 
@@ -265,8 +252,9 @@ def _checked(text: str, where: object) -> str:
 def _field(row: Any, where: str) -> str:
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str):
-        has = (f"its fields are {', '.join(map(str, row))}" if isinstance(row, dict)
-               else f"it is {type(row).__name__}")
+        has = f"it is {type(row).__name__}"
+        if isinstance(row, dict):
+            has = f"its fields are {', '.join(map(str, row))}"
         raise ConfigError(f"{where} has no field 'text' ({has}); rename the field that holds the "
                           f"text")
     try:
@@ -313,17 +301,3 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
 
 
 DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text
-
-
-def describe(source: Source) -> dict[str, Any]:
-    """What a header says about where its tokens came from; no path of this machine beyond the name
-    that was given."""
-    facts: dict[str, Any] = {"name": source.name}
-    if isinstance(source, Files):
-        facts |= {"files": len(source.files), **source.facts}
-    return facts
-
-
-def texts(pieces: Iterable[Piece], val_fraction: float) -> Iterator[str]:
-    """The training texts among `pieces`."""
-    return (piece.text for piece in pieces if not is_validation(piece.key, val_fraction))

@@ -19,8 +19,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
-# the merges are learned from the first 64 Mi characters of the training split
-BPE_TRAINING_CHARS = 1 << 26
+BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 Texts = Callable[[], Iterator[str]]
 
 
@@ -49,7 +48,7 @@ class Bytes(Fixed):
     inside a text."""
 
     name = "bytes"
-    default_vocab: ClassVar[int] = 256
+    default_vocab = 256
     vocab = 256
     end = 0
 
@@ -73,7 +72,7 @@ class BPE:
     """
 
     name = "bpe"
-    default_vocab: ClassVar[int] = 8192
+    default_vocab = 8192
 
     def __init__(self, model: str):
         """`model`: the library's own JSON."""
@@ -87,9 +86,6 @@ class BPE:
         self._model.encode_special_tokens = True    # in a text, <|endoftext|> is 13 characters
         self.vocab = self._model.get_vocab_size()
         self.end = self._model.token_to_id(END_OF_TEXT)
-        if self.end is None:
-            raise ConfigError(f"this BPE tokenizer has no {END_OF_TEXT} token; prepare the corpus "
-                              f"again")
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
@@ -103,12 +99,10 @@ class BPE:
         for text in _first(texts(), BPE_TRAINING_CHARS):
             digest.update(text.encode())
         cached = cache_dir / f"bpe-{vocab}-{digest.hexdigest()[:32]}.json"
-        if cached.is_file():
-            return cls(cached.read_text(encoding="utf-8"))
-        model = _train(_first(texts(), BPE_TRAINING_CHARS), vocab)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cached, model)
-        return cls(model)
+        if not cached.is_file():
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, _train(_first(texts(), BPE_TRAINING_CHARS), vocab))
+        return cls(cached.read_text(encoding="utf-8"))
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text).ids
@@ -137,11 +131,10 @@ class BPE:
 
 
 class GPT2(Fixed):
-    """GPT-2's own vocabulary through `tiktoken`, whose files must be in its cache or within reach
-    of the network."""
+    """GPT-2's own vocabulary through `tiktoken`, from its cache or the network."""
 
     name = "gpt2"
-    default_vocab: ClassVar[int] = 50257
+    default_vocab = 50257
 
     def __init__(self):
         try:
@@ -192,8 +185,8 @@ def _train(texts: Iterator[str], vocab: int) -> str:
     model = Library(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT],
-                                  show_progress=False, initial_alphabet=sorted(
-                                      pre_tokenizers.ByteLevel.alphabet()))
+                                  show_progress=False, initial_alphabet=alphabet)
     model.train_from_iterator(texts, trainer)
     return model.to_str()

@@ -10,22 +10,22 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from tqdm import tqdm
 
+from lpkit import files
 from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
 from lpkit.datasets import sources
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
 from lpkit.errors import ConfigError, pick
-from lpkit.files import locked, sha256, whole_folder, write_atomically
 
 FORMAT = "lpkit-tokens"
 VERSION = 1
@@ -51,26 +51,22 @@ class TokenFiles:
 def prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None = None) -> TokenFiles:
     """The token files of `data.source`, made when they are not there yet.
 
-    They are kept in `cache_dir` (None: `default_cache_dir()`) under a name that changes with the
-    files of the source, the tokenizer and the split. `vocab` is the model's: the number of entries
-    that `bpe` learns, and the bound that every token id must respect. A source that is itself a
-    prepared folder is opened as it is. Raises ConfigError for a source, a tokenizer or a disk that
-    does not serve.
+    They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
+    source, the tokenizer and the split. `vocab` is the model's: the number of entries that `bpe`
+    learns, and the bound that every token id must respect. A source that is itself a prepared
+    folder is opened as it is. Raises ConfigError for a source, a tokenizer or a disk that does not
+    serve.
     """
-    pick(TOKENIZERS, data.tokenizer, "tokenizer")
-    if is_prepared(data.source):
-        files = open_tokens(data.source)
-        for key, has in (("tokenizer", files.tokenizer.name),
-                         ("val_fraction", files.header["val_fraction"])):
-            if getattr(data, key) != has:
-                raise ConfigError(f"{data.source} was prepared with {key} {has}, but data.{key} is "
-                                  f"{getattr(data, key)}; set data.{key}={has}, or prepare the "
-                                  f"text again")
-        return _fits(files, vocab)
-    source, cache = sources.find(data.source), _cache(cache_dir)
-    with _disk_sentences(cache):
-        return _fits(_written_once(source, data, vocab, cache / _name(source, data, vocab), cache),
-                     vocab)
+    if not is_prepared(data.source):
+        return _prepare(data, vocab, cache_dir)
+    opened = open_tokens(data.source)
+    for key, has in (("tokenizer", opened.tokenizer.name),
+                     ("val_fraction", opened.header["val_fraction"])):
+        if getattr(data, key) != has:
+            raise ConfigError(f"{data.source} was prepared with {key} {has}, but data.{key} is "
+                              f"{getattr(data, key)}; set data.{key}={has}, or prepare the "
+                              f"text again")
+    return _fits(opened, vocab)
 
 
 def prepare_into(folder: Path | str, data: DataConfig, vocab: int,
@@ -84,19 +80,24 @@ def prepare_into(folder: Path | str, data: DataConfig, vocab: int,
     if is_prepared(data.source):
         raise ConfigError(f"{data.source} is prepared already; use it as data.source, or copy the "
                           f"folder")
+    return _prepare(data, vocab, cache_dir, folder)
+
+
+def _prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None,
+             folder: Path | None = None) -> TokenFiles:
+    """Written by whichever process comes first; the others wait for it."""
     pick(TOKENIZERS, data.tokenizer, "tokenizer")
+    source = sources.find(data.source)
+    cache = Path(cache_dir or files.cache_dir("tokens")).expanduser()
+    folder = folder or cache / _name(source, data, vocab)
+    lock = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
     with _disk_sentences(folder):
-        return _fits(_written_once(sources.find(data.source), data, vocab, folder,
-                                   _cache(cache_dir)), vocab)
-
-
-def default_cache_dir() -> Path:
-    """Where the platform keeps what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / "tokens"
-
-
-def _cache(asked: Path | str | None) -> Path:
-    return Path(asked).expanduser() if asked else default_cache_dir()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(cache / "locks" / lock):
+            if not is_prepared(folder):
+                with files.whole_folder(folder) as temporary:
+                    _write(source, data, vocab, temporary, cache)
+    return _fits(open_tokens(folder), vocab)
 
 
 def is_prepared(folder: Path | str) -> bool:
@@ -106,30 +107,7 @@ def is_prepared(folder: Path | str) -> bool:
 def open_tokens(folder: Path | str) -> TokenFiles:
     """Open a prepared folder, after checking its sizes and checksums. Raises ConfigError."""
     folder = Path(folder).expanduser()
-    header = read_header(folder)
-    maps = {}
-    for split in SPLITS:
-        path, facts, dtype = (folder / f"{split}.bin", header["splits"][split],
-                              _DTYPES[header["dtype"]])
-        try:
-            size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
-            if size != due:
-                raise ConfigError(f"{path} has {size} bytes where its header says {due}: it was "
-                                  f"truncated or altered; remove the folder and prepare it again")
-            if sha256(path) != facts["sha256"]:
-                raise ConfigError(f"{path} does not have the checksum of its header: it was "
-                                  f"altered; remove the folder and prepare it again")
-            maps[split] = np.memmap(path, dtype=dtype, mode="r")
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}; remove the folder and "
-                              f"prepare it again") from None
-    return TokenFiles(folder=folder, header=header,
-                      tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
-
-
-def read_header(folder: Path | str) -> dict[str, Any]:
-    """The facts of a prepared folder, without touching its tokens. Raises ConfigError."""
-    path = Path(folder).expanduser() / "header.json"
+    path = folder / "header.json"
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
         if header["format"] != FORMAT:
@@ -138,11 +116,11 @@ def read_header(folder: Path | str) -> dict[str, Any]:
             raise ConfigError(f"{path} has version {header['version']}, newer than this lpkit "
                               f"understands ({VERSION}); upgrade lpkit, or prepare the corpus "
                               f"again")
-        counts = [header["splits"][split]["tokens"] for split in SPLITS]
-        if header["dtype"] not in _DTYPES or not all(isinstance(n, int) and n > 0 for n in counts):
-            raise ValueError(header["dtype"], counts)
-        if not isinstance(header["tokenizer"], dict) or not isinstance(header["vocab"], int):
-            raise ValueError(header["tokenizer"])
+        dtype = _DTYPES[header["dtype"]]
+        maps = {split: _mapped(folder / f"{split}.bin", header["splits"][split], dtype)
+                for split in SPLITS}
+        return TokenFiles(folder=folder, header=header,
+                          tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
     except ConfigError:
         raise
     except OSError as error:
@@ -151,18 +129,32 @@ def read_header(folder: Path | str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path} is not the header of a prepared corpus; make one with "
                           f"`lpkit data prepare`") from None
-    return header
 
 
-def byte_unigram_entropy(files: TokenFiles) -> float:
+def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
+    try:
+        size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
+        if size != due:
+            raise ConfigError(f"{path} has {size} bytes where its header says {due}: it was "
+                              f"truncated or altered; remove the folder and prepare it again")
+        if files.sha256(path) != facts["sha256"]:
+            raise ConfigError(f"{path} does not have the checksum of its header: it was altered; "
+                              f"remove the folder and prepare it again")
+        return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; remove the folder and prepare "
+                          f"it again") from None
+
+
+def byte_unigram_entropy(opened: TokenFiles) -> float:
     """Nats per token of the validation split under the token frequencies of the training split.
 
     What a model reaches that knows only how often each token (with `bytes`: each byte) occurs, and
     so the first mark that a training run must pass. One is added to every count, so that a token
     never seen in training costs finitely.
     """
-    train, val = (_counts(tokens, files.vocab) for tokens in (files.train, files.val))
-    return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + files.vocab)))
+    train, val = (_counts(tokens, opened.vocab) for tokens in (opened.train, opened.val))
+    return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + opened.vocab)))
 
 
 def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
@@ -171,13 +163,13 @@ def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
                for i in range(0, len(tokens), chunk))
 
 
-def _fits(files: TokenFiles, vocab: int) -> TokenFiles:
-    largest = max(files.header["splits"][split]["largest"] for split in SPLITS)
-    if max(files.vocab - 1, largest) >= vocab:
-        raise ConfigError(f"tokenizer {files.tokenizer.name} has {files.vocab} tokens (the largest "
-                          f"in {files.folder} is {largest}), but model.vocab={vocab}; set "
-                          f"model.vocab={files.vocab} or more")
-    return files
+def _fits(opened: TokenFiles, vocab: int) -> TokenFiles:
+    largest = max(opened.header["splits"][split]["largest"] for split in SPLITS)
+    if max(opened.vocab - 1, largest) >= vocab:
+        raise ConfigError(f"tokenizer {opened.tokenizer.name} has {opened.vocab} tokens (the "
+                          f"largest in {opened.folder} is {largest}), but model.vocab={vocab}; set "
+                          f"model.vocab={opened.vocab} or more")
+    return opened
 
 
 def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
@@ -185,34 +177,30 @@ def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
     learned = vocab if data.tokenizer == "bpe" else None
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), data.tokenizer, learned,
              data.val_fraction]
-    stem = (re.sub(r"[^a-z0-9]+", "-", source.name.lower().rpartition("/")[2])[:40].strip("-")
-            or "text")
+    last = source.name.lower().rpartition("/")[2]
+    stem = re.sub(r"[^a-z0-9]+", "-", last)[:40].strip("-") or "text"
     return f"{stem}-{data.tokenizer}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
-def _written_once(source: sources.Source, data: DataConfig, vocab: int, folder: Path,
-                  cache: Path) -> TokenFiles:
-    """The files in `folder`, written by whichever process comes first; the others wait for it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
-    with locked(cache / "locks" / name):
-        if is_prepared(folder):
-            return open_tokens(folder)
-        with whole_folder(folder) as temporary:
-            _write(source, data, vocab, temporary, cache)
-    return open_tokens(folder)
-
-
 def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, cache: Path) -> None:
-    texts = lambda: sources.texts(source.pieces(), data.val_fraction)
+    def texts() -> Iterator[str]:
+        """Those of the training split."""
+        for piece in source.pieces():
+            if not sources.is_validation(piece.key, data.val_fraction):
+                yield piece.text
+
     tokenizer = TOKENIZERS[data.tokenizer].build(vocab, texts, cache)
     kind = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
+    name = source.name.rpartition("/")[2]
     with contextlib.ExitStack() as stack:
-        writers = {split: stack.enter_context(_Writer(folder / f"{split}.bin", _DTYPES[kind],
-                                                      tokenizer.end))
-                   for split in SPLITS}
+        bar = stack.enter_context(tqdm(desc=f"tokens of {name}", total=source.total_bytes(),
+                                       unit="B", unit_scale=True))
+        writers = {}
+        for split in SPLITS:
+            file = stack.enter_context((folder / f"{split}.bin").open("wb"))
+            writers[split] = _Writer(file, _DTYPES[kind], tokenizer.end)
         unfinished = None
-        for piece in _with_progress(source):
+        for piece in source.pieces():
             split = SPLITS[sources.is_validation(piece.key, data.val_fraction)]
             if unfinished and unfinished is not writers[split]:
                 unfinished.end()            # its text goes on in the other split
@@ -221,19 +209,19 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
             if piece.ends:
                 unfinished.end()
                 unfinished = None
-        facts = {split: writer.close() for split, writer in writers.items()}
+            bar.update(len(piece.text) if piece.text.isascii() else len(piece.text.encode()))
+    facts = {split: writer.facts() for split, writer in writers.items()}
     _neither_empty(source, data, facts)
-    header = {"format": FORMAT, "version": VERSION, "source": sources.describe(source),
+    header = {"format": FORMAT, "version": VERSION, "source": source.header(),
               "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": kind,
               "val_fraction": data.val_fraction, "splits": facts,
               "date": datetime.now(UTC).isoformat(timespec="seconds"),
               "tokenizer": tokenizer.to_dict()}
-    write_atomically(folder / "header.json", json.dumps(header))
+    files.write_atomically(folder / "header.json", json.dumps(header))
 
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:
-    texts = sum(split["documents"] for split in facts.values())
-    if not texts:
+    if not any(split["documents"] for split in facts.values()):
         raise ConfigError(f"there is no text in {source.name!r}: it is empty; give a source with "
                           f"text in it")
     for split, name in zip(SPLITS, ("training", "validation")):
@@ -243,30 +231,12 @@ def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, di
                               f"give more text, or change data.val_fraction (0.5 halves it)")
 
 
-def _with_progress(source: sources.Source) -> Iterator[sources.Piece]:
-    from tqdm import tqdm
-
-    with tqdm(desc=f"tokens of {source.name.rpartition('/')[2]}", total=source.total_bytes(),
-              unit="B", unit_scale=True) as bar:
-        for piece in source.pieces():
-            yield piece
-            bar.update(len(piece.text) if piece.text.isascii() else len(piece.text.encode()))
-
-
 class _Writer:
     """Ids to one file, counted and hashed on the way: memory holds one piece."""
 
-    def __init__(self, path: Path, dtype: np.dtype, end: int):
-        self.path, self.dtype, self.last = path, dtype, np.array([end], dtype)
+    def __init__(self, file: BinaryIO, dtype: np.dtype, end: int):
+        self.file, self.dtype, self.last = file, dtype, np.array([end], dtype)
         self.digest, self.tokens, self.documents, self.largest = hashlib.sha256(), 0, 0, -1
-
-    def __enter__(self):
-        self.file = self.path.open("wb")
-        return self
-
-    def __exit__(self, *error):
-        with contextlib.suppress(OSError):  # a full disk has been reported by then
-            self.file.close()
 
     def write(self, ids: np.ndarray) -> None:
         if ids.size:
@@ -280,10 +250,7 @@ class _Writer:
         self.write(self.last)
         self.documents += 1
 
-    def close(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+    def facts(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "documents": self.documents, "largest": self.largest,
                 "sha256": self.digest.hexdigest()}
 
