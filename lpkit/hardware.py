@@ -28,18 +28,16 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
 
     A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides
     by a race of (size, size) products, because some run bf16 in hardware and others emulate it at a
-    tenth of the speed. The best of many short rounds counts: other processes may slow some, but
-    none makes one faster. Under 0.3 s.
+    tenth of the speed. The best of many short rounds counts. Under 0.3 s.
     """
     device = torch.device(device)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        used, why = (("bf16", "has bf16 tensor cores") if (major, minor) >= (8, 0)
-                     else ("fp32", "has no bf16 tensor cores, they came with 8.0"))
+        used, why = "fp32", "has no bf16 tensor cores, they came with 8.0"
+        if major >= 8:
+            used, why = "bf16", "has bf16 tensor cores"
         return Choice(asked="auto", used=used, why=f"compute capability {major}.{minor} {why}")
-    operands = [torch.ones(size, size, dtype=dtype, device=device)
-                for dtype in (torch.float32, torch.bfloat16)]
-    products = [lambda x=x: x @ x for x in operands]
+    products = [product((size, size), (size, size), dtype, device) for dtype in DTYPES]
     fp32, bf16 = interleaved_seconds(products, rounds=rounds, within_seconds=0.25)
     ratio = min(fp32) / min(bf16)
     return Choice(asked="auto", used="bf16" if ratio > 1.1 else "fp32",
@@ -52,19 +50,18 @@ def peak_bytes(device: torch.device | str) -> int:
     """The most memory held so far. Cheap enough for every step.
 
     On a GPU: the most that PyTorch's allocator had handed out to tensors since the process began or
-    `reset_peak`.
-    Elsewhere: the most that the whole process had in RAM (VmHWM on Linux) since then, libraries and
-    Python included, so it starts at some 300 MB and compares between runs, not with a sum of
-    tensors. A run resets it when it starts.
+    `reset_peak`. Elsewhere: the most that the whole process had in RAM (VmHWM on Linux) since then,
+    libraries and Python included, so it starts at some 300 MB and compares between runs, not with a
+    sum of tensors. A run resets it when it starts.
     """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # getrusage's maximum would include the process that started this one
+    # first: getrusage's maximum would include the process that started this one
     peak = status_bytes("VmHWM")
     if peak is not None:
         return peak
-    import resource
+    import resource  # Unix alone has it
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -86,38 +83,27 @@ def reset_peak(device: torch.device | str) -> bool:
 
 def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
     """A counter of the energy that the device has used, and whose it is; only differences mean
-    something.
+    something. None without.
 
     A GPU's by NVML (nvidia-ml-py, Volta and later), a CPU's by RAPL where the system lets one read
-    it. None without.
+    it.
     """
     device = torch.device(device)
-    return ENERGY[device.type](device) if device.type in ENERGY else None
-
-
-def _nvml(device: torch.device) -> tuple[float, str] | None:
     try:
-        import pynvml
+        if device.type == "cuda":
+            import pynvml
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
-                "NVML's counter, this GPU alone")
-    except Exception:   # no library, no driver, no counter: each has an error of its own
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(device).uuid
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+            return joules, "NVML's counter, this GPU alone"
+        counters = [int(path.read_text()) for path in RAPL.glob("intel-rapl:?/energy_uj")]
+    except Exception:   # no library, no driver, no counter, root's alone: each with its own error
         return None
-
-
-def _rapl(device: torch.device) -> tuple[float, str] | None:
-    try:
-        packages = [int(path.read_text()) for path in sorted(RAPL.glob("intel-rapl:?/energy_uj"))]
-    except OSError:     # root's alone, on most systems
+    if device.type != "cpu" or not counters:
         return None
-    return ((sum(packages) / 1e6, "RAPL's counters, all packages, whatever ran on them") if packages
-            else None)
-
-
-ENERGY = {"cuda": _nvml, "cpu": _rapl}
+    return sum(counters) / 1e6, "RAPL's counters, all packages, whatever ran on them"
 
 
 @functools.cache
@@ -126,33 +112,32 @@ def machine(device: str | None = None) -> Machine:
     product in each dtype, the best memory sweep. Under 3 s, and measured once per process. On a GPU
     a datasheet promises more."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    gpu = on.type == "cuda"
     flops, shapes = {}, {}
     for name in DTYPES:
         flops[name], shapes[name] = peak_flops(name, str(on))
     sweep, swept = triad(on)
     (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
-    if gpu:
-        title, extra = torch.cuda.get_device_name(on), {}
+    details = {"product_shapes": shapes, "swept_bytes": swept}
+    if on.type == "cuda":
+        kind, title = "gpu", torch.cuda.get_device_name(on)
     else:
-        title, extra = cpu_name(), {"threads": torch.get_num_threads()}
+        kind, title, details["threads"] = "cpu", cpu_name(), torch.get_num_threads()
     return Machine(
-        name="this", title=title, kind="gpu" if gpu else "cpu", memory_bytes=memory_bytes(on),
+        name="this", title=title, kind=kind, memory_bytes=memory_bytes(on),
         bytes_per_second=swept / min(seconds), flops=flops, link_bytes_per_second=None, watts=None,
         price_per_hour=None, source=f"measured here, torch {torch.__version__}",
-        price_source="unknown: pass price_per_hour",
-        details={"product_shapes": shapes, "swept_bytes": swept, **extra})
+        price_source="unknown: pass price_per_hour", details=details)
 
 
 @functools.cache
 def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
     """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once
     per process."""
-    best, on = (0.0, (0, 0, 0)), torch.device(device)
-    for n, square in squares(dtype, on).items():
+    rates = []
+    for n, square in squares(dtype, torch.device(device)).items():
         (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
-        best = max(best, (2 * n**3 / min(seconds), (n, n, n)))
-    return best
+        rates.append((2 * n**3 / min(seconds), (n, n, n)))
+    return max(rates)
 
 
 def squares(dtype: str, device: torch.device) -> dict[int, Callable[[], object]]:

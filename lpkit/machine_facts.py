@@ -1,8 +1,6 @@
-"""What the operating system says of this machine: processor, cores, memory. The one reader of /proc
-and of cgroups.
+"""What the operating system says of this machine: the one reader of /proc and of cgroups.
 
-Facts that psutil has come from psutil where they are used. What torch must be asked is in
-`lpkit.hardware`.
+What torch must be asked is in `lpkit.hardware`, and psutil where its facts are used.
 Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -14,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
                     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -22,14 +19,13 @@ CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
 def cpu_facts() -> dict[str, str]:
     """The first processor's entries in /proc/cpuinfo; empty where there is no such file."""
     facts: dict[str, str] = {}
-    for line in _read(CPUINFO).splitlines():
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     return facts
 
 
 def cpu_name() -> str:
-    """As the system calls it."""
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
@@ -56,8 +52,7 @@ def memory_limit_bytes() -> int | None:
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int | None:
-    """An entry of /proc/PID/status in bytes, for example VmHWM or RssAnon; None where the system
-    has none."""
+    """An entry of /proc/PID/status in bytes, such as VmHWM; None where the system has none."""
     for line in _read(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

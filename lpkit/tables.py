@@ -1,5 +1,4 @@
-"""Tables of words: HTML for a notebook, aligned text for a terminal, Markdown for a page. Standard
-library only."""
+"""Tables of words: HTML for a notebook, aligned text for a terminal, Markdown for a page."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -17,8 +16,7 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, captio
         made = ""
         for i, cell in enumerate(cells):
             side = "left" if i in (0, prose) else "right"
-            # no sentence stays on its line
-            wrap = ("" if prose in (i, None) else "white-space:nowrap;")
+            wrap = "" if prose in (i, None) else "white-space:nowrap;"     # a sentence may wrap
             made += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
                      f"{escape(str(cell))}</{tag}>")
         return f"<tr>{made}</tr>"

@@ -1,5 +1,4 @@
-"""Timing callables that take turns: a slow moment of the machine then meets all of them, and ratios
-stay fair."""
+"""Timing callables in turns: a slow moment of the machine meets all of them, and ratios stay fair."""
 
 import math
 import random
@@ -8,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 
 def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int, warm_up: int = 1,
-                        shuffle: bool = False, within_seconds: float = math.inf) -> list[
-                                list[float]]:
+                        shuffle: bool = False,
+                        within_seconds: float = math.inf) -> list[list[float]]:
     """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
 
     A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
