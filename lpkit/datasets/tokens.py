@@ -191,10 +191,9 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
 
     tokenizer = TOKENIZERS[data.tokenizer].build(vocab, texts, cache)
     kind = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
-    name = source.name.rpartition("/")[2]
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(tqdm(desc=f"tokens of {name}", total=source.total_bytes(),
-                                       unit="B", unit_scale=True))
+    bar = tqdm(desc=f"tokens of {source.name.rpartition('/')[2]}", total=source.total_bytes(),
+               unit="B", unit_scale=True)
+    with bar, contextlib.ExitStack() as stack:
         writers = {}
         for split in SPLITS:
             file = stack.enter_context((folder / f"{split}.bin").open("wb"))

@@ -57,8 +57,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
               probabilities: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     T, E = q.shape[-2:]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # From the last block down: it meets every key, so it fills dk and dv, and the others add to
-    # them.
+    # The last block first: it meets every key, so it fills dk and dv, and the others add to them.
     for i, p in reversed(list(enumerate(probabilities))):
         start, end = i * BLOCK, min((i + 1) * BLOCK, T)
         dy, beta = d_out[:, start:end], 0 if end == T else 1
