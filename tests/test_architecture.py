@@ -1,6 +1,8 @@
 """Who may import whom. docs/architecture.md draws this table; this test holds it."""
 
 import ast
+import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +80,10 @@ def test_techniques_are_rows_and_not_branches():
                 left = ast.unparse(node.left)
                 assert not (left.endswith(("recipe", "optimizer", "source.name")) and isinstance(node.comparators[0], ast.Constant)), \
                     f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if ">>> " in p.read_text()], ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_in_docstrings_hold(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
