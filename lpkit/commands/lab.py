@@ -2,8 +2,9 @@
 
 On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
 there. A public address needs --ip with --certfile, --keyfile and --password-file; the password file
-holds one line, a hash made by `python -c "from jupyter_server.auth import passwd;
-print(passwd())"`.
+holds one line, the hash that this prints:
+
+    python -c "from jupyter_server.auth import passwd; print(passwd())"
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """Run notebooks with parameters, without a browser.
 
-  lpkit notebook --list                                  what there is, with every parameter
-  lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: runs/try/00_start_here.ipynb and
-  .json lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2   the four combinations, two at a
-  time lpkit notebook --all --tier smoke                      the course, and a table of what it
-  claims
+    lpkit notebook --list                                  what there is, with every parameter
+    lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: runs/try/00_start_here.ipynb,
+                                                           and beside it .json
+    lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2
+                                                           the four combinations, two at a time
+    lpkit notebook --all --tier smoke                      the course, and what it claims as a table
 
 key=a,b and a repeated key make a grid; a parameter that is itself text or a tuple keeps its commas.
 """

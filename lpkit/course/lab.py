@@ -167,14 +167,15 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, opens: str = FIRST, bro
           state: Path | None = None) -> Iterator[Server]:
     """Start JupyterLab in `root`, yield it once it answers, stop it and its kernels at the end.
 
-    port: 0 for any free one; a taken one moves to the next (compare with `Server.port`).
-    config: more of Jupyter's own configuration, by class: {"LabApp": {"expose_app_in_browser":
-    True}}.
-    settings: JupyterLab defaults, by plugin: {"@jupyterlab/notebook-extension:tracker":
-    {"windowingMode": "none"}}.
-    state: a folder for all that Jupyter keeps (settings, workspaces, history), instead of the
-    user's own.
-    Errors: ConfigError for a public address without TLS and a password, and for a server that does
+    port:     0 for any free one; a taken one moves to the next (compare with `Server.port`)
+    config:   more of Jupyter's own configuration, by class:
+              {"LabApp": {"expose_app_in_browser": True}}
+    settings: JupyterLab defaults, by plugin:
+              {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
+    state:    a folder for all that Jupyter keeps (settings, workspaces, history), instead of the
+              user's own
+
+    Raises ConfigError for a public address without TLS and a password, and for a server that does
     not start.
     """
     hashed = check_public(ip, certfile, keyfile, password_file)

@@ -24,9 +24,10 @@ _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the cou
 class Windows(DataPolicy):
     """Batches of windows of T + 1 consecutive tokens, given by where they start.
 
-    tokens: (N,) unsigned integers, a memory map as a rule; a batch copies B * (T + 1) of them and
-    holds nothing else.
-    batch: B, sequences. context: T, tokens. Raises ConfigError when N < T + 1.
+    tokens:  (N,) unsigned integers, a memory map as a rule; a batch copies B * (T + 1) of them and
+             holds nothing else
+    batch:   B, sequences
+    context: T, tokens; raises ConfigError when N < T + 1
     """
 
     def __init__(self, *, tokens: np.ndarray, batch: int, context: int, seed: int = 0):

@@ -3,10 +3,11 @@ ones ranked, and why the rest are not. With a budget, or a number of devices, th
 first; with a deadline alone, the cheapest: otherwise every device there is would be best.
 
 Every layout of every number of devices is counted; few are evaluated, because
-    what cannot exist is left out by the axis that forbids it (`layouts.check`);
-    a number of devices whose products alone outlast the deadline is left out whole;
-    more memory never helps time: the micro-batch grows, and recomputation begins, only as memory
-    demands.
+- what cannot exist is left out by the axis that forbids it (`layouts.check`);
+- a number of devices whose products alone outlast the deadline is left out whole;
+- more memory never helps time: the micro-batch grows, and recomputation begins, only as memory
+  demands.
+
 Chosen once, and not searched: powers of two where the number of devices is; tensor ranks in one
 node; at least `LEAST_CONTEXT` tokens a context rank; ZeRO-1 with a pipeline (stage 3 would gather
 all weights for every micro-batch), 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one

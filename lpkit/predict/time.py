@@ -7,10 +7,12 @@ The rows are those of the stage that is slowest, over all its micro-batches, and
 phase by phase. Products, attention and pointwise work are rooflines; messages are rings
 (`lpkit.predict.links`). What hides behind computation is counted apart, in `hidden_seconds`:
 
-    weights of the next block are gathered, and gradients of the last one scattered, while a block
-    computes (FSDP); gradients of the whole stage, and ZeRO-1's gather of weights, hide behind one
-    backward or forward pass; keys and values of context ranks hide behind attention;
-    tensor-parallel and pipeline messages hide behind nothing.
+- weights of the next block are gathered, and gradients of the last one scattered, while a block
+  computes (FSDP);
+- gradients of the whole stage, and ZeRO-1's gather of weights, hide behind one backward or forward
+  pass;
+- keys and values of context ranks hide behind attention;
+- tensor-parallel and pipeline messages hide behind nothing.
 
 Left out: stragglers, failures, checkpoints, evaluation, data, clock throttling, contention of
 overlapped kernels, launch overheads but for the least time of a kernel, moves to the host or a

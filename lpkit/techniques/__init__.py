@@ -1,7 +1,6 @@
 """Rows: what anybody needs to know of a technique without running it. No torch.
 
-    python -m lpkit.techniques      every family with its rows and settings, as docs/techniques.md
-    has it
+    python -m lpkit.techniques      every family with its rows and settings: docs/techniques.md
 
 A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and
 documentation read the same row, so a technique is added by one row here, or from outside, and one
