@@ -35,7 +35,7 @@ PIECE_CHARS = 1 << 18       # of a text file, read at once
 BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 WAY_OUT = "repair or remove it, or choose the files to read with a glob"
-_NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
 class Piece(NamedTuple):
@@ -77,10 +77,9 @@ def find(source: str) -> "Source":
 def python_stdlib() -> "Files":
     """The interpreter's own library, without its tests and without what others installed."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [(key, path) for key, path in _walk(root, (".py",))
-             if not _NOT_THE_LIBRARY.intersection(path.relative_to(root).parts)
-             # written by the build: one machine's paths
-             and not path.name.startswith("_sysconfigdata")]
+    # _sysconfigdata is written by the build: one machine's paths
+    files = [(key, path) for key, path in _walk(root, (".py",), without=_NOT_THE_LIBRARY)
+             if not path.name.startswith("_sysconfigdata")]
     return Files(name="python-stdlib", files=files, facts={"python": platform.python_version()})
 
 
@@ -177,15 +176,19 @@ class HubSource:
 Source = Files | HubSource
 
 
-def _walk(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Every file under `root` with such a name, by its relative path. Hidden folders and links to
-    folders are left."""
+def _walk(root: Path, suffixes: tuple[str, ...],
+          without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
+    """Every file under `root` with such a name, by its relative path. Hidden folders, links to
+    folders and folders named in `without` are left. Every run walks: no Path for what is left."""
     found = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
-        paths = (Path(folder, name) for name in names if name.endswith(suffixes)
-                 and not name.startswith("."))
-        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+        below[:] = [name for name in below
+                    if not name.startswith(".") and name not in without | {"__pycache__"}]
+        for name in names:
+            if name.endswith(suffixes) and not name.startswith("."):
+                path = Path(folder, name)
+                if path.is_file():
+                    found.append((path.relative_to(root).as_posix(), path))
     return sorted(found)
 
 
