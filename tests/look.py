@@ -28,8 +28,23 @@ def look(notebook: Path, picture: Path, *, seconds: float = 300, width: int = 12
             opened.run(seconds=seconds)
             opened.settle()
             print(f"{notebook.name}: ran in {time.monotonic() - started:.1f} s", file=sys.stderr)
-            opened.screenshot(picture)
+            screenshot(opened.page, picture)
             return opened.problems()
+
+
+def screenshot(page, path: Path) -> None:
+    """The notebook alone, in full length."""
+    page.evaluate("""() => { const {shell} = window.jupyterapp; shell.mode = 'single-document';
+                             shell.collapseLeft(); shell.collapseRight() }""")
+    page.wait_for_timeout(300)
+    for _ in range(2):   # the width decides the height, and a scroll bar that goes gives width
+        height = page.evaluate("""() => {
+            const cells = [...document.querySelectorAll('.jp-Notebook .jp-Cell')];
+            cells[0].scrollIntoView({block: 'start'});
+            return cells.at(-1).getBoundingClientRect().bottom + 60 }""")
+        page.set_viewport_size({"width": page.viewport_size["width"], "height": min(int(height), 16_000)})
+        page.wait_for_timeout(700)
+    page.screenshot(path=str(path))
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 def _race(shape: tuple[int, ...], rounds: int) -> list[Result]:
     rng = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(shape, generator=rng, dtype=torch.bfloat16).requires_grad_()
-              for _ in range(3)]
-    d_out = torch.randn(shape, generator=rng, dtype=torch.bfloat16)
+    *inputs, d_out = (torch.randn(shape, generator=rng, dtype=torch.bfloat16) for _ in range(4))
+    for x in inputs:
+        x.requires_grad_()
 
     def both(attend, *inputs: Tensor) -> tuple[Tensor, ...]:
         out = attend(*inputs)
@@ -28,12 +28,12 @@ def _race(shape: tuple[int, ...], rounds: int) -> list[Result]:
     def check():
         """Both within bf16 rounding of float32: 8 bits in scores of order 1, summed over the
         context."""
-        want = both(plain, *(t.detach().float().requires_grad_() for t in inputs))
+        want = both(plain, *(x.detach().float().requires_grad_() for x in inputs))
         for attend in (blocked, sdpa):
             for got, expected in zip(both(attend, *inputs), want, strict=True):
                 error = (got.float() - expected).norm() / expected.norm()
                 assert error < 0.02, f"{attend.__name__}: relative error {error:.3f}"
 
-    return race("attention-cpu", ours=lambda: both(blocked, *inputs),
-                peers={"sdpa": lambda: both(sdpa, *inputs)}, check=check, target=TARGET,
-                case="x".join(map(str, shape)), rounds=rounds, packages=["torch"])
+    return race("attention-cpu", ours=lambda: both(blocked, *inputs), check=check, target=TARGET,
+                peers={"sdpa": lambda: both(sdpa, *inputs)}, case="x".join(map(str, shape)),
+                rounds=rounds)

@@ -33,8 +33,7 @@ def chromium_path() -> str | None:
 
 @contextmanager
 def chromium(*, width: int = 1200, height: int = 1000) -> Iterator:
-    """A browser context of Playwright on the installed Chromium. Pages are `width` x `height` CSS
-    pixels."""
+    """A context of Playwright on the installed Chromium; pages have `width` x `height` pixels."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -50,9 +49,8 @@ def chromium(*, width: int = 1200, height: int = 1000) -> Iterator:
 def served(folder: Path, state: Path) -> Iterator[Server]:
     """JupyterLab over `folder`, as `lpkit lab` serves it; what it writes about itself goes into
     `state`."""
-    with serve(folder, state=state, settings=SETTINGS, config={
-            "LabApp": {"expose_app_in_browser": True},
-            "ServerApp": {"terminals_enabled": False}}) as server:
+    config = {"LabApp": {"expose_app_in_browser": True}, "ServerApp": {"terminals_enabled": False}}
+    with serve(folder, state=state, settings=SETTINGS, config=config) as server:
         yield server
 
 
@@ -61,15 +59,13 @@ class Notebook:
 
     def __init__(self, context, server: Server, name: str):
         self.page = context.new_page()
-        self.page_errors: list[str] = []
-        self.foreign_requests: list[str] = []
-        self.page.on("pageerror", lambda error: self.page_errors.append(str(error)[:500]))
+        self.noted: list[str] = []      # while it was open
+        self.page.on("pageerror", lambda error: self.noted.append(f"page error: {error}"[:500]))
         self.page.on("request", self._note_request)
         self.page.on("websocket", self._note_request)
         self.page.goto(server.url_of(quote(name)) + "&reset")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
-        # The toolbar says idle before a kernel is attached (running then opens a dialog that nobody
-        # answers).
+        # the toolbar says idle before a kernel is attached; running would open a dialog
         self.page.wait_for_function("""() => {
             const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
             return context?.isReady && context.session?.kernel?.status === 'idle'
@@ -77,7 +73,7 @@ class Notebook:
 
     def _note_request(self, request) -> None:
         if not HERE.match(request.url):
-            self.foreign_requests.append(request.url[:200])
+            self.noted.append(f"request to another host: {request.url}"[:200])
 
     def command(self, name: str) -> None:
         """Start a command of the lab, without waiting: `evaluate` has no timeout."""
@@ -96,8 +92,7 @@ class Notebook:
             figure => figure.dataset.drawn)""", timeout=60_000)
 
     def outputs(self) -> list[dict]:
-        """Every output of every code cell, as nbformat has it, each with the number of its
-        `cell`."""
+        """Of all code cells, as nbformat has them, each with the number of its `cell`."""
         return self.page.evaluate("""() =>
             window.jupyterapp.shell.currentWidget.content.widgets.flatMap((cell, i) =>
                 cell.model.type !== 'code' ? [] :
@@ -105,8 +100,7 @@ class Notebook:
 
     def problems(self) -> list[str]:
         """What should not have happened, one sentence each."""
-        found = [f"page error: {error}" for error in self.page_errors]
-        found += [f"request to another host: {url}" for url in self.foreign_requests]
+        found = list(self.noted)
         for output in self.outputs():
             if output.get("name") == "stderr":
                 found.append(f"cell {output['cell']} wrote to standard error: "
@@ -117,23 +111,6 @@ class Notebook:
         found += [f"the page says: {text.strip()[:200]}"
                   for text in self.page.locator(bad).all_inner_texts()]
         return found
-
-    def screenshot(self, path: Path) -> None:
-        """The notebook alone, in full length."""
-        page = self.page
-        page.evaluate("""() => { const {shell} = window.jupyterapp; shell.mode = 'single-document';
-                                 shell.collapseLeft(); shell.collapseRight() }""")
-        page.wait_for_timeout(300)
-        size = page.viewport_size
-        for _ in range(2):   # the width decides the height, and a scroll bar that goes gives width
-            height = page.evaluate("""() => {
-                const cells = [...document.querySelectorAll('.jp-Notebook .jp-Cell')];
-                cells[0].scrollIntoView({block: 'start'});
-                return cells.at(-1).getBoundingClientRect().bottom + 60 }""")
-            page.set_viewport_size({"width": size["width"], "height": min(int(height), 16_000)})
-            page.wait_for_timeout(700)
-        page.screenshot(path=str(path))
-        page.set_viewport_size(size)
 
     def close(self) -> None:
         """Shut the kernel down, and close the page."""

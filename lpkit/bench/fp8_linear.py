@@ -22,8 +22,7 @@ SQNR_FLOOR_DB = 22.0
 
 def run(rounds: int = ROUNDS) -> list[Result]:
     device = fp8_gpu()
-    return [result for (M, K, N), target in SHAPES.items()
-            for result in _race(M, K, N, target, device, rounds)]
+    return [result for shape in SHAPES for result in _race(shape, device, rounds)]
 
 
 def fp8_gpu() -> torch.device:
@@ -37,15 +36,15 @@ def fp8_gpu() -> torch.device:
     return device
 
 
-def _race(M: int, K: int, N: int, target: float, device: torch.device, rounds: int) -> list[Result]:
+def _race(shape: tuple[int, int, int], device: torch.device, rounds: int) -> list[Result]:
+    M, K, N = shape
     torch.manual_seed(0)
-    plain = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
-    # wraps share the weight; each contender gets its own, so that no gradient of another is added
-    # to
-    layers = {name: BACKENDS[name].wrap(copy.deepcopy(plain), RECIPES[RECIPE], name="bench", seed=0)
-              for name in ("scaled_mm", "torchao")
-              if not BACKENDS[name].why_not(RECIPE, RECIPES[RECIPE], device)}
-    layers["bf16"] = plain
+    layers = {"bf16": nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)}
+    for name in ("scaled_mm", "torchao"):
+        if not BACKENDS[name].why_not(RECIPE, RECIPES[RECIPE], device):
+            # a weight of its own: `wrap` shares it
+            layers[name] = BACKENDS[name].wrap(copy.deepcopy(layers["bf16"]), RECIPES[RECIPE],
+                                               name="bench", seed=0)
     compiled = {name: torch.compile(layer) for name, layer in layers.items()}
     inputs = [torch.randn(M, K, device=device, dtype=torch.bfloat16, requires_grad=True)
               for _ in range(BUFFERS)]
@@ -62,14 +61,15 @@ def _race(M: int, K: int, N: int, target: float, device: torch.device, rounds: i
     def check():
         want = both("bf16", inputs[0])
         for name in layers.keys() - {"bf16"}:
-            for what, got, expected in zip(("y", "dx", "dw"), both(name, inputs[0]), want,
-                                           strict=True):
+            results = zip(("y", "dx", "dw"), both(name, inputs[0]), want, strict=True)
+            for what, got, expected in results:
                 noise = (got.float() - expected.float()).norm() / expected.float().norm()
-                assert -20 * noise.log10() > SQNR_FLOOR_DB, f"{name}: {what} has {-20 * noise.log10():.1f} dB"
+                sqnr_db = -20 * noise.log10()
+                assert sqnr_db > SQNR_FLOOR_DB, f"{name}: {what} has {sqnr_db:.1f} dB"
 
-    targets = {"bf16": target, "torchao": TORCHAO_TARGET}
-    peers = {name: contender(name) for name in layers if name != "scaled_mm"}
-    return race("fp8-linear", ours=contender("scaled_mm"), peers=peers, check=check,
-                target={name: targets[name] for name in peers}, case=f"{M}x{K} @ {K}x{N}",
-                rounds=rounds, sync=torch.cuda.synchronize, sample_seconds=0.05,
-                packages=["torch", "torchao", "triton"], device=torch.cuda.get_device_name(device))
+    return race("fp8-linear", ours=contender("scaled_mm"), check=check,
+                peers={name: contender(name) for name in layers if name != "scaled_mm"},
+                target={"bf16": SHAPES[shape], "torchao": TORCHAO_TARGET},
+                case=f"{M}x{K} @ {K}x{N}", rounds=rounds, sync=torch.cuda.synchronize,
+                sample_seconds=0.05, packages=("torch", "torchao", "triton"),
+                device=torch.cuda.get_device_name(device))

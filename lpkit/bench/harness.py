@@ -13,10 +13,10 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ from lpkit.timing import interleaved_seconds
 
 ROUNDS = 9                  # fewer say little about quartiles
 SAMPLE_SECONDS = 0.005      # at least, so that a clock's grain and one interrupt do not count
+Better = Literal["higher", "lower"]
 Item = TypeVar("Item")
 
 
@@ -38,7 +39,7 @@ class Result:
     peer: str
     ratio: float
     quartiles: tuple[float, float]
-    better: Literal["higher", "lower"]
+    better: Better
     target: float | None            # at least, when higher is better; at most, when lower is
     ours_median: float
     peer_median: float
@@ -47,37 +48,35 @@ class Result:
     provenance: dict[str, Any] = field(repr=False)
 
     @property
-    def met(self) -> bool | None:
-        if self.target is None:
-            return None
-        return self.ratio >= self.target if self.better == "higher" else self.ratio <= self.target
-
-    @property
     def margin(self) -> float:
         """1: exactly on target; above: better than it."""
-        on = 1.0 if self.target is None else self.target
-        return self.ratio / on if self.better == "higher" else on / max(self.ratio, 1e-12)
+        target = 1.0 if self.target is None else self.target
+        if self.better == "higher":
+            return self.ratio / target
+        return target / max(self.ratio, 1e-12)
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None else self.margin >= 1
 
     def verdict(self) -> str:
         if self.target is None:
             return "no target"
-        bound = f"{'at least' if self.better == 'higher' else 'at most'} {self.target:g}"
-        if self.met:
-            return f"met ({bound})"
-        return f"short by {abs(1 - self.margin):.1%} ({bound})"
+        bound = {"higher": "at least", "lower": "at most"}[self.better]
+        missed = f"short by {abs(1 - self.margin):.1%}"
+        return f"{'met' if self.met else missed} ({bound} {self.target:g})"
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         facts = values.pop("provenance")
-        return values | {"quartiles": list(self.quartiles), "met": self.met,
-                         "verdict": self.verdict()} | facts
+        return {**values, "quartiles": list(self.quartiles), "met": self.met,
+                "verdict": self.verdict(), **facts}
 
 
-def race(name: str, *, ours: Callable[[], Any], peers: dict[str, Callable[[], Any]],
-         check: Callable[[], None], target: float | dict[str, float] | None = None, case: str = "",
+def race(name: str, *, ours: Callable[[], Any], peers: Mapping[str, Callable[[], Any]],
+         check: Callable[[], None], target: float | Mapping[str, float] | None = None,
          rounds: int = ROUNDS, sync: Callable[[], None] = lambda: None,
-         sample_seconds: float = SAMPLE_SECONDS,
-         packages: Iterable[str] = (), device: str | None = None) -> list[Result]:
+         sample_seconds: float = SAMPLE_SECONDS, **described: Any) -> list[Result]:
     """Time `ours` against each peer; one Result per peer, as "times faster".
 
     check:  raises when the contenders disagree; it runs first, so no figure is ever printed for a
@@ -85,38 +84,37 @@ def race(name: str, *, ours: Callable[[], Any], peers: dict[str, Callable[[], An
     target: the least ratio claimed, for all peers or by name.
     sync:   waits for the device, inside the timed region; for example torch.cuda.synchronize.
     Every round times all contenders once, in an order shuffled anew; each sample repeats its call
-    until it lasts `sample_seconds`.
+    until it lasts `sample_seconds`. The rest describes the results: see `paired`.
     """
     check()
-    with _no_garbage_collection():
-        loops = [_calibrate(call, sync, sample_seconds) for call in (ours, *peers.values())]
-        runners = [_repeated(call, n, sync) for call, n in zip((ours, *peers.values()), loops)]
+    contenders = (ours, *peers.values())
+    gc.disable()
+    try:
+        loops = [_calibrate(call, sync, sample_seconds) for call in contenders]
+        runners = [partial(_repeat, call, n, sync) for call, n in zip(contenders, loops)]
         totals = interleaved_seconds(runners, rounds=rounds, warm_up=0, shuffle=True)
-    samples = [[seconds / n for seconds in total] for total, n in zip(totals, loops)]
-    targets = target if isinstance(target, dict) else dict.fromkeys(peers, target)
-    facts = provenance(packages, device)
-    return [paired(name, ours=samples[0], peer=theirs, peer_name=peer, case=case,
-                   target=targets.get(peer), facts=facts)
-            for peer, theirs in zip(peers, samples[1:], strict=True)]
+    finally:
+        gc.enable()
+    mine, *theirs = ([seconds / n for seconds in total] for total, n in zip(totals, loops))
+    targets = target if isinstance(target, Mapping) else dict.fromkeys(peers, target)
+    return [paired(name, ours=mine, peer=seconds, peer_name=peer, target=targets[peer], **described)
+            for peer, seconds in zip(peers, theirs, strict=True)]
 
 
 def paired(name: str, *, ours: Sequence[float], peer: Sequence[float], peer_name: str,
-           facts: dict[str, Any], case: str = "", target: float | None = None,
-           better: Literal["higher", "lower"] = "higher", unit: str = "s") -> Result:
-    """A Result from samples taken in pairs by other means: subprocesses, a browser, a profiler."""
+           case: str = "", target: float | None = None, better: Better = "higher", unit: str = "s",
+           packages: Iterable[str] = ("torch",), device: str | None = None,
+           facts: Mapping[str, Any] | None = None) -> Result:
+    """A Result from samples taken in pairs. `packages` and `device` are those of `provenance`;
+    `facts` are recorded beside it, or in its place."""
     ratios = [b / a if better == "higher" else a / b for a, b in zip(ours, peer, strict=True)]
-    low, middle, high = quartiles(ratios)
+    low = middle = high = ratios[0]
+    if len(ratios) > 1:
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return Result(name=name, case=case, peer=peer_name, ratio=middle, quartiles=(low, high),
                   better=better, target=target, ours_median=statistics.median(ours),
                   peer_median=statistics.median(peer), unit=unit, rounds=len(ratios),
-                  provenance=facts)
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third; of a single value, itself."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+                  provenance=provenance(packages, device) | dict(facts or {}))
 
 
 def rotating(items: Sequence[Item]) -> Callable[[], Item]:
@@ -128,7 +126,7 @@ def rotating(items: Sequence[Item]) -> Callable[[], Item]:
     return itertools.cycle(items).__next__
 
 
-def provenance(packages: Iterable[str] = (), device: str | None = None) -> dict[str, Any]:
+def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) -> dict[str, Any]:
     """Where and with what a figure was measured. `device`: None for the CPU, or an accelerator's
     name."""
     cpu = cpu_name()
@@ -136,9 +134,9 @@ def provenance(packages: Iterable[str] = (), device: str | None = None) -> dict[
              "platform": f"{platform.system()} {platform.machine()}"}
     if "torch" in sys.modules:
         facts["threads"] = sys.modules["torch"].get_num_threads()
-    found = {name: version or "not installed"
-             for name, version in versions(("lpkit", *packages)).items()}
-    return {**facts, "versions": {"python": platform.python_version(), **found},
+    installed = {name: version or "not installed"
+                 for name, version in versions(("lpkit", *packages)).items()}
+    return {**facts, "versions": {"python": platform.python_version(), **installed},
             "commit": _commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
 
@@ -154,70 +152,62 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
             "cases": cases}
 
 
-def steps_in_turns(updates: Mapping[str, Callable[[int], Item]], steps: int, *, warm_up: int = 0,
-                   sync: Callable[[], None] = lambda: None) -> tuple[dict[str, list[float]],
-                                                                     dict[str, list[Item]]]:
-    """Seconds and results of `update(step)` by name, when all of them take each step before any
-    takes the next.
+def steps_in_turns(runs: Mapping[str, Any], steps: int, *, warm_up: int = 1
+                   ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and losses by name, when each `Training` takes a step before any takes the next.
 
-    Steps count from 0. The first `warm_up` are not timed, but their results are kept.
+    The first `warm_up` steps compile and touch the memory: they are taken besides, and not timed.
+    Their losses come first.
     """
-    results: dict[str, list[Item]] = {name: [] for name in updates}
+    losses: dict[str, list[float]] = {name: [] for name in runs}
 
-    def runner(name: str) -> Callable[[], None]:
-        def one() -> None:
-            results[name].append(updates[name](len(results[name])))
-            sync()
-        return one
+    def step(name: str) -> None:
+        loss = runs[name].update(len(losses[name])).loss
+        losses[name].append(loss.item())
+        if loss.is_cuda:        # the optimizer came after the loss
+            sys.modules["torch"].cuda.synchronize()
 
-    seconds = interleaved_seconds([runner(name) for name in updates], rounds=steps - warm_up,
+    seconds = interleaved_seconds([partial(step, name) for name in runs], rounds=steps,
                                   warm_up=warm_up, shuffle=True)
-    return dict(zip(updates, seconds)), results
+    return dict(zip(runs, seconds)), losses
 
 
-def runs_by_step(runs: Mapping[str, Any]) -> dict[str, Callable[[int], float]]:
-    """For `steps_in_turns`: each `Training` takes its update, and returns the loss."""
-    return {name: lambda step, run=run: run.update(step).loss.item() for name, run in runs.items()}
+def last_losses(losses: Mapping[str, Sequence[float]], peer: str, *, last: int, tolerance: float
+                ) -> dict[str, float]:
+    """Means over the `last` steps. AssertionError where one is farther from `peer`'s than
+    `tolerance` of it."""
+    means = {name: statistics.fmean(values[-last:]) for name, values in losses.items()}
+    for name, loss in means.items():
+        if abs(loss / means[peer] - 1) > tolerance:
+            raise AssertionError(f"after {len(losses[name])} steps {name}: loss {loss:.4f}, {peer} "
+                                 f"{means[peer]:.4f}: over {tolerance:.0%} apart")
+    return means
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _repeated(call: Callable[[], Any], loops: int, sync: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(loops):
-            call()
-        sync()
-    return run
+def _repeat(call: Callable[[], Any], loops: int, sync: Callable[[], None]) -> None:
+    for _ in range(loops):
+        call()
+    sync()
 
 
 def _calibrate(call: Callable[[], Any], sync: Callable[[], None], sample_seconds: float) -> int:
     """How many calls last `sample_seconds`; warms up on the way."""
     loops = 1
-    while (took := interleaved_seconds([_repeated(call, loops, sync)], rounds=1,
-                                       warm_up=0)[0][0]) < sample_seconds:
-        loops = max(2 * loops, min(10 * loops,
-                                   round(1.1 * loops * sample_seconds / max(took, 1e-9))))
-    return loops
+    while True:
+        run = partial(_repeat, call, loops, sync)
+        took = interleaved_seconds([run], rounds=1, warm_up=0)[0][0]
+        if took >= sample_seconds:
+            return loops
+        enough = round(1.1 * loops * sample_seconds / max(took, 1e-9))
+        loops = max(2 * loops, min(10 * loops, enough))
 
 
 def _commit() -> str | None:
     """The commit of this checkout, with a + when the tree has changes; None outside a
     repository."""
-    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
+    command = ["git", "-C", str(Path(__file__).resolve().parents[2]), "describe", "--always",
+               "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True,
-                                text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"],
-                               capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")

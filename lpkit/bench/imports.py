@@ -7,8 +7,9 @@ Interpreter start is in both, so the claim is about what a person waits for at a
 
 import subprocess
 import sys
+from functools import partial
 
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance
+from lpkit.bench.harness import ROUNDS, Result, paired
 from lpkit.timing import interleaved_seconds
 
 TARGET = 0.15       # at most this share of the peer's time
@@ -18,10 +19,10 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     # and warm the disk
     _python("import lpkit, sys; assert lpkit.__version__ and 'torch' not in sys.modules")
     _python("import torch; assert torch.ones(2).sum() == 2")
-    runners = [lambda module=module: _python(f"import {module}") for module in ("lpkit", "torch")]
+    runners = [partial(_python, f"import {module}") for module in ("lpkit", "torch")]
     ours, torch = interleaved_seconds(runners, rounds=rounds, warm_up=0, shuffle=True)
     return [paired("import", ours=ours, peer=torch, peer_name="import torch", case="import lpkit",
-                   target=TARGET, better="lower", facts=provenance(["torch"]))]
+                   target=TARGET, better="lower")]
 
 
 def _python(code: str) -> None:

@@ -4,14 +4,15 @@ by config.
 Beside them the rules of thumb in use, on the same configs: accelerate's estimate, DeepSpeed's
 (ZeRO-2 on one device), and 16 bytes a parameter plus Korthikanti's activations. A rule that does
 not know a technique answers as if it were off. `make ledger` measures here and writes
-docs/ledger.md. On a GPU the peak is the allocator's own count, the models are larger, step time is
-compared too, and there is no MemTracker to race.
+docs/ledger.md from "Rows" on. On a GPU the peak is the allocator's own count, the models are
+larger, step time is compared too, and there is no MemTracker to race.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from accelerate.commands.estimate import estimate_training_usage
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lpkit import hardware, measure, predict_trace
-from lpkit.bench.harness import ROUNDS, Result, paired, provenance, race
+from lpkit.bench.harness import ROUNDS, Result, paired, race
 from lpkit.config import Config
 from lpkit.files import resource
 from lpkit.measure.tracking import ROWS
@@ -29,23 +30,27 @@ from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
 from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
+PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 RULES = {"formula": "closed form", "traced": "trace", "accelerate": "accelerate",
          "deepspeed": "DeepSpeed", "classic": "16 P +"}
-TRACE, TRACE_SECONDS, RANKS, CALL_SECONDS, FASTER = 0.01, 60, 1024, 200e-6, 100
+# targets: relative errors, seconds, times faster
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
+TRACE, STEP_TIME, TRACE_SECONDS, CALL_SECONDS, FASTER = 0.01, 0.1, 60, 200e-6, 100
+RANKS = 1024
 CAST = tuple(name for name, recipe in RECIPES.items() if recipe.products)
-GPT2 = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128,
-        "global_batch": 4}
+Changes = dict[str, Any]
+GPT2: Changes = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128,
+                 "global_batch": 4}
 LLAMA = {**GPT2, "model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
          "model.bias": False, "model.tied": False, "model.init": "llama", "model.mlp_width": 384,
          "model.kv_heads": 2}
-STYLES = {"gpt2": GPT2, "llama": LLAMA}
-LARGER = {"model.layers": 12, "model.width": 768, "model.heads": 12, "model.context": 1024,
-          "global_batch": 8, "model.vocab": 50_304}
-SHAPES: dict[str, dict[str, Any]] = {
+LARGER: Changes = {"model.layers": 12, "model.width": 768, "model.heads": 12,
+                   "model.context": 1024, "global_batch": 8, "model.vocab": 50_304}
+SHAPES: dict[str, Changes] = {
     "as it is": {}, "deep": {"model.layers": 10},
     "wide, few tokens": {"model.width": 512, "model.context": 64, "global_batch": 1},
     "long": {"model.context": 1024, "global_batch": 1},
@@ -53,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vocabulary 8k": {"model.vocab": 8192},
     "vocabulary 128k": {"model.vocab": 128_256, "global_batch": 1, "model.width": 64},
 }
-TECHNIQUES: dict[str, dict[str, Any]] = {
+TECHNIQUES: dict[str, Changes] = {
     "recompute block": {"memory.recompute": "block"},
     "recompute every 2nd": {"memory.recompute": "block", "memory.recompute.every": 2},
     "recompute selective": {"memory.recompute": "selective"},
@@ -63,87 +68,92 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "update in backward": {"memory.optimizer_step": "in-backward", "optimizer.clip": 0,
                            "model.context": 32},
 }
+SELECTIVE_SDPA = {"recompute selective, sdpa": {"memory.recompute": "selective",
+                                                "model.attention": "sdpa"}}
+CASES: tuple[tuple[tuple[str, ...], dict[str, Changes]], ...] = (
+    (("fp32", "bf16"), SHAPES),
+    (CAST, {name: SHAPES[name] for name in ("as it is", "accumulated")}),
+    (("bf16", "fp8-tensorwise"), TECHNIQUES),
+    (CAST, SELECTIVE_SDPA),
+)
 
 
-def configs(larger: dict[str, Any] | None = None) -> Iterator[tuple[str, Config]]:
+def configs(larger: Changes | None = None) -> Iterator[tuple[str, Config]]:
     """Both styles of model; every shape in 32 and 16 bits, every recipe, every technique in 16 bits
     and in FP8."""
-    for style, shape in STYLES.items():
-        cases = [*((f"{precision}, {name}", {"precision.recipe": precision, **changes})
-                   for precision in ("fp32", "bf16") for name, changes in SHAPES.items()),
-                 *((f"{recipe}, {name}", {"precision.recipe": recipe, **SHAPES[name]})
-                   for recipe in CAST for name in ("as it is", "accumulated")),
-                 *((f"{recipe}, {name}", {"precision.recipe": recipe, **changes})
-                   for recipe in ("bf16", "fp8-tensorwise")
-                   for name, changes in TECHNIQUES.items()),
-                 *((f"{recipe}, recompute selective, sdpa",
-                    {"precision.recipe": recipe, "memory.recompute": "selective",
-                     "model.attention": "sdpa"}) for recipe in CAST)]
-        for name, changes in cases:
-            yield f"{style}, {name}", Config().replace({**shape, **(larger or {}), **changes})
+    for style, shape in (("gpt2", GPT2), ("llama", LLAMA)):
+        base = {**shape, **(larger or {})}
+        for recipes, cases in CASES:
+            for recipe in recipes:
+                for name, changes in cases.items():
+                    config = Config().replace({**base, "precision.recipe": recipe, **changes})
+                    yield f"{style}, {recipe}, {name}", config
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:
-    gpu = torch.cuda.is_available()
     here = hardware.machine()
+    gpu = here.kind == "gpu"
     table = [_case(name, config, here) for name, config in configs(LARGER if gpu else None)]
-    facts = provenance(["torch", "accelerate"],
-                       torch.cuda.get_device_name() if gpu else None) | {"table": table}
+    how = {"better": "lower", "facts": {"table": table}, "packages": ("torch", "accelerate"),
+           "device": torch.cuda.get_device_name() if gpu else None}
 
-    def error(case: str, key: str, target: float | None, worst: bool = False,
-              of: str = "measured_bytes") -> Result:
-        errors = [abs(row[key] / row[of] - 1) for row in table]
-        return paired(NAME, ours=[max(errors)] if worst else errors,
-                      peer=[1.0] * (1 if worst else len(errors)), peer_name="the measured peak",
-                      better="lower", unit="relative error", target=target, case=case, facts=facts)
+    def errors(key: str, of: str = "measured_bytes") -> list[float]:
+        return [abs(row[key] / row[of] - 1) for row in table]
 
-    config = Config().replace(GPT2 | {"precision.recipe": "bf16"})
-    call = race(NAME, ours=lambda: memory(config, here, attention="blocked"),
-                peers={} if gpu else {"PyTorch's MemTracker": _mem_tracker(config)},
-                check=lambda: None, rounds=rounds, target=FASTER, case="one prediction",
-                packages=("torch",))
-    seconds = [paired(NAME, ours=[call[0].ours_median], peer=[1.0], peer_name="a second",
-                      better="lower", unit="s", target=CALL_SECONDS,
-                      case="one call of the closed form", facts=facts)] if call else []
+    formula = errors("formula_bytes")
+    claims = [(f"closed form, {len(table)} configs, median", formula, MEDIAN[here.kind]),
+              ("closed form, worst", [max(formula)], WORST[here.kind]),
+              ("trace, worst", [max(errors("traced_bytes"))], TRACE),
+              ("accelerate's estimate, median", errors("accelerate_bytes"), None),
+              ("DeepSpeed's rule, median", errors("deepspeed_bytes"), None),
+              ("16 P + activations, median", errors("classic_bytes"), None)]
+    if gpu:
+        claims.append(("step time, median", errors("predicted_seconds", "step_seconds"), STEP_TIME))
+    results = [paired(NAME, ours=off, peer=[1.0] * len(off), peer_name="the measured peak",
+                      unit="relative error", case=case, target=target, **how)
+               for case, off, target in claims]
+
+    def within(case: str, seconds: float, target: float) -> Result:
+        return paired(NAME, ours=[seconds], peer=[1.0], peer_name="a second", case=case,
+                      target=target, **how)
+
     start = time.perf_counter()
     predict_trace(preset("llama-8b").replace({"global_batch": RANKS, "grad_accum_steps": 1}), RANKS)
-    world = paired(NAME, ours=[time.perf_counter() - start], peer=[1.0], peer_name="a second",
-                   better="lower", unit="s", target=TRACE_SECONDS,
-                   case=f"llama-8b traced on {RANKS:,} ranks", facts=facts)
-    times = [error("step time, median", "predicted_seconds", 0.1, of="step_seconds")] if gpu else []
-    return [error(f"closed form, {len(table)} configs, median", "formula_bytes", MEDIAN[here.kind]),
-            error("closed form, worst", "formula_bytes", WORST[here.kind], worst=True),
-            error("trace, worst", "traced_bytes", TRACE, worst=True),
-            error("accelerate's estimate, median", "accelerate_bytes", None),
-            error("DeepSpeed's rule, median", "deepspeed_bytes", None),
-            error("16 P + activations, median", "classic_bytes", None), world, *times, *seconds,
+    results.append(within(f"llama-8b traced on {RANKS:,} ranks", time.perf_counter() - start,
+                          TRACE_SECONDS))
+    if gpu:
+        return results
+    config = Config().replace(GPT2 | {"precision.recipe": "bf16"})
+    call = race(NAME, ours=lambda: memory(config, here, attention="blocked"),
+                peers={"PyTorch's MemTracker": _mem_tracker(config)}, check=lambda: None,
+                rounds=rounds, target=FASTER, case="one prediction")
+    return [*results, within("one call of the closed form", call[0].ours_median, CALL_SECONDS),
             *call]
 
 
-def _case(name: str, config: Config, here: Any) -> dict[str, Any]:
-    found = measure.memory(config)
-    said = memory(config, here, attention=found.chosen["attention"].used)
+def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
+    measured = measure.memory(config)
+    formula = memory(config, here, attention=measured.chosen["attention"].used)
+    device, _, _ = measured.chosen["device"].used.partition(":")
     m, count = config.model, parameter_count(config.model)
     tokens = config.global_batch // config.grad_accum_steps * m.T
-    dtype = {"fp32": "float32"}.get(config.precision.recipe.name, "bfloat16")
     korthikanti = m.L * tokens * m.D * (34 + 5 * m.H * m.T / m.D)
-    timed = {} if here.kind == "cpu" else {"step_seconds": measure.step(config).step_seconds,
-                                           "predicted_seconds": step_time(config,
-                                                                          here).step_seconds}
-    return {
+    dtype = {"fp32": "float32"}.get(config.precision.recipe.name, "bfloat16")
+    row = {
         "name": name, "parameters": count,
-        "measured_bytes": found.counted_bytes or found.peak_bytes,
-        "formula_bytes": said.peak_bytes, "peak_moment": said.peak_moment,
-        "traced_bytes": predict_trace(config,
-                                      device=found.chosen["device"].used.partition(":")[
-                                          0]).peak_bytes,
+        "measured_bytes": measured.counted_bytes or measured.peak_bytes,
+        "formula_bytes": formula.peak_bytes, "peak_moment": formula.peak_moment,
+        "traced_bytes": predict_trace(config, device=device).peak_bytes,
         "accelerate_bytes": max(estimate_training_usage(4 * count, dtype).values()),
         # estimate_zero2_model_states_mem_needs: 4 P + 16 P / devices
-        "deepspeed_bytes": 20 * count,
-        "classic_bytes": 16 * count + korthikanti, **timed}
+        "deepspeed_bytes": 20 * count, "classic_bytes": 16 * count + korthikanti}
+    if here.kind == "gpu":
+        row |= {"step_seconds": measure.step(config).step_seconds,
+                "predicted_seconds": step_time(config, here).step_seconds}
+    return row
 
 
-def _mem_tracker(config: Config):
+def _mem_tracker(config: Config) -> Callable[[], None]:
     """One update under PyTorch's own tracker."""
     bench = measure.Bench(config, "cpu")
     bench.train()
@@ -160,73 +170,48 @@ def _mem_tracker(config: Config):
 # The page.
 
 def page(measured: list[dict[str, Any]]) -> str:
-    """docs/ledger.md from the files that `lpkit bench ledger --out data/measured` wrote."""
+    """docs/ledger.md, from "Rows" on made anew from the files that `lpkit bench ledger --out
+    data/measured` wrote."""
+    head, _, _ = PAGE.read_text().partition("## Rows\n")
     config = preset(EXAMPLE).replace({"precision.recipe": "fp8-delayed"})
-    variants = [memory(config, "h200", precision="bf16-master"),
-                memory(config, "h200", layout=Layout(shard=8)),
-                memory(config.replace({"memory.recompute": "block",
-                                       "memory.moment_format": "int8"}), "h200"),
-                memory(config, "h200")]      # the last word is the plain one's
-    example = {row.name: row for one in variants for row in one.rows}
-    lines = [HEAD.strip(), "", "## Rows", "", f"With the most that each is for `{EXAMPLE}` under "
-             f"fp8-delayed on one H200; what it has not there, with bf16 weights and float32 "
-             f"masters, on 8 shards, or recomputed with 8-bit moments. The closed form counts rows "
-             f"without a figure under temporaries.", ""]
-    rows = []
-    for name, what in ROWS.items():
-        row = example.get(name)
-        rows.append((name, what, *((quantity(row.bytes, "bytes"), row.formula, row.source) if row
-                                   else ("", "", ""))))
-    lines += [markdown_table(("row", "what", "bytes", "formula", "source"), rows), ""]
+    recomputed = config.replace({"memory.recompute": "block", "memory.moment_format": "int8"})
+    example = {}
+    for variant in (memory(config, "h200", precision="bf16-master"),
+                    memory(config, "h200", layout=Layout(shard=8)), memory(recomputed, "h200"),
+                    memory(config, "h200")):     # the last word is the plain one's
+        example |= {row.name: (quantity(row.bytes, "bytes"), row.formula, row.source)
+                    for row in variant.rows}
+    rows = [(name, what, *example.get(name, ("", "", ""))) for name, what in ROWS.items()]
+    lines = ["## Rows", "", f"With the most that each is for `{EXAMPLE}` under fp8-delayed on one "
+             f"H200; what it has not there, with bf16 weights and float32 masters, on 8 shards, or "
+             f"recomputed with 8-bit moments. The closed form counts rows without a figure under "
+             f"temporaries.", "",
+             markdown_table(("row", "what", "bytes", "formula", "source"), rows), ""]
     for result in measured:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        errors = [(row["name"], f"{row['parameters']:,}", quantity(row["measured_bytes"], "bytes"),
-                   row["peak_moment"], *(f"{row[f'{rule}_bytes'] / row['measured_bytes'] - 1:+.2%}"
-                                         for rule in RULES)) for row in result["table"]]
         lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
                   f"{result['commit']} with {versions}, {result['threads']} threads: "
                   f"`{result['command']}`.", "",
                   markdown_table(("", "result", "target"),
-                                 [(case["case"], _said(case), case["verdict"])
+                                 [(case["case"], _shown(case), case["verdict"])
                                   for case in result["cases"]]), "",
                   markdown_table(("config", "parameters", "measured peak", "at", *RULES.values()),
-                                 errors), ""]
-    return "\n".join(lines)
+                                 map(_errors, result["table"])), ""]
+    return head + "\n".join(lines)
 
 
-def _said(case: dict[str, Any]) -> str:
+def _errors(row: dict[str, Any]) -> tuple[str, ...]:
+    peak = row["measured_bytes"]
+    return (row["name"], f"{row['parameters']:,}", quantity(peak, "bytes"), row["peak_moment"],
+            *(f"{row[f'{rule}_bytes'] / peak - 1:+.2%}" for rule in RULES))
+
+
+def _shown(case: dict[str, Any]) -> str:
     if case["unit"] == "relative error":
         return f"{case['ratio']:.3%}"
-    return (duration(case["ratio"]) if case["better"] == "lower"
-            else f"{case['ratio']:,.0f} times faster")
-
-
-HEAD = """
-# The ledger, and how far off it is
-
-One question, three answers, in the same rows:
-
-    lpkit.predict.memory(config, "h200")                    # closed form: standard library, under 200 us
-    lpkit.predict_trace(config, world_size=1024)            # the real model and step on shapes alone, any number of ranks
-    lpkit.measure.memory(config)                            # a real step, every live byte under its row
-    lpkit.reconcile(config)                                 # side by side, and which row explains the difference
-
-`lpkit predict cpu-3m --machine this --measure` does the same from the command line, and puts the seconds of a profiled step
-beside the rooflines, row by row. A row lives at some moments of a step, so the peak is the largest moment and not the sum:
-the closed form walks through the backward pass of the last block and of the first, where the peak must lie
-(`lpkit/predict/walk.py`).
-
-Below, the peak of the closed form and of the trace against a measured one, and beside them the rules of thumb in use:
-accelerate's estimate, DeepSpeed's `estimate_zero2_model_states_mem_needs` on one device, and 16 bytes a parameter plus the
-activations of Korthikanti et al. 2022 (34 s b h + 5 a s^2 b a layer). These know neither vocabularies nor techniques; small
-models, where logits and activations are most of it, are their worst case.
-
-Errors are signed: +5% means that a rule says 5% more than was measured. On a CPU the peak is that of the storages that
-PyTorch's operations make, as the tracker counts them; what a kernel takes and gives back inside one operation is not in it
-(up to 3% more by PyTorch's profiler, `measure.memory(config, count=True)`). On a GPU it is the allocator's count. Shards are
-held to a trace of FSDP2, within 4% (`tests/test_predict.py`); tensor, pipeline and context ranks by arithmetic alone.
-Activations away (`memory.activation_offload`) are within 10%. This page is made by `make ledger`.
-"""
+    if case["better"] == "lower":
+        return duration(case["ratio"])
+    return f"{case['ratio']:,.0f} times faster"
 
 
 def measured_files() -> list[dict[str, Any]]:
@@ -236,5 +221,5 @@ def measured_files() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--page"]:
-        sys.exit("usage: python -m lpkit.bench.ledger --page > docs/ledger.md")
+        sys.exit("usage: python -m lpkit.bench.ledger --page > build/ledger.md")
     print(page(measured_files()), end="")

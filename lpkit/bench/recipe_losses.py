@@ -13,7 +13,7 @@ import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from lpkit.bench.harness import Result, paired, provenance
+from lpkit.bench.harness import Result, paired
 from lpkit.machine_facts import cores
 from lpkit.presets import preset
 from lpkit.techniques.recipes import RECIPES
@@ -29,27 +29,21 @@ TARGET = 1.01
 def run(rounds: int = SEEDS, steps: int = STEPS) -> list[Result]:
     names = [PEER, *(name for name, recipe in RECIPES.items() if recipe.products)]
     seeds = range(min(rounds, SEEDS))
-    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         futures = {(name, seed): pool.submit(_loss, name, seed, steps) for seed in seeds
                    for name in names}
         losses = {name: [futures[name, seed].result() for seed in seeds] for name in names}
     shutil.rmtree(FOLDER)
-    facts = provenance(["torch"]) | {"steps": steps, "losses": losses}
     return [paired("recipe-losses", ours=losses[name], peer=losses[PEER], peer_name=PEER, case=name,
-                   better="lower", unit="nats per token",
-                   target=TARGETS.get(RECIPES[name].dtype, TARGET), facts=facts)
+                   better="lower", target=TARGETS.get(RECIPES[name].dtype, TARGET),
+                   unit="nats per token", facts={"steps": steps, "losses": losses})
             for name in names if name != PEER]
-
-
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _loss(name: str, seed: int, steps: int) -> float:
     config = preset("cpu-3m").replace({"precision.recipe": name, "seed": seed, "steps": steps,
-                                       "system.device": "cpu", "eval_every": 0, "eval_batches": 32,
+                                       "system.device": "cpu", "system.threads": 1,
+                                       "eval_every": 0, "eval_batches": 32,
                                        "checkpoint_every": 50})
     path = FOLDER / f"{name}-{seed}-{steps}"
     return train(config, out=path, resume=path.exists()).summary["val_loss"]

@@ -11,8 +11,8 @@ target, and `cases` has them all; several benchmarks make one object with a list
 """
 
 import argparse
-import importlib
 import json
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -44,12 +44,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
-    modules = [importlib.import_module(pick(BENCHES, name, "benchmark")) for name in names]
+    rows = [pick(BENCHES, name, "benchmark") for name in names]
+    benches = [pkgutil.resolve_name(f"lpkit.bench.{row}") for row in rows]
     done, left_out = [], {}
-    for name, module in zip(names, modules, strict=True):
+    for name, bench in zip(names, benches, strict=True):
         print(f"bench {name} ...", file=sys.stderr)
         try:
-            done.append(summary(module.run(args.rounds)))
+            done.append(summary(bench(args.rounds)))
         except ConfigError as error:    # what needs a GPU is no reason to lose the rest
             if not args.all:
                 raise

@@ -1,0 +1,103 @@
+"""Quantise-dequantise on a CPU: the kit's kernel beside ml_dtypes, PyTorch and torchao.
+
+4 Mi float32 values, in buffers that together are larger than a cache and take turns; all contenders
+write into buffers that exist already where they can, so that nobody pays for fresh pages alone.
+Values are compared bit for bit first.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lpkit.bench.harness import ROUNDS, Result, race, rotating
+from lpkit.kernels import cast
+from lpkit.techniques.formats import FORMATS
+
+SHAPE = (1024, 4096)    # 16 MiB
+THREADS = (1, 2)
+QDQ_TARGETS = {"ml_dtypes": 25.0, "torch eager": 5.0, "torch compiled": 1.15}
+MX_TARGET = 6.0
+E4M3 = FORMATS["e4m3fn"]
+
+
+def qdq(rounds: int = ROUNDS) -> list[Result]:
+    """E4M3 and back, beside ml_dtypes, PyTorch's casts, and the same casts compiled."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in THREADS:
+            torch.set_num_threads(count)
+            results += _qdq(count, rounds)
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
+def _qdq(threads: int, rounds: int) -> list[Result]:
+    import ml_dtypes
+
+    def ours(x: Tensor, out: Tensor) -> None:
+        cast.qdq(x, E4M3, out=out)
+
+    def numpy_way(x: Tensor, out: Tensor) -> None:
+        out.numpy()[:] = x.numpy().astype(ml_dtypes.float8_e4m3fn)
+
+    def eager(x: Tensor, out: Tensor) -> None:
+        out.copy_(x.to(torch.float8_e4m3fn))
+
+    torch.compiler.reset()      # the number of threads is compiled in
+    peers = {"ml_dtypes": numpy_way, "torch eager": eager, "torch compiled": torch.compile(eager)}
+    buffers = _buffers(8)
+
+    def check() -> None:
+        x, out = buffers[0]
+        want = x.to(torch.float8_e4m3fn).float()
+        for name, function in {"ours": ours, **peers}.items():
+            out.fill_(torch.nan)
+            function(x, out)
+            same_bits(name, out, want)
+
+    return race("qdq", ours=_contender(ours, buffers), check=check, target=QDQ_TARGETS,
+                peers={name: _contender(function, buffers) for name, function in peers.items()},
+                case=f"E4M3 and back, 4 Mi float32, threads: {threads}, kernel: "
+                f"{cast.choice().used}", rounds=rounds, packages=("torch", "ml_dtypes"))
+
+
+def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
+    """MXFP8 and back, beside torchao's eager path."""
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+
+    def ours(x: Tensor, out: Tensor) -> Tensor:
+        return cast.mx(x, E4M3, out=out).values
+
+    def torchaos(x: Tensor, out: Tensor) -> Tensor:
+        scales, codes = to_mx(x, torch.float8_e4m3fn, cast.MX_BLOCK)
+        return to_dtype(codes, scales, torch.float8_e4m3fn, cast.MX_BLOCK, x.dtype)
+
+    buffers = _buffers(4)
+
+    def check() -> None:
+        same_bits("MXFP8", ours(*buffers[0]), torchaos(*buffers[0]))
+
+    return race("mx-qdq", ours=_contender(ours, buffers), check=check, target=MX_TARGET,
+                peers={"torchao eager": _contender(torchaos, buffers)},
+                case=f"MXFP8, E4M3 elements, floor rule, 4 Mi float32, threads: "
+                f"{torch.get_num_threads()}, kernel: {cast.choice().used}",
+                rounds=rounds, packages=("torch", "torchao"))
+
+
+def _buffers(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and outputs: `count` times 32 MiB pass by before one comes back."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(SHAPE, generator=generator), torch.empty(SHAPE)) for _ in range(count)]
+
+
+def _contender(function: Callable[[Tensor, Tensor], object],
+               buffers: list[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    turn = rotating(buffers)
+    return lambda: function(*turn())
+
+
+def same_bits(name: str, got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got.contiguous().view(torch.int32), want.contiguous().view(torch.int32)):
+        raise AssertionError(f"{name}: {int((got != want).sum())} of {got.numel()} values differ")
