@@ -10,14 +10,13 @@ import torch
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
-from lpkit.studies.bisect import bisect, train
+from lpkit.studies.bisect import bisect, search, train
 from lpkit.studies.faults import (
     FAULTS,
     Injection,
     inject,
     low_precision_products,
     run_in_high_precision,
-    search,
 )
 from lpkit.training.training import Training
 

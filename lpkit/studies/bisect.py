@@ -1,4 +1,5 @@
-"""Which layer and product lose the loss: `lpkit.studies.faults.search` over short runs of a Config.
+"""Which layer and product lose the loss: promote halves to 16 bits and keep the half that brings it
+back.
 
     print(bisect(config, "nvfp4"))                                              # a recipe
     print(bisect(config, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
@@ -10,45 +11,210 @@ bits alone. Deterministic.
 
 import functools
 import math
+import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from lpkit.config import Config
-from lpkit.errors import ConfigError, nearest, pick
+from lpkit.errors import ConfigError, pick
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import Sample
 from lpkit.precision.linear import scaled_linears
-from lpkit.studies.faults import (
-    FAULTS,
-    NUDGES,
-    Finding,
-    Injection,
-    Unit,
-    inject,
-    low_precision_products,
-    random_injection,
-    run_in_high_precision,
-    search,
-)
+from lpkit.studies import faults
+from lpkit.studies.faults import FAULTS, Injection, Unit, layers_of, low_precision_products, named
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
+# Student's t, 97.5%, for 2 seeds, 3, ...: so many standard errors from a mean, chance is ruled out.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
+CLEAR = 4.0     # a gap of fewer noises is none
+MORE = 3        # times as many seeds as were asked for: the most that are drawn
+NUDGES = (torch.bfloat16, torch.float16)        # of a start: two such runs drift as runs do
+
+Units = tuple[Unit, ...]
+# of a short run: what is promoted, number of the seed and of the nudge
+Loss = Callable[[Units, int, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Short runs with some products in 16 bits: means over seeds."""
+
+    promoted: Units
+    recovery: float             # 0: as bad as with nothing promoted; 1: as good as with everything
+    error: float                # of the recovery: half of its 95% interval
+
+    @property
+    def kept(self) -> bool:
+        """It brings back more than half, beyond chance."""
+        return self.recovery - self.error > 0.5
+
+    @property
+    def dropped(self) -> bool:
+        """It brings back less than half, beyond chance."""
+        return self.recovery + self.error < 0.5
+
+    def __str__(self) -> str:
+        return f"{self.recovery:.0%} (+-{self.error:.0%})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where it is, and how sure that is."""
+
+    suspect: str
+    culprits: Units                 # the smallest set that halving reaches, or cannot divide
+    gap: float                      # nats per token that low precision costs, mean over seeds
+    noise: float                    # nats per token between runs that start one rounding apart
+    alone: Trial                    # promoting the culprits alone
+    rest: Trial                     # promoting everything else
+    seeds: int
+    runs: int
+    path: tuple[Trial, ...]
+
+    @property
+    def recovery(self) -> float:
+        return self.alone.recovery
+
+    @property
+    def without(self) -> float:
+        return self.rest.recovery
+
+    @property
+    def effect(self) -> float:
+        """The gap in units of the noise."""
+        if self.noise:
+            return self.gap / self.noise
+        return math.copysign(math.inf, self.gap) if self.gap else 0.0
+
+    @property
+    def certainty(self) -> str:
+        """low: no gap beyond noise, or seeds that do not agree on one layer and no other."""
+        layers = len(layers_of(self.culprits))
+        if self.effect < CLEAR or layers > 1 or not self.alone.kept or not self.rest.dropped:
+            return "low"
+        sure = self.effect > 2 * CLEAR and self.recovery > 0.8 and self.without < 0.2
+        return "high" if sure else "medium"
+
+    def __str__(self) -> str:
+        cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the "
+                f"noise between runs ({self.noise:.1g})")
+        after = f"certainty {self.certainty}, {self.runs} runs of {self.seeds} seeds"
+        if self.effect < CLEAR:
+            return f"Nothing to find: {cost}; {after}."
+        back = f"brings back {self.alone} of that, promoting everything else {self.rest}"
+        if self.certainty != "low":
+            return f"{named(self.culprits)}: {cost}; promoting it {back}; {after}."
+        first, *others = layers_of(self.culprits)
+        where = f"{1 + len(others)} layers, {first} to {others[-1]}" if others else first
+        return f"Cannot tell: {cost}; promoting {where} {back}; {after}."
+
+
+def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 3) -> Finding:
+    """Promote halves and keep the half that brings the loss back: of the layers, then of products.
+
+    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, n from a copy that is
+    rounded to NUDGES[n - 1]. Runs are compared seed by seed. While chance may have decided on a
+    layer, another seed is drawn, up to MORE * seeds. A set whose halves still cannot be told apart
+    is the answer; so are products of one layer that the seeds drawn so far do not tell apart.
+    With k seeds drawn, at most k * (5 + 2 log2(layers) + 4) runs; 4 * seeds where nothing is lost.
+    Raises ConfigError for no seeds.
+    """
+    if seeds < 1:
+        raise ConfigError(f"a search needs at least 1 seed, got {seeds}")
+    everything, most = tuple(all_units), MORE * seeds
+    runs = _Runs(loss, everything, seeds)
+    drift = runs.gained(everything, everything, nudge=1) + runs.gained((), (), nudge=2)
+    runs.noise = math.sqrt(statistics.fmean(d * d for d in drift))
+    culprits, others, path = everything, (), []
+    if runs.gap > max(0.0, CLEAR * runs.noise):
+        while len(culprits) > 1:
+            several = len(layers_of(culprits)) > 1
+            path += runs.judged(_halves(culprits), most if several else runs.drawn)
+            if not path[-1].kept:
+                break       # it takes both, or chance decides
+            culprits = path[-1].promoted
+        others = tuple(unit for unit in everything if unit not in culprits)
+        path += runs.judged([others], most)
+    return Finding(suspect=suspect, culprits=culprits, gap=runs.gap, noise=runs.noise,
+                   alone=runs.trial(culprits), rest=runs.trial(others), seeds=runs.drawn,
+                   runs=runs.loss.cache_info().currsize, path=tuple(path))
+
+
+class _Runs:
+    """The runs of one search, each made once, and what they say about sets of products."""
+
+    def __init__(self, loss: Loss, everything: Units, drawn: int):
+        self.loss, self.everything, self.drawn = functools.cache(loss), everything, drawn
+        self.noise = 0.0
+
+    def gained(self, worse: Units, better: Units, nudge: int = 0) -> list[float]:
+        """Nats per token, seed by seed. `nudge`: of the worse."""
+        return [self.loss(worse, seed, nudge) - self.loss(better, seed, 0)
+                for seed in range(self.drawn)]
+
+    @property
+    def gap(self) -> float:
+        return statistics.fmean(self.gained((), self.everything))
+
+    def trial(self, promoted: Units) -> Trial:
+        """Recovery is a ratio of two means; its error is half of the 95% interval of what the ratio
+        leaves over. Differences spread at least as nudged runs do."""
+        gaps, back = self.gained((), self.everything), self.gained((), promoted)
+        if not sum(gaps):
+            return Trial(promoted=promoted, recovery=math.nan, error=math.nan)
+        recovery, error = sum(back) / sum(gaps), math.inf
+        if self.drawn > 1:
+            left = [b - recovery * gap for b, gap in zip(back, gaps)]
+            spread = max(statistics.stdev(left), math.sqrt(2) * self.noise)
+            student = STUDENT[min(self.drawn - 2, len(STUDENT) - 1)]
+            error = student * spread / math.sqrt(self.drawn)
+        return Trial(promoted=promoted, recovery=recovery, error=error / abs(self.gap))
+
+    def judged(self, sets: Sequence[Units], most: int) -> list[Trial]:
+        """Trials of the sets, up to the first that is kept; more seeds while chance decides."""
+        while True:
+            trials = []
+            for promoted in sets:
+                trials.append(self.trial(promoted))
+                if trials[-1].kept:
+                    return trials
+            if self.drawn >= most or all(trial.dropped for trial in trials):
+                return trials
+            self.drawn += 1
+
+
+def _halves(which: Units) -> tuple[Units, Units]:
+    """A layer is not cut while there are several."""
+    layers = layers_of(which)
+    if len(layers) > 1:
+        first = layers[:len(layers) // 2]
+        cut = sum(layer in first for layer, _ in which)
+    else:
+        cut = len(which) // 2
+    return which[:cut], which[cut:]
+
+
+# On real runs.
 
 def bisect(config: Config, suspect: str | Injection, *, seeds: int = 3, warm_steps: int = 120,
            steps: int = 8) -> Finding:
-    """`suspect`: a recipe, a fault (in every layer), or a Plant; a fault brings its own recipe.
-    `steps` of each run.
+    """`suspect`: a recipe, a fault (in every layer), or an Injection; a fault brings its own
+    recipe. `steps` of each run.
 
     Raises ConfigError for an unknown suspect, and for a recipe without low-precision products.
     """
-    planted = (suspect if isinstance(suspect, Injection) else Injection(fault=suspect)
-               if suspect in FAULTS else None)
-    if planted is None and suspect not in RECIPES:
-        raise ConfigError(f"there is no recipe or fault {suspect!r}; "
-                          f"{nearest(suspect, [*RECIPES, *FAULTS])}")
-    recipe = suspect if planted is None else pick(FAULTS, planted.fault, "fault").recipe
+    if isinstance(suspect, str):
+        pick({**RECIPES, **FAULTS}, suspect, "recipe or fault")
+    if suspect in FAULTS:
+        suspect = Injection(fault=suspect)
+    recipe = name = suspect
+    if isinstance(suspect, Injection):
+        recipe = pick(FAULTS, suspect.fault, "fault").recipe
+        name = f"{suspect.fault} in {recipe}"
     config = config.replace({"precision.recipe": recipe, "precision.backend": "auto",
                              "steps": warm_steps + steps, "schedule": "constant",
                              "system.compile": False,
@@ -59,58 +225,56 @@ def bisect(config: Config, suspect: str | Injection, *, seeds: int = 3, warm_ste
 
     @functools.cache
     def start(seed: int) -> Training:
-        return warmed(config.replace({"seed": config.seed + seed}), warm_steps)
+        """After `warm_steps` with every product in 16 bits."""
+        training = Training.build(config.replace({"seed": config.seed + seed}))
+        low = {layer: layer.recipe for layer in scaled_linears(training.model)}
+        faults.run_in_high_precision(training.model, low_precision_products(training.model))
+        train(training, 0, warm_steps)
+        for layer, recipe_of_layer in low.items():
+            layer.recipe = recipe_of_layer
+        return training
 
-    candidates = low_precision_products(start(0).model) if seeds > 0 else []
-    if seeds > 0 and not candidates:
+    candidates = low_precision_products(start(0).model)
+    if not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a "
                           f"recipe of 8 or 4 bits")
 
-    def loss(promoted: Sequence[Unit], seed: int, nudge: int) -> float:
+    def loss(promoted: Units, seed: int, nudge: int) -> float:
         training = start(seed).copy()
         if nudge:
             for p in training.model.parameters():
                 p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)
-        if planted is not None:
-            inject(training.model, planted)
-        run_in_high_precision(training.model, promoted)
+        if isinstance(suspect, Injection):
+            faults.inject(training.model, suspect)
+        faults.run_in_high_precision(training.model, promoted)
         nothing = math.log(config.model.vocab)  # what a run that breaks is worth: it knows nothing
         return statistics.fmean(min(value, nothing) if math.isfinite(value) else nothing
                                 for value in train(training, warm_steps, warm_steps + steps))
 
-    name = suspect if planted is None else f"{planted.fault} in {recipe}"
     return search(name, candidates, loss, seeds=seeds)
 
 
-def train_with_telemetry(config: Config, planted: Injection, *, every: int = 5) -> list[Sample]:
+def train_with_telemetry(config: Config, injection: Injection, *, every: int = 5) -> list[Sample]:
     """Train `config` with a fault in it, under the fault's recipe, and return what the telemetry
     saw; no other trace."""
-    training = Training.build(config.replace({"precision.recipe": FAULTS[planted.fault].recipe,
-                                              "system.compile": False}))
-    inject(training.model, planted)
+    training = _under(config, injection.fault)
+    faults.inject(training.model, injection)
     seen = telemetry.attach(training, every=every)
     train(training, 0, config.steps)
     return seen.samples
 
 
 def hidden_injection(config: Config, fault: str, seed: int) -> Injection:
-    """`fault` in a layer of `config`'s model that only `seed` knows. Raises ConfigError for an
-    unknown fault."""
+    """`fault` in one low-precision Linear of `config`'s model that only `seed` knows. Raises
+    ConfigError for an unknown fault."""
+    layers = [layer.name for layer in scaled_linears(_under(config, fault).model)]
+    return Injection(fault=fault, layers=(random.Random(seed).choice(layers),))
+
+
+def _under(config: Config, fault: str) -> Training:
+    """Under the recipe of the fault."""
     recipe = pick(FAULTS, fault, "fault").recipe
-    model = Training.build(config.replace({"precision.recipe": recipe,
-                                           "system.compile": False})).model
-    return random_injection(model, fault, seed)
-
-
-def warmed(config: Config, steps: int) -> Training:
-    """The training of `config`, after `steps` with every product in 16 bits."""
-    training = Training.build(config)
-    recipes = {layer: layer.recipe for layer in scaled_linears(training.model)}
-    run_in_high_precision(training.model, low_precision_products(training.model))
-    train(training, 0, steps)
-    for layer, recipe in recipes.items():
-        layer.recipe = recipe
-    return training
+    return Training.build(config.replace({"precision.recipe": recipe, "system.compile": False}))
 
 
 def train(training: Training, first: int, last: int) -> list[float]:
