@@ -20,8 +20,10 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,11 @@ from lpkit.predict.params import of
 from lpkit.predict.precision import StepCost, emulated, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity
+from lpkit.presets import preset
+from lpkit.tables import html_table
 from lpkit.techniques import machines
-from lpkit.techniques.formats import format_of
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import RECIPES, SCALES, Cast, kept, resolve, scale_bytes
+from lpkit.techniques.recipes import RECIPES, SCALES, kept, resolve, scale_bytes
 from lpkit.techniques.recipes import Recipe as Row
 
 BASES = ("bf16", "fp16", "fp32")
@@ -53,7 +56,7 @@ MEASURED = resource("data/measured")
 CATALOGUED = {"mxfp8": "fp8", "nvfp4": "fp4"}
 # traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log,
 # rowwise
-EAGER = 12
+EAGER_CAST_TRAFFIC = 12
 # the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
 NOISY_CAST_TRAFFIC = 7
 WINDOW = 5      # steps whose mean loss counts as the loss of a moment
@@ -78,6 +81,20 @@ class Plan:
         """Of a step, against 16 bits."""
         return self.cost.speedup if self.recorded_speedup is None else self.recorded_speedup
 
+    @property
+    def bits(self) -> float:
+        """Of the narrowest operand."""
+        return min(cast.bits for pair in RECIPES[self.recipe].products.values() for cast in pair)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in
+                  ("recipe", "backend", "status", "why", "recorded_speedup", "source", "speedup")}
+        costs = {name: getattr(self.cost, name) for name in
+                 ("step_seconds", "base_step_seconds", "share", "linear_speedup", "bytes",
+                  "more_bytes", "rest_seconds")}
+        linears = [{**asdict(one), "speedup": one.speedup} for one in self.cost.linears]
+        return {**values, **costs, "linears": linears}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -90,10 +107,15 @@ class Measured:
     speedups: tuple[float | None, ...]          # at equal loss, by seed
 
     @property
+    def reached(self) -> list[float]:
+        """The speedups of the seeds that got there."""
+        return [speedup for speedup in self.speedups if speedup is not None]
+
+    @property
     def speedup(self) -> float | None:
         """Median; None when most seeds did not get there."""
-        reached = [s for s in self.speedups if s is not None]
-        return statistics.median(reached) if 2 * len(reached) > len(self.speedups) else None
+        most = 2 * len(self.reached) > len(self.speedups)
+        return statistics.median(self.reached) if most else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +129,6 @@ class Advice:
     plans: tuple[Plan, ...]
     efficiency: Efficiency
     measured: tuple[Measured, ...] = ()
-    sources: tuple[str, ...] = field(default=(f"worth it above {MIN_WORTHWHILE_SPEEDUP}x: "
-                                              f"{WORTH_SOURCE}",))
 
     def __getitem__(self, recipe: str) -> Plan:
         return next(plan for plan in self.plans if plan.recipe == recipe)
@@ -125,30 +145,14 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        plans = []
-        for plan in self.plans:
-            cost, facts = plan.cost, asdict(replace(plan, cost=None))
-            facts.pop("cost")
-            linears = [{**asdict(one), "speedup": one.speedup} for one in cost.linears]
-            plans.append({
-                **facts, "speedup": plan.speedup, "step_seconds": cost.step_seconds,
-                "base_step_seconds": cost.base_step_seconds, "share": cost.share,
-                "linear_speedup": cost.linear_speedup, "bytes": dict(cost.bytes),
-                "more_bytes": cost.more_bytes, "rest_seconds": cost.rest_seconds,
-                "linears": linears})
-        measured = [{**asdict(one), "speedup": one.speedup} for one in self.measured]
         return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
-                "machine": self.machine, "plans": plans, "measured": measured,
-                "efficiency": asdict(self.efficiency), "sources": list(self.sources)}
+                "machine": self.machine, "plans": [plan.to_dict() for plan in self.plans],
+                "measured": [{**asdict(one), "speedup": one.speedup} for one in self.measured],
+                "efficiency": asdict(self.efficiency),
+                "sources": [f"worth it above {MIN_WORTHWHILE_SPEEDUP}x: {WORTH_SOURCE}"]}
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        heads, rows = self.table()
-        line = (lambda cells, tag: "<tr>"
-                + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>")
-        return (
-            f"<p><b>{escape(self.sentence)}</b></p><table>{line(heads, 'th')}{''.join(line(r, 'td') for r in rows)}</table><p>{escape(self.efficiency.source)}</p>")
+        return html_table(*self.table(), caption=f"{self.sentence}. {self.efficiency.source}")
 
 
 def _signed(nbytes: float) -> str:
@@ -161,27 +165,24 @@ def describe(name: str, row: Row, config: Config) -> Recipe:
     linears = [op.name for op in of(config.model).linears]
     names = {f"blocks.{i}.{linear}": linear for i in range(config.model.L) for linear in linears}
     names["head"] = "head"
-    stay = [names[full] for full in kept(names, row.high_precision_layers)] if row.products else []
-    casts = {product: tuple(map(_operand, pair)) for product, pair in row.products.items()}
-    return on_hardware(name, CATALOGUED.get(row.dtype, row.dtype), casts,
-                       history=row.delayed.history if row.delayed else 0,
-                       kept={product: stay.count(product) for product in set(stay)})
+    stay = Counter(names[full] for full in kept(names, row.high_precision_layers))
+    casts = {}
+    for product, pair in row.products.items():
+        casts[product] = tuple(Operand(bits=cast.bits, block=cast.block, transposes=cast.transposes,
+                                       scale_bytes=scale_bytes(cast)) for cast in pair)
+    return on_hardware(name, CATALOGUED.get(row.dtype, row.dtype), casts, kept=dict(stay),
+                       history=row.delayed.history if row.delayed else 0)
 
 
 def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
     """As `backends.Emulated` runs it: values in 16 bits, scales multiplied into them where that is
     exact, and float32 products where float32 scales vary inside the sum."""
-    operands = [cast for pair in row.products.values() for cast in pair]
-    inside = any(cast.block[1] > 1 and not SCALES[cast.scale].folds for cast in operands)
+    unfolded = [cast for pair in row.products.values() for cast in pair
+                if not SCALES[cast.scale].folds]
+    inside = any(cast.block[1] > 1 for cast in unfolded)
     dtype, bits = ("fp32", 32) if inside or base == "fp32" else (base, 16)
-    made = emulated(recipe, dtype=dtype, bits=bits,
-                    folded=all(SCALES[cast.scale].folds for cast in operands))
-    return replace(made, cast_factor=NOISY_CAST_TRAFFIC) if row.stochastic else made
-
-
-def _operand(cast: Cast) -> Operand:
-    return Operand(bits=cast.bits, block=cast.block, transposes=cast.transposes,
-                   scale_bytes=scale_bytes(cast))
+    wide = emulated(recipe, dtype=dtype, bits=bits, folded=not unfolded)
+    return replace(wide, cast_factor=NOISY_CAST_TRAFFIC) if row.stochastic else wide
 
 
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
@@ -198,73 +199,60 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     Raises ConfigError for an unknown machine or recipe, or settings that go with none.
     """
     on = machines.find(machine)
-    base = _base(on) if base is None else pick(dict.fromkeys(BASES, base), base, "base")
-    on.peak_flops(base)     # raises where there is none
+    if base is None:
+        base = max((dtype for dtype in BASES if dtype in on.flops), key=lambda dtype: on.flops[dtype])
+    on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))   # raises where there is none
     efficiency, recorded = recall(on, base, measured)
-    plans = []
-    for name in recipes or [name for name, row in RECIPES.items() if row.products]:
-        try:
-            row = resolve(name if config.precision.recipe.name != name else config.precision.recipe)
-        except ConfigError:
-            if recipes:
-                raise
-            row = RECIPES[name]     # a setting that belongs to another recipe
+    asked, plans = config.precision.recipe, []
+    casting = [name for name, row in RECIPES.items() if row.products]
+    for name in recipes or casting:
+        row = resolve(asked if asked.name == name else name)
         if not row.products:
             raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
-                              f"choose from "
-                              f"{', '.join(key for key, row in RECIPES.items() if row.products)}")
+                              f"choose from {', '.join(casting)}")
         plans.append(_plan(name, row, config, on, base, efficiency, recorded))
-    plans = tuple(sorted(plans, key=lambda plan: (plan.status != "native", -plan.speedup)))
+    plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = _verdict(plans, on, base)
-    made = Advice(machine=on.title, base=base, choice=choice, sentence=sentence, plans=plans,
-                  efficiency=efficiency)
+    advice = Advice(machine=on.title, base=base, choice=choice, sentence=sentence,
+                    plans=tuple(plans), efficiency=efficiency)
     if train is None:
-        return made
+        return advice
     runs = measure(config, base, [plan.recipe for plan in plans[:2]], train, seeds=seeds,
                    steps=steps)
-    choice, sentence = _settled(runs, base, on, {plan.recipe: plan.status for plan in plans})
-    return replace(made, choice=choice, sentence=sentence, measured=runs)
-
-
-def _base(on: Machine) -> str:
-    """The 16-bit recipe to beat: the fastest of what the machine has."""
-    return max((dtype for dtype in BASES if dtype in on.flops), key=lambda dtype: on.flops[dtype])
+    choice, sentence = _settled(runs, on, {plan.recipe: plan.status for plan in plans})
+    return replace(advice, choice=choice, sentence=sentence, measured=runs)
 
 
 def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficiency: Efficiency,
           recorded: Mapping[str, tuple[float, str]]) -> Plan:
     recipe = describe(name, row, config)
-    # a machine that was measured here and has no row
-    known = (on.name if on.name in matrix.CAPABILITY else "cpu")
-    cells = [cell for cell in matrix.by_rule(known) if cell.recipe == name
-             and cell.feature == "forward"]
+    # a machine that was measured here has no row
+    known = on.name if on.name in matrix.CAPABILITY else "cpu"
+    cells = [cell for cell in matrix.by_rule(known)
+             if cell.recipe == name and cell.feature == "forward"]
     native = [cell for cell in cells if cell.status == "native" and recipe.dtype in on.flops]
-    if native:
-        cell = native[0]
-        # a Linear with state (a history, a counter of draws) runs outside torch.compile, as
-        # lpkit.precision.linear says
-        stateful = row.delayed is not None or row.stochastic
-        if stateful and getattr(BACKENDS[cell.backend], "traceable", False):
-            recipe = replace(recipe, cast_factor=EAGER)
-            fused = [other.backend for other in native[1:]]
-            cell = replace(cell, why=f"{cell.why}; its casts are not fused"
-                           + (f", as {fused[0]} does" if fused else ""))
-        cost = step_cost(config, recipe, on, efficiency, base=base)
-    else:
+    if not native:
         (cell,) = [cell for cell in cells if cell.backend == "emulated"]
         cost = step_cost(config, in_emulation(recipe, row, base), on, efficiency, base=base)
-    speedup, source = (recorded.get(case_name(name, config), (None, "formula")) if native
-                       else (None, "formula"))
-    return Plan(recipe=name, backend=cell.backend, status="native" if native else "emulated",
-                why=cell.why, cost=cost, recorded_speedup=speedup, source=source)
-
-
-def _bits(plan: Plan) -> float:
-    return min(format_of(cast.format).bits for pair in RECIPES[plan.recipe].products.values()
-               for cast in pair)
+        return Plan(recipe=name, backend=cell.backend, status="emulated", why=cell.why, cost=cost)
+    cell, *others = native
+    why = cell.why
+    # a Linear with state (a history, a counter of draws) runs outside torch.compile, as
+    # lpkit.precision.linear says
+    stateful = row.delayed is not None or row.stochastic
+    if stateful and getattr(BACKENDS[cell.backend], "traceable", False):
+        recipe = replace(recipe, cast_factor=EAGER_CAST_TRAFFIC)
+        why += "; its casts are not fused"
+        if others:
+            why += f", as {others[0].backend} does"
+    speedup, source = recorded.get(case_name(name, config), (None, "formula"))
+    return Plan(recipe=name, backend=cell.backend, status="native", why=why,
+                cost=step_cost(config, recipe, on, efficiency, base=base),
+                recorded_speedup=speedup, source=source)
 
 
 def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
+    """Choice and sentence. `plans` come best first, native ones before the others."""
     native = [plan for plan in plans if plan.status == "native"]
     if not native:
         best = plans[0]
@@ -272,8 +260,8 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
                       f"{best.recipe} gives the same numbers and a step takes "
                       f"{1 / best.speedup:.2f} times as long")
     chosen, reached = None, 1.0
-    for bits in sorted({_bits(plan) for plan in native}, reverse=True):
-        best = max((plan for plan in native if _bits(plan) == bits), key=lambda plan: plan.speedup)
+    for bits in sorted({plan.bits for plan in native}, reverse=True):
+        best = next(plan for plan in native if plan.bits == bits)
         if best.speedup >= MIN_WORTHWHILE_SPEEDUP * reached:
             chosen, reached = best, best.speedup
     if chosen is not None:
@@ -282,7 +270,7 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
             f"{chosen.recipe}: a step {chosen.speedup:.2f} times as fast as {base} "
             f"({chosen.source}): the Linears that it casts are {cost.share:.0%} of the step and "
             f"get {cost.linear_speedup:.2f} times as fast; memory {_signed(cost.more_bytes)}")
-    best = max(native, key=lambda plan: plan.speedup)
+    best = native[0]
     if best.speedup < 1:
         return base, (f"{base}: at these widths the casts cost more than the products save "
                       f"({best.recipe}: {best.speedup:.2f} times the speed, {best.source})")
@@ -293,27 +281,33 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
 
 # Recorded benches.
 
-def recall(on: Machine, base: str, folder: Path = MEASURED) -> tuple[Efficiency,
-                                                                     dict[str, tuple[float, str]]]:
+@contextmanager
+def recorded_bench(path: Path) -> Iterator[dict[str, Any]]:
+    """What `lpkit bench` wrote. Raises ConfigError where reading it, or what is done with it, shows
+    that it is something else."""
+    try:
+        yield json.loads(path.read_text(encoding="utf-8"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path.name} in {path.parent.name} is not a recorded bench ({error!r}); "
+                          f"write it again with `lpkit bench`, or remove it") from None
+
+
+def recall(on: Machine, base: str, folder: Path = MEASURED
+           ) -> tuple[Efficiency, dict[str, tuple[float, str]]]:
     """What benches of this machine say: the efficiency of its products, and speed-ups of whole
     steps by `case_name`."""
-    efficiency, steps = (REACHED if on.name == "this" else ASSUMED), {}
+    efficiency, steps = REACHED if on.name == "this" else ASSUMED, {}
     for path in sorted(folder.glob("fp8-*.json")):
-        try:
-            found = json.loads(path.read_text())
-            cases = found["cases"] if _same_device(found["device"], on) else []
+        with recorded_bench(path) as bench:
+            cases = bench["cases"] if _same_device(bench["device"], on) else []
             where = f"recorded: {path.name}"
-            if found["name"] == "fp8-linear" and cases:
-                efficiency = replace(efficiency,
-                                     products={**efficiency.products,
-                                               **_reached(cases, on, efficiency)},
+            if bench["name"] == "fp8-linear" and cases:
+                products = {**efficiency.products, **_reached(cases, on, efficiency)}
+                efficiency = replace(efficiency, products=products,
                                      source=f"products {where}; the rest {efficiency.source}")
-            elif found["name"] == "fp8-step":
+            elif bench["name"] == "fp8-step":
                 steps |= {case["case"]: (float(case["ratio"]), where) for case in cases
                           if case["peer"] == base}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path.name} in {folder.name} is not a recorded bench ({error!r}); "
-                              f"write it again with `lpkit bench`, or remove it") from None
     return efficiency, steps
 
 
@@ -321,18 +315,19 @@ def catalogued(device: str) -> Machine | None:
     """The row of the catalogue for a GPU by the name that its driver gives it: the one whose model
     it names (H100, 4090), and of several the one with most words in common. None for what is not in
     the catalogue."""
-    words = set(re.findall(r"\w+", device))
-    titles = {name: re.findall(r"\w+", row.title) for name, row in machines.CATALOGUE.items()
-              if row.kind == "gpu"}
-    named = [name for name, title in titles.items()
-             if next((word for word in title if re.search(r"\d", word)), "") in words]
-    best = max(named, key=lambda name: len(words & set(titles[name])), default=None)
-    return best and machines.CATALOGUE[best]
+    words, best, most = set(re.findall(r"\w+", device)), None, 0
+    for row in machines.CATALOGUE.values():
+        title = re.findall(r"\w+", row.title)
+        model = next((word for word in title if re.search(r"\d", word)), "")
+        common = len(words & set(title))
+        if row.kind == "gpu" and model in words and common > most:
+            best, most = row, common
+    return best
 
 
 def _same_device(name: str, on: Machine) -> bool:
-    found = catalogued(name)
-    return on.kind == "gpu" and on.title in (name, found and found.title)
+    row = catalogued(name)
+    return on.kind == "gpu" and on.title in (name, row and row.title)
 
 
 def case_name(recipe: str, config: Config) -> str:
@@ -341,20 +336,18 @@ def case_name(recipe: str, config: Config) -> str:
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"
 
 
-def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency) -> dict[str,
-                                                                                           float]:
+def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency
+             ) -> dict[str, float]:
     """Shares of the peak that make the formula give the recorded seconds, median over the cases."""
     shares: dict[str, list[float]] = {"bf16": [], "fp8": []}
     bandwidth = on.bytes_per_second * assumed.bandwidth
     for case in cases:
         if case["peer"] != "bf16":
             continue
-        left, right = (part.strip().split("x") for part in case["case"].split("@"))
-        (M, K), N = map(int, left), int(right[1])
+        M, K, _, N = map(int, re.split("x| @ ", case["case"]))      # "MxK @ KxN"
         results = 2 * (M * N + M * K + N * K) / bandwidth
         # the bench's weight is bf16 already, and torchao's passes are those of `cast_passes`
-        casts = (sum(max(one.bytes, 0) for one in cast_passes(_TENSORWISE, M=M, N=N, K=K))
-                 / bandwidth)
+        casts = sum(each.bytes for each in cast_passes(_TENSORWISE, M=M, N=N, K=K)) / bandwidth
         for dtype, seconds in (("bf16", case["peer_median"] - results),
                                ("fp8", case["ours_median"] - results - casts)):
             if seconds > 0:
@@ -381,72 +374,65 @@ def measure(config: Config, base: str, recipes: Sequence[str], train: Train, *, 
         raise ConfigError(f"measuring takes at least 1 seed and {2 * WINDOW} steps, got {seeds} "
                           f"and {steps}")
     short = {"steps": steps, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1,
-             "schedule": "constant", "schedule.warmup_steps": min(config.schedule.warmup_steps,
-                                                                  steps // 10)}
-    curves: dict[str, list[tuple[list[float], float]]] = {}
+             "schedule": "constant",
+             "schedule.warmup_steps": min(config.schedule.warmup_steps, steps // 10)}
+    names = (base, *recipes)
+    curves: dict[str, list[list[float]]] = {name: [] for name in names}     # losses by seed
+    seconds = dict.fromkeys(names, float("inf"))        # of a step, of the least disturbed run
     with tempfile.TemporaryDirectory(prefix="lpkit-advise-") as folder:
         for seed in range(seeds):
-            for name in (base, *recipes):       # in turns, so that a slow moment meets all of them
-                made = train(config.replace({**short, "seed": seed, "precision.recipe": name}),
-                             out=Path(folder) / f"{name}-{seed}")
-                curves.setdefault(name, []).append(_curve(made.metrics))
-    # the least disturbed run's
-    seconds = {name: min(s for _, s in runs) for name, runs in curves.items()}
-    return tuple(_measured(name, curves[name], curves[base], seconds[name], seconds[base])
-                 for name in curves)
+            for name in names:      # in turns, so that a slow moment meets all of them
+                run = train(config.replace({**short, "seed": seed, "precision.recipe": name}),
+                            out=Path(folder) / f"{name}-{seed}")
+                losses = [line["loss"] for line in run.metrics]
+                curves[name].append([statistics.fmean(losses[i:i + WINDOW])
+                                     for i in range(steps - WINDOW + 1)])
+                # the lower quartile, for a machine that is shared; the first ones left out
+                times = [line["step_seconds"] for line in run.metrics[2:]]
+                seconds[name] = min(seconds[name], statistics.quantiles(times, n=4)[0])
+    found, bases = [], []
+    for name in names:
+        to_equal = []
+        for curve, base_curve in zip(curves[name], curves[base], strict=True):
+            reached = [i + WINDOW for i, loss in enumerate(curve) if loss <= base_curve[-1]]
+            to_equal.append(reached[0] * seconds[name] if reached else None)
+        bases = bases or to_equal
+        found.append(Measured(
+            recipe=name, step_seconds=seconds[name], seconds_to_equal_loss=tuple(to_equal),
+            losses=tuple(curve[-1] for curve in curves[name]),
+            speedups=tuple(theirs / mine if mine else None for mine, theirs in zip(to_equal, bases))))
+    return tuple(found)
 
 
-def _curve(metrics: Sequence[Mapping[str, float]]) -> tuple[list[float], float]:
-    """Mean losses over WINDOW steps, and the seconds of a step: the lower quartile, for a machine
-    that is shared; the first ones left out."""
-    losses = [line["loss"] for line in metrics]
-    return ([statistics.fmean(losses[i:i + WINDOW]) for i in range(len(losses) - WINDOW + 1)],
-            statistics.quantiles([line["step_seconds"] for line in metrics[2:]], n=4)[0])
-
-
-def _measured(name: str, runs: Sequence[tuple[list[float], float]],
-              bases: Sequence[tuple[list[float], float]], seconds: float,
-              base_seconds: float) -> Measured:
-    to_equal, speedups = [], []
-    for (losses, _), (base_losses, _) in zip(runs, bases, strict=True):
-        target = base_losses[-1]
-        steps, base_steps = (next((i + WINDOW for i, loss in enumerate(curve) if loss <= target),
-                                  None)
-                             for curve in (losses, base_losses))
-        to_equal.append(None if steps is None else steps * seconds)
-        speedups.append(None if steps is None else base_steps * base_seconds / (steps * seconds))
-    return Measured(recipe=name, step_seconds=seconds,
-                    losses=tuple(losses[-1] for losses, _ in runs),
-                    seconds_to_equal_loss=tuple(to_equal), speedups=tuple(speedups))
-
-
-def _settled(runs: Sequence[Measured], base: str, on: Machine,
-             statuses: Mapping[str, str]) -> tuple[str, str]:
-    """The first is the base. A gain must exceed what the seeds differ by; emulation, which does
-    more, cannot gain."""
+def _settled(runs: Sequence[Measured], on: Machine, statuses: Mapping[str, str]) -> tuple[str, str]:
+    """Choice and sentence. The first is the base. A gain must exceed what the seeds differ by;
+    emulation, which does more, cannot gain."""
     first, *others = runs
+    base = first.recipe
     reached = [run for run in others if run.speedup is not None]
     if not reached:
         return (base, f"{base}: none of {', '.join(run.recipe for run in others)} reached its loss "
                 f"in these runs")
     best = max(reached, key=lambda run: run.speedup)
-    each = [s for s in best.speedups if s is not None]
-    spread = f"{min(each):.2f} to {max(each):.2f} over {len(best.speedups)} seeds"
-    faster = min(each) > 1 and len(each) == len(best.speedups) > 1
-    if faster and statuses[best.recipe] == "native":
+    seeds, least = len(best.speedups), min(best.reached)
+    spread = f"{least:.2f} to {max(best.reached):.2f} over {seeds} seeds"
+    if statuses[best.recipe] != "native":
+        why = "it is emulated here, which does more work, so what is above 1 is noise"
+    elif seeds == 1:
+        why = "one seed is no evidence"
+    elif least <= 1 or len(best.reached) < seeds:
+        why = "the seeds do not agree on a gain"
+    else:
         return best.recipe, (f"{best.recipe}: reaches the loss of {base} {best.speedup:.2f} times "
                              f"as fast on {on.title}, measured ({spread})")
-    why = ("it is emulated here, which does more work, so what is above 1 is noise"
-           if statuses[best.recipe] != "native" else "one seed is no evidence"
-           if len(best.speedups) == 1 else "the seeds do not agree on a gain")
     return base, (f"{base}: measured on {on.title}, {best.recipe} takes "
                   f"{best.step_seconds / first.step_seconds:.2f} times as long for a step and "
                   f"reaches an equal loss at {best.speedup:.2f} times the speed ({spread}); {why}")
 
 
 # What others published, beside the formula. Theirs: conditions and versions are in the sources.
+# https://github.com/pytorch/ao/blob/main/torchao/float8/README.md
 
-AO_README = "https://github.com/pytorch/ao/blob/main/torchao/float8/README.md"
 META_H100 = replace(machines.CATALOGUE["h100"], bytes_per_second=2.4e12)    # of torchao's tables
 
 
@@ -459,9 +445,7 @@ def claims() -> Comparison:
                           kept={"head": 1})
     nanochat = Config(global_batch=16, model=ModelConfig(
         layers=26, width=1664, heads=13, vocab=32_768, context=2048, tied=False))
-    llama = Config(global_batch=1, model=ModelConfig(
-        layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14_336, vocab=128_256, context=8192,
-        norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False))
+    llama = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1})
 
     def linear(M: int, K: int, N: int) -> float:
         product = Product(name="Linear", M=M, N=N, K=K, calls=1)
@@ -470,23 +454,14 @@ def claims() -> Comparison:
     def step(config: Config, recipe: Recipe) -> float:
         return step_cost(config, recipe, machines.CATALOGUE["h100"]).speedup
 
+    readme = "torchao README, H100, tensorwise"
     log = "nanochat dev/LOG.md 2026-02-02, 8 x H100, torch 2.9, torchao 0.15"
     table = "torchao README, 8 x H100, FSDP2, torch 2.7, torchao 0.10"
+    rows = (("Linear 1024 x 2048 -> 1024", linear(1024, 2048, 1024), 0.80, readme),
+            ("Linear 4096 x 8192 -> 16384", linear(4096, 8192, 16_384), 1.39, readme),
+            ("26 x 1664, tensorwise", step(nanochat, tensorwise), 1.17, log),
+            ("26 x 1664, rowwise", step(nanochat, rowwise), 0.90, log),
+            ("Llama 3 8B, tensorwise", step(llama, tensorwise), 1.25, table),
+            ("Llama 3 8B, rowwise", step(llama, rowwise), 1.10, table))
     return Comparison(tuple(Compared(name=name, formula=ours, measured=theirs, unit="times",
-                                     where=where)
-                            for name, ours, theirs, where in (
-        ("Linear 1024 x 2048 -> 1024", linear(1024, 2048, 1024), 0.80,
-         "torchao README, H100, tensorwise"),
-        ("Linear 4096 x 8192 -> 16384", linear(4096, 8192, 16_384), 1.39,
-         "torchao README, H100, tensorwise"),
-        ("26 x 1664, tensorwise", step(nanochat, tensorwise), 1.17, log),
-        ("26 x 1664, rowwise", step(nanochat, rowwise), 0.90, log),
-        ("Llama 3 8B, tensorwise", step(llama, tensorwise), 1.25, table),
-        ("Llama 3 8B, rowwise", step(llama, rowwise), 1.10, table),
-    )))
-
-
-def claims_table() -> str:
-    """The rows of docs/advise.md. tests/test_advise.py holds the page to them."""
-    return "".join(f"| {row.name} | {row.measured:.2f} | {row.formula:.2f} | {row.where} |\n"
-                   for row in claims())
+                                     where=where) for name, ours, theirs, where in rows))

@@ -1,10 +1,9 @@
 """The tensors of a real training step, and what a number format makes of them: measured, and
 expected by formula.
 
-    found = operands(Training.build(config), steps=40)      # {"weights": [...], "activations":
-                                                            [...], "gradients": [...]}
-    measured_db(x, fmt)   expected_db(fmt, crest=crest(x))
-    zero_share(x, fmt)   expected_zero_share(fmt, sigma=...)
+    found = operands(Training.build(config), steps=40)      # by role
+    measured_db(x, fmt)     expected_db(fmt, crest=crest(x))
+    zero_share(x, fmt)      expected_zero_share(fmt, sigma=...)
 
 Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948,
 https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an error that is uniform over a spacing d has
@@ -14,6 +13,7 @@ the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from lpkit.kernels import cast
 from lpkit.precision.error import sqnr_db
 from lpkit.techniques.formats import Format
 from lpkit.training.training import Training
-
-ROLES = ("weights", "activations", "gradients")
 
 
 def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
@@ -37,7 +35,7 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
                           f"or more, got {steps}")
     for step in range(steps):
         training.update(step)
-    found: dict[str, list[Tensor]] = {role: [] for role in ROLES}
+    found: dict[str, list[Tensor]] = {"weights": [], "activations": [], "gradients": []}
 
     def keep(role: str, x: Tensor) -> None:
         found[role].append(x.detach().float().flatten(0, -2))
@@ -45,7 +43,7 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     def forward(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         keep("weights", layer.weight)
         keep("activations", inputs[0])
-        y.register_hook(lambda dy: keep("gradients", dy))
+        y.register_hook(partial(keep, "gradients"))
 
     hooks = [layer.register_forward_hook(forward) for layer in training.model.modules()
              if isinstance(layer, nn.Linear)]
@@ -84,18 +82,21 @@ def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
 
 def expected_db(fmt: Format, *, crest: float) -> float:
     """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the
-    format's largest value.
+    format's largest value."""
+    sigma = fmt.largest / crest
+    return 10 * math.log10(sigma**2 / rounding_noise(fmt, sigma))
 
-    Each binade holds a share of the numbers and has one spacing d; the error there has the energy
-    d^2 / 12.
-    """
-    sigma, share_below, noise = fmt.largest / crest, 0.0, 0.0
+
+def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float:
+    """Energy of the rounding errors of N(0, sigma), without the `share_below` of it that is closest
+    to zero. Each binade holds a share of the numbers and has one spacing d: d^2 / 12."""
+    noise = 0.0
     # the first holds the subnormals too
     for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
         share = math.erf(2.0**(e + 1) / sigma / math.sqrt(2))
         noise += (share - share_below) * 4.0**(e - fmt.mantissa_bits) / 12
         share_below = share
-    return 10 * math.log10(sigma**2 / noise)
+    return noise
 
 
 def expected_zero_share(fmt: Format, *, sigma: float) -> float:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from lpkit import measure
 from lpkit.config import Config
-from lpkit.contracts import Batch
 from lpkit.errors import pick
 from lpkit.measure.tracking import Footprint
 from lpkit.predict import Machine, Memory, memory
 from lpkit.predict.time import step_time
+from lpkit.techniques.memory import rows_of
 from lpkit.timing import interleaved_seconds
 
 PLAIN = "plain"
@@ -30,48 +31,42 @@ PLAIN = "plain"
 RANGE = 5.65
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Technique:
     """Settings that change a config. `exact`: the same losses, bit for bit. `flops`: what it adds
     are FLOPs, or nothing; what it moves or casts, and that takes time too, no formula here
     knows."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
     exact: bool = True
     flops: bool = True
-    source: str = ""
+
+    @property
+    def source(self) -> str:
+        """Of the rows that the settings name."""
+        rows = rows_of(Config().replace({"optimizer.clip": 0, **self.settings}))
+        changed = dict.fromkeys(key.split(".")[1] for key in self.settings)
+        return "; ".join(rows[field].source for field in changed)
 
 
-CHECKPOINTS, OFFLOAD = "Chen et al. 2016, arXiv:1604.06174", "Ren et al. 2021, arXiv:2101.06840"
-INFINITY, ACTNN = "Rajbhandari et al. 2021, arXiv:2104.07857", "Chen et al. 2021, arXiv:2104.14129"
+RECOMPUTE, IN_BACKWARD = {"memory.recompute": "block"}, {"memory.optimizer_step": "in-backward"}
+CHUNKED = {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256}
+INT8 = {"memory.moment_format": "int8"}
 TECHNIQUES: dict[str, Technique] = {
-    PLAIN: Technique(),
-    "recompute": Technique(settings={"memory.recompute": "block"}, source=CHECKPOINTS),
-    "recompute, every 2nd": Technique(settings={"memory.recompute": "block",
-                                                "memory.recompute.every": 2}, source=CHECKPOINTS),
-    "selective": Technique(settings={"memory.recompute": "selective"},
-                           source="Korthikanti et al. 2022, arXiv:2205.05198"),
-    "chunked loss": Technique(settings={"memory.cross_entropy": "chunked",
-                                        "memory.cross_entropy.chunk_tokens": 256}, exact=False,
-                              source="Hsu et al. 2024, arXiv:2410.10989"),
-    "update in backward": Technique(settings={"memory.optimizer_step": "in-backward"},
-                                    source="Lv et al. 2023, arXiv:2306.09782"),
-    "8-bit moments": Technique(settings={"memory.moment_format": "int8"}, exact=False, flops=False,
-                               source="Dettmers et al. 2021, arXiv:2110.02861"),
-    "moments on disk": Technique(settings={"memory.optimizer_state": "disk"}, flops=False,
-                                 source=INFINITY),
-    "saved on the host": Technique(settings={"memory.activation_offload": "cpu"}, flops=False,
-                                   source=OFFLOAD),
-    "saved on disk": Technique(settings={"memory.activation_offload": "disk"}, flops=False,
-                               source=INFINITY), **{f"saved in {bits} bits": Technique(
-                                   settings={"memory.activation_offload": f"int{bits}"},
-                                   exact=False, flops=False, source=ACTNN) for bits in (8, 4, 2)},
-    "the four together": Technique(
-        settings={"memory.recompute": "block", "memory.cross_entropy": "chunked",
-                  "memory.cross_entropy.chunk_tokens": 256, "memory.optimizer_step": "in-backward",
-                  "memory.moment_format": "int8"},
-        exact=False, flops=False, source="recompute, chunked loss, update in backward, 8-bit "
-        "moments"),
+    PLAIN: Technique({}),
+    "recompute": Technique(RECOMPUTE),
+    "recompute, every 2nd": Technique(RECOMPUTE | {"memory.recompute.every": 2}),
+    "selective": Technique({"memory.recompute": "selective"}),
+    "chunked loss": Technique(CHUNKED, exact=False),
+    "update in backward": Technique(IN_BACKWARD),
+    "8-bit moments": Technique(INT8, exact=False, flops=False),
+    "moments on disk": Technique({"memory.optimizer_state": "disk"}, flops=False),
+    "saved on the host": Technique({"memory.activation_offload": "cpu"}, flops=False),
+    "saved on disk": Technique({"memory.activation_offload": "disk"}, flops=False),
+    **{f"saved in {bits} bits": Technique({"memory.activation_offload": f"int{bits}"}, exact=False,
+                                          flops=False) for bits in (8, 4, 2)},
+    "the four together": Technique(RECOMPUTE | CHUNKED | IN_BACKWARD | INT8, exact=False,
+                                   flops=False),
 }
 
 
@@ -90,18 +85,16 @@ class Predicted:
         return self.memory.peak_bytes
 
 
-def predicted(config: Config, machine: Machine,
-              names: Iterable[str] = tuple(TECHNIQUES)) -> dict[str, Predicted]:
-    """By the closed forms. `config` says its precision and attention: "auto" is for a run to
-    decide."""
-    seconds = step_time(config, machine).step_seconds
-    found = {}
-    for name in names:
-        changed = with_technique(config, name)
-        held = memory(changed, machine, attention=config.model.attention)
-        times = (step_time(changed, machine).step_seconds / seconds if TECHNIQUES[name].flops
-                 else None)
-        found[name] = Predicted(memory=held, slowdown=times)
+def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
+    """Every technique by the closed forms. `config` says its precision and attention: "auto" is for
+    a run to decide."""
+    plain, found = step_time(config, machine).step_seconds, {}
+    for name, technique in TECHNIQUES.items():
+        changed, slowdown = with_technique(config, name), None
+        if technique.flops:
+            slowdown = step_time(changed, machine).step_seconds / plain
+        found[name] = Predicted(memory=memory(changed, machine, attention=config.model.attention),
+                                slowdown=slowdown)
     return found
 
 
@@ -109,7 +102,6 @@ def predicted(config: Config, machine: Machine,
 class Measured:
     footprint: Footprint
     slowdown: float  # median over the rounds, each against the plain step of the same round
-    seconds: float                  # median
     losses: tuple[float, ...]       # of the first updates, on the same batch
 
     @property
@@ -117,45 +109,39 @@ class Measured:
         return self.footprint.peak_bytes
 
 
-def measured(config: Config, names: Iterable[str] = tuple(TECHNIQUES), *, device: str | None = None,
-             rounds: int = 3) -> dict[str, Measured]:
-    """Real steps of the same model on the same random tokens; `plain` goes first, whether it is
-    named or not."""
-    names = list(dict.fromkeys((PLAIN, *names)))
-    footprints = {name: measure.memory(with_technique(config, name), device=device)
-                  for name in names}
-    benches = {name: measure.Bench(with_technique(config, name), device) for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
+def measured(config: Config, *, rounds: int = 3) -> dict[str, Measured]:
+    """Real steps of the same model on the same random tokens, with every technique."""
+    footprints = {name: measure.memory(with_technique(config, name)) for name in TECHNIQUES}
+    benches = {name: measure.Bench(with_technique(config, name)) for name in TECHNIQUES}
+    losses: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
     for bench in benches.values():
         bench.training.data.drawn = benches[PLAIN].batch
     torch.manual_seed(config.seed)      # of stochastic rounding
-    # the loss is read at the end, so that the device has finished
-    runners = [lambda name=name: losses[name].append(benches[name].train().item())
-               for name in names]
-    seconds = interleaved_seconds(runners, rounds=rounds)
-    plain = seconds[0]
-    return {name: Measured(footprint=footprints[name], losses=tuple(losses[name]),
-                           seconds=statistics.median(times),
-                           slowdown=statistics.median(t / p for t, p in zip(times, plain)))
-            for name, times in zip(names, seconds)}
+
+    def step(name: str) -> None:
+        losses[name].append(benches[name].train().item())   # read, so that the device has finished
+
+    seconds = interleaved_seconds([partial(step, name) for name in TECHNIQUES], rounds=rounds)
+    found = {}
+    for name, times in zip(TECHNIQUES, seconds):
+        slowdown = statistics.median(mine / plain for mine, plain in zip(times, seconds[0]))
+        found[name] = Measured(footprint=footprints[name], losses=tuple(losses[name]),
+                               slowdown=slowdown)
+    return found
 
 
-def gradient_errors(config: Config, names: Iterable[str], *, device: str | None = None) -> dict[str,
-                                                                                                float]:
+def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
     """|g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
-    plain = measure.Bench(config, device)
-    want = _gradient(plain, plain.batch)
-    errors = {}
-    for name in names:
-        bench = measure.Bench(with_technique(config, name), device)
-        errors[name] = ((_gradient(bench, plain.batch) - want).norm() / want.norm()).item()
-    return errors
+    batch = measure.Bench(config).batch
 
+    def gradient(name: str) -> torch.Tensor:
+        training = measure.Bench(with_technique(config, name)).training
+        torch.manual_seed(0)
+        training.forward_backward(batch)
+        return torch.cat([p.grad.flatten().float() for p in training.model.parameters()])
 
-def _gradient(bench: measure.Bench, batch: Batch) -> torch.Tensor:
-    torch.manual_seed(0)
-    bench.training.forward_backward(batch)
-    return torch.cat([p.grad.flatten().float() for p in bench.model.parameters()])
+    plain = gradient(PLAIN)
+    return {name: ((gradient(name) - plain).norm() / plain.norm()).item() for name in names}
 
 
 def rounding_error(bits: int) -> float:

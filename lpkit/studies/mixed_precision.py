@@ -69,8 +69,8 @@ def train(training: Training, store: str, *, steps: int) -> Stored:
 
 
 def _rms(tensors: list[Tensor]) -> float:
-    return math.sqrt(sum(t.double().square().sum().item() for t in tensors) / sum(t.numel()
-                                                                                  for t in tensors))
+    energy = sum(t.double().square().sum().item() for t in tensors)
+    return math.sqrt(energy / sum(t.numel() for t in tensors))
 
 
 def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
@@ -113,9 +113,3 @@ def expected_underflow(shares: dict[int, float], scale: float) -> float:
     subnormal, 2^-25."""
     limit = math.log2(FORMATS["fp16"].smallest / 2) - math.log2(scale)
     return sum(share for e, share in shares.items() if e < limit)
-
-
-def largest_scale(tensors: list[Tensor]) -> float:
-    """The largest power of two under which nothing overflows float16."""
-    amax = max(float(t.abs().max()) for t in tensors)
-    return 2.0 ** math.floor(math.log2(FORMATS["fp16"].largest / amax))

@@ -2,8 +2,7 @@
 formula, and measured.
 
     x = gaussian(1000.0)                        # standard deviation 1, one element at 1000
-    measured_db(x, cast)                        # of the others: the outlier itself is always
-                                                represented well
+    measured_db(x, cast)                        # of the others
     expected_db(cast, x.shape, outlier=1000.0)
 
 A scale serves a block. In the block that holds the outlier every element is cast as if the tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lpkit.precision.error import sqnr_db
 from lpkit.precision.scaled import quantise
+from lpkit.studies import linear_operands
 from lpkit.techniques.formats import FORMATS, Format, format_of
 from lpkit.techniques.recipes import RECIPES, Cast
 
@@ -67,13 +67,10 @@ def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
     fmt, share = format_of(cast.format), hit_share(cast, shape)
     count = max(2, round(share * math.prod(shape)))
     floor = outlier * FLOOR.get(cast.scale, 0)
-    return -10 * math.log10(share * _noise(fmt, cast, outlier) + (1 - share) * fmean(
-        _noise(fmt, cast, max(largest, floor)) for largest in _largest(count)))
-
-
-def _largest(count: int) -> list[float]:
-    """The largest magnitude of `count` Gaussian numbers, at nine evenly spaced probabilities."""
-    return [NormalDist().inv_cdf((1 + (u / 10) ** (1 / count)) / 2) for u in range(1, 10)]
+    # the largest of `count` Gaussian numbers, at nine evenly spaced probabilities
+    largest = [NormalDist().inv_cdf((1 + (u / 10) ** (1 / count)) / 2) for u in range(1, 10)]
+    others = fmean(_noise(fmt, cast, max(amax, floor)) for amax in largest)
+    return -10 * math.log10(share * _noise(fmt, cast, outlier) + (1 - share) * others)
 
 
 def _noise(fmt: Format, cast: Cast, amax: float) -> float:
@@ -82,24 +79,16 @@ def _noise(fmt: Format, cast: Cast, amax: float) -> float:
     A power of two leaves between none and half of the range unused: eight cases in between.
     """
     spare = [2 ** ((i + 0.5) / 8) for i in range(8)] if "power-of-two" in cast.scale else [1.0]
-    return fmean(rounding_noise(fmt, fmt.largest / (amax * unused))
-                 * (amax * unused / fmt.largest) ** 2 for unused in spare)
+    sigmas = [fmt.largest / (amax * unused) for unused in spare]
+    return fmean(rounding_noise(fmt, sigma) / sigma**2 for sigma in sigmas)
 
 
 def rounding_noise(fmt: Format, sigma: float) -> float:
     """E[(x - rounded x)^2] for x of N(0, sigma), sigma small against the largest value."""
-    below = lambda x: math.erf(x / sigma / math.sqrt(2))        # P(|x| < ...)
-    half = fmt.smallest / 2
-    t = half / sigma
-    # what becomes zero
-    energy = (sigma**2 * (below(half) - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2)))
-    share_below = below(half)
-    # the first holds the subnormals
-    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
-        share = below(2.0 ** (e + 1))
-        energy += (share - share_below) * 4.0 ** (e - fmt.mantissa_bits) / 12
-        share_below = share
-    return energy
+    t = fmt.smallest / 2 / sigma
+    zeroed = math.erf(t / math.sqrt(2))
+    energy = sigma**2 * (zeroed - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2))
+    return energy + linear_operands.rounding_noise(fmt, sigma, zeroed)
 
 
 def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
@@ -113,5 +102,3 @@ def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> d
     return {"kinds": kinds.tolist(), "names": KINDS, "values": x.tolist(), "becomes": y.tolist(),
             "recipe": recipe, "sqnr_db": measured_db(x, cast, at=(row, column)),
             "block": cast.block}
-
-

@@ -10,13 +10,11 @@ losses in nats per token, over the same text for every run; gaps are in percent 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -25,22 +23,15 @@ from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import Sample
 from lpkit.precision import backends
-from lpkit.studies.advice import MEASURED, Advice
+from lpkit.studies.advice import MEASURED, Advice, recorded_bench
 from lpkit.studies.outliers import expected_db
-from lpkit.techniques.recipes import RECIPES, Cast, Recipe
+from lpkit.techniques.recipes import RECIPES, Recipe
+from lpkit.training.runs import Run
 
 BASE, AGAIN = "bf16", "bf16 with another seed"
 TENSORS = ("x", "w", "dy")
 LARGEST = 3.0       # of a Gaussian row, in standard deviations: no outlier
 STOCHASTIC = 2.0    # times the noise of rounding to nearest
-
-
-class Run(Protocol):
-    """A `lpkit.Run`."""
-
-    path: Path
-    metrics: list[dict[str, Any]]
-    summary: dict[str, Any]
 
 
 def contenders(device: torch.device) -> list[str]:
@@ -52,29 +43,23 @@ def contenders(device: torch.device) -> list[str]:
 def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:
     """What to train, in order: BASE, each of `recipes`, and BASE with another seed, so that noise
     has a measure."""
-    made = {name: config.replace({"precision.recipe": name}) for name in (BASE, *recipes)}
-    return made | {AGAIN: made[BASE].replace({"seed": config.seed + 1})}
-
-
-def casts(recipe: Recipe) -> dict[str, Cast]:
-    """Of TENSORS, by name. Raises ConfigError for a recipe that casts nothing."""
-    if recipe.y is None or recipe.dx is None:
-        raise ConfigError(f"the recipe in {recipe.dtype} casts no operand of y or dx, so its casts "
-                          f"add no noise")
-    return dict(zip(TENSORS, (*recipe.y, recipe.dx[0])))
+    runs = {name: config.replace({"precision.recipe": name}) for name in (BASE, *recipes)}
+    return runs | {AGAIN: runs[BASE].replace({"seed": config.seed + 1})}
 
 
 def predicted_db(recipe: Recipe, config: Config) -> float:
     """Of a product, by formula: operands are Gaussian, of the size of the MLP's. No outliers, no
-    heavy tails."""
-    tokens = config.global_batch // config.grad_accum_steps * config.model.T
-    shapes = {"x": (tokens, config.model.D), "w": (config.model.F, config.model.D),
-              "dy": (tokens, config.model.F)}
-    return product_db(_share(expected_db(cast, shapes[name], outlier=LARGEST)) * (STOCHASTIC
-                                                                                  if cast.rounding
-                                                                                  == "stochastic"
-                                                                                  else 1)
-                      for name, cast in casts(recipe).items())
+    heavy tails. Raises ConfigError for a recipe that casts nothing."""
+    if recipe.y is None or recipe.dx is None:
+        raise ConfigError(f"the recipe in {recipe.dtype} casts no operand of y or dx, so its casts "
+                          f"add no noise")
+    m, tokens = config.model, config.global_batch // config.grad_accum_steps * config.model.T
+    (x, w), (dy, _) = recipe.y, recipe.dx
+    noise = []
+    for cast, shape in ((x, (tokens, m.D)), (w, (m.F, m.D)), (dy, (tokens, m.F))):
+        share = _share(expected_db(cast, shape, outlier=LARGEST))
+        noise.append(share * STOCHASTIC if cast.rounding == "stochastic" else share)
+    return product_db(noise)
 
 
 def measured_db(samples: Iterable[Sample]) -> float | None:
@@ -83,8 +68,7 @@ def measured_db(samples: Iterable[Sample]) -> float | None:
     noise: dict[str, list[float]] = {}
     for sample in samples:
         if sample.role in TENSORS and sample.cast["scale"] != "none" and sample.own is not None:
-            noise.setdefault(sample.role, []).append(0.0 if sample.own.sqnr_db is None
-                                                     else _share(sample.own.sqnr_db))
+            noise.setdefault(sample.role, []).append(_share(sample.own.sqnr_db))
     return product_db(map(statistics.fmean, noise.values())) if noise else None
 
 
@@ -93,8 +77,9 @@ def product_db(shares: Iterable[float]) -> float:
     return -10 * math.log10(2 / 3 * sum(shares))
 
 
-def _share(db: float) -> float:
-    return 10 ** (-db / 10)
+def _share(db: float | None) -> float:
+    """None: exact."""
+    return 0.0 if db is None else 10 ** (-db / 10)
 
 
 # What runs did. They come by the names of `entries`, those that began.
@@ -122,17 +107,24 @@ def samples(runs: Mapping[str, Run]) -> dict[str, list[Sample]]:
 def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
     """Of every run that took a step. The base's seconds are the better of its two runs', begun
     first and last."""
-    seen = samples(runs)
-    evaluated = {name: {line["step"]: line["val_loss"] for line in run.metrics
-                        if "val_loss" in line} for name, run in runs.items()}
-    seconds = {name: step_seconds(run) for name, run in runs.items() if run.metrics}
-    base, least = (evaluated.get(BASE, {}),
-                   min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=None))
-    return {name: Outcome(
-        gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items()
-              if step in base}, step_times=seconds[name] / least if least else None,
-        noise_db=measured_db(seen.get(name, ())),
-        backend=runs[name].summary["chosen"]["backend"]["used"]) for name in seconds}
+    seen, evaluated, seconds = samples(runs), {}, {}
+    for name, run in runs.items():
+        metrics = run.metrics
+        evaluated[name] = {line["step"]: line["val_loss"] for line in metrics if "val_loss" in line}
+        if metrics:     # the least: others on the machine slow some steps, none makes one faster
+            times = [line["step_seconds"] for line in metrics]
+            seconds[name] = min(times[2:] or times)
+    base = evaluated.get(BASE, {})
+    least = min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=math.nan)
+    found = {}
+    for name, spent in seconds.items():
+        found[name] = Outcome(
+            gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items()
+                  if step in base},
+            step_times=None if math.isnan(least) else spent / least,
+            noise_db=measured_db(seen.get(name, ())),
+            backend=runs[name].summary["chosen"]["backend"]["used"])
+    return found
 
 
 def band(found: Mapping[str, Outcome]) -> float | None:
@@ -142,29 +134,23 @@ def band(found: Mapping[str, Outcome]) -> float | None:
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
 
-def step_seconds(run: Run) -> float:
-    """The least, the first two steps left out: others on the machine slow some steps, none makes
-    one faster."""
-    seconds = [line["step_seconds"] for line in run.metrics]
-    return min(seconds[2:] or seconds)
-
-
 def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
           advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
     """Formula and measurement of every recipe, for `html_table`."""
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
     rows = []
     for name, one in found.items():
-        cost = advice[name].cost if name in predicted else None
-        rows.append((name, one.backend, _decibel(predicted.get(name)), _decibel(one.noise_db),
-                     "" if cost is None else f"{cost.step_seconds / cost.base_step_seconds:.2f}",
-                     "" if one.step_times is None else f"{one.step_times:.2f}",
-                     "" if one.last is None else f"{one.last:+.2f}%"))
+        formula = None
+        if name in predicted:
+            cost = advice[name].cost
+            formula = cost.step_seconds / cost.base_step_seconds
+        rows.append((name, one.backend, shown(predicted.get(name), "{:.1f} dB"),
+                     shown(one.noise_db, "{:.1f} dB"), shown(formula, "{:.2f}"),
+                     shown(one.step_times, "{:.2f}"), shown(one.last, "{:+.2f}%")))
     return (("", "runs", "noise, formula", "measured", f"step over {advice.base}'s, formula",
              "measured", "last loss"), rows)
-
-
-def _decibel(db: float | None) -> str:
-    return "" if db is None else f"{db:.1f} dB"
 
 
 # What a bench has recorded.
@@ -174,23 +160,16 @@ def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[
     and rows of a table."""
     heads, rows, sources = ("recipe", f"loss over {BASE}'s", "by seed", "target"), [], []
     for path in sorted(folder.glob("recipe-losses-*.json")):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            losses, peer = found["losses"], found["peer"]
-            rows += [(case["case"], f"{case['ratio']:.4f}",
-                      _by_seed(losses[case["case"]], losses[peer]),
-                      f"{case['target']:g}: {'met' if case['met'] else 'not met'}")
-                     for case in found["cases"]]
-            sources.append(f"Recorded: cpu-3m, {found['steps']} steps, {len(losses[peer])} seeds, "
-                           f"on {found['device']}, {found['date'][:10]}, by {found['command']!r} "
+        with recorded_bench(path) as bench:
+            losses, base = bench["losses"], bench["losses"][bench["peer"]]
+            for case in bench["cases"]:
+                pairs = zip(losses[case["case"]], base, strict=True)
+                rows.append((case["case"], f"{case['ratio']:.4f}",
+                             " ".join(f"{100 * (ours / theirs - 1):+.2f}%" for ours, theirs in pairs),
+                             f"{case['target']:g}: {'met' if case['met'] else 'not met'}"))
+            sources.append(f"Recorded: cpu-3m, {bench['steps']} steps, {len(base)} seeds, on "
+                           f"{bench['device']}, {bench['date'][:10]}, by {bench['command']!r} "
                            f"({path.name})")
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path.name} in {folder.name} is not a recorded bench ({error!r}); "
-                              f"write it again with `lpkit bench`, or remove it") from None
     return ("; ".join(sources) or "Nothing is recorded yet. 'lpkit bench recipe-losses --out "
             "data/measured' trains cpu-3m for 300 steps with three seeds of every recipe; it takes "
             "over an hour of two cores.", heads, rows)
-
-
-def _by_seed(ours: Iterable[float], base: Iterable[float]) -> str:
-    return " ".join(f"{100 * (a / b - 1):+.2f}%" for a, b in zip(ours, base, strict=True))

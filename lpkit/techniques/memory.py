@@ -113,8 +113,8 @@ ACTIVATION_OFFLOAD = {
     "device": Offload(why="where they were made", eager="",
                       implementation="lpkit.memory.saved:on_device"),
     "cpu": Offload(why="pinned memory, copied beside the computation and brought back before "
-                   "backward asks", implementation="lpkit.memory.saved:on_host",
-                   number_bytes={"gpu": 0.0}),
+                   "backward asks", source="Ren et al. 2021, arXiv:2101.06840",
+                   implementation="lpkit.memory.saved:on_host", number_bytes={"gpu": 0.0}),
     "disk": Offload(why="a file", source="Rajbhandari et al. 2021, arXiv:2104.07857",
                     implementation="lpkit.memory.saved:on_disk",
                     number_bytes={"cpu": 0.0, "gpu": 0.0}),
