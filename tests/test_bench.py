@@ -10,7 +10,7 @@ import pytest
 
 from lpkit import timing
 from lpkit.bench import BENCHES, harness, imports, loader
-from lpkit.bench.harness import paired, race, rotating, summary
+from lpkit.bench.harness import paired, race, summary
 from lpkit.cli import main
 
 
@@ -24,10 +24,10 @@ class Clock:
         return self.now
 
     def costs(self, *seconds):
-        turn = rotating(seconds)
+        turn = itertools.cycle(seconds)
 
         def call():
-            self.now += turn()
+            self.now += next(turn)
 
         return call
 
@@ -83,9 +83,18 @@ def test_samples_are_long_enough_and_take_turns(clock):
     assert 10 < len(timed) <= 40        # shuffled rounds: neither one long block nor a fixed alternation
 
 
-def test_rotating():
-    turn = rotating("abc")
-    assert "".join(turn() for _ in range(7)) == "abcabca"
+def test_inputs_come_round_and_round(clock):
+    cost, seen = clock.costs(0.001), {"ours": "", "peer": ""}
+
+    def contender(name):
+        def call(letter):
+            seen[name] += letter
+            cost()
+        return call
+
+    race("round", ours=contender("ours"), peers={"peer": contender("peer")}, check=lambda: None, over=["a", "b", "c"])
+    for letters in seen.values():
+        assert len(letters) > 7 and letters == ("abc" * len(letters))[:len(letters)]
 
 
 def test_summary_leads_with_the_worst_case():

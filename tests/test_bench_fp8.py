@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lpkit.bench import fp8_step
+from lpkit.bench import fp8
 from lpkit.bench.harness import provenance, summary
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -22,35 +22,35 @@ WIDE = TINY.replace({"model.width": 128})
 
 def test_all_sizes_with_the_advisor_s_choice(tmp_path):
     facts = provenance(["torch"])
-    results = fp8_step.compare([TINY, WIDE], CPU, CATALOGUE["h200"], 2, facts=facts)
+    results = fp8.compare([TINY, WIDE], CPU, CATALOGUE["h200"], 2, facts=facts)
     cases = [(result.case, result.peer, result.target) for result in results]
     for i, width in enumerate((64, 128)):
         size = f"1 x {width}, 2 x 32 tokens"
-        assert cases[3 * i:3 * i + 2] == [(f"{name}, {size}", "bf16", None) for name in fp8_step.COMPARED]
+        assert cases[3 * i:3 * i + 2] == [(f"{name}, {size}", "bf16", None) for name in fp8.COMPARED]
         assert cases[3 * i + 2][0] == f"advised: bf16, {size}" and cases[3 * i + 2][2] == 0.99
         assert facts["advice"][size]["sentence"].startswith("bf16: at these widths the casts cost more")
         # random tokens of 64 kinds: about ln 64 before anything is learned
-        assert facts["losses"][size].keys() == {"bf16", *fp8_step.COMPARED}
+        assert facts["losses"][size].keys() == {"bf16", *fp8.COMPARED}
         assert facts["losses"][size]["bf16"] == pytest.approx(math.log(64), rel=0.1)
     kept = summary(results)
     assert kept["advice"].keys() == kept["losses"].keys() == {"1 x 64, 2 x 32 tokens", "1 x 128, 2 x 32 tokens"}
     # what is recorded is what the advisor looks for afterwards, and the row of its own choice is not among it
     (tmp_path / "fp8-step-h200.json").write_text(json.dumps(kept | {"device": "NVIDIA H200"}))
     _, recorded = recall(CATALOGUE["h200"], "bf16", tmp_path)
-    assert recorded.keys() == {case_name(name, config) for name in fp8_step.COMPARED for config in (TINY, WIDE)}
+    assert recorded.keys() == {case_name(name, config) for name in fp8.COMPARED for config in (TINY, WIDE)}
 
 
 @pytest.mark.parametrize("choice", ["fp8-rowwise", "int8", "fp8-delayed"])
 def test_the_choice_is_raced_whatever_it_is(monkeypatch, choice):
-    real = fp8_step.advise
+    real = fp8.advise
 
     def advise(*args, **more):
         return replace(real(*args, **more), choice=choice, sentence=f"{choice}: because")
 
-    monkeypatch.setattr(fp8_step, "advise", advise)
+    monkeypatch.setattr(fp8, "advise", advise)
     facts = provenance()
-    *others, last = fp8_step.compare([WIDE], CPU, CATALOGUE["h200"], 2, facts=facts)
-    assert [result.case.partition(",")[0] for result in others] == list(dict.fromkeys((*fp8_step.COMPARED, choice)))
+    *others, last = fp8.compare([WIDE], CPU, CATALOGUE["h200"], 2, facts=facts)
+    assert [result.case.partition(",")[0] for result in others] == list(dict.fromkeys((*fp8.COMPARED, choice)))
     assert last.case == f"advised: {choice}, 1 x 128, 2 x 32 tokens" and last.peer.startswith("the fastest of these, ")
     medians = {result.case: result.ours_median for result in others} | {"bf16": others[0].peer_median}
     assert last.ours_median == medians[last.case.removeprefix("advised: ")] and last.peer_median == min(medians.values())
@@ -58,23 +58,23 @@ def test_the_choice_is_raced_whatever_it_is(monkeypatch, choice):
 
 
 def test_a_recipe_that_learns_something_else_is_not_timed_for_nothing(monkeypatch):
-    monkeypatch.setattr(fp8_step, "LOSS_TOLERANCE", 1e-12)
+    monkeypatch.setattr(fp8, "LOSS_TOLERANCE", 1e-12)
     with pytest.raises(AssertionError, match=r"fp8-.*: loss 4\.\d+, bf16 4\.\d+"):
-        fp8_step.compare([TINY], CPU, CATALOGUE["h200"], 2, facts=provenance())
+        fp8.compare([TINY], CPU, CATALOGUE["h200"], 2, facts=provenance())
 
 
 def test_an_earlier_record_is_not_shown_to_the_advisor(monkeypatch, tmp_path):
     (tmp_path / "fp8-step-h200.json").write_text(json.dumps({"name": "fp8-step", "device": "NVIDIA H200", "cases": [
         {"case": case_name("fp8-rowwise", WIDE), "peer": "bf16", "ratio": 9.0}]}))
-    monkeypatch.setattr(fp8_step, "MEASURED", tmp_path)
+    monkeypatch.setattr(fp8, "MEASURED", tmp_path)
     assert advise(WIDE, "h200", measured=tmp_path).choice == "fp8-rowwise"
-    assert fp8_step.advised(WIDE, CATALOGUE["h200"], CPU).choice == "bf16"
+    assert fp8.advised(WIDE, CATALOGUE["h200"], CPU).choice == "bf16"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_runs_here():
     with pytest.raises(ConfigError, match="low-precision-cpu runs here"):
-        fp8_step.run(1)
+        fp8.step(1)
 
 
 @pytest.mark.parametrize(("device", "row"), [

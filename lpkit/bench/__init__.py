@@ -16,15 +16,15 @@ Nothing but the command line imports this room.
 """
 
 BENCHES = {     # module of this folder, and function
-    "attention-cpu": "attention_cpu:run",
-    "fp8-linear": "fp8_linear:run",
-    "fp8-step": "fp8_step:run",
+    "attention-cpu": "kernels:attention",
+    "fp8-linear": "fp8:linear",
+    "fp8-step": "fp8:step",
     "import": "imports:run",
     "ledger": "ledger:run",
     "loader": "loader:run",
     "low-precision-cpu": "steps:low_precision_cpu",
-    "mx-qdq": "casts:mx_qdq",
-    "qdq": "casts:qdq",
+    "mx-qdq": "kernels:mx_qdq",
+    "qdq": "kernels:qdq",
     "recipe-losses": "recipe_losses:run",
     "redraw": "redraw:run",
     "telemetry": "steps:telemetry",

@@ -6,19 +6,19 @@ in our favour when the target is "at least" (peer / ours: how many times faster)
 target it is ours / peer, the share of the peer's cost.
 """
 
-import gc
 import itertools
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from lpkit.machine_facts import cores, cpu_name, versions
 from lpkit.timing import interleaved_seconds
@@ -26,7 +26,6 @@ from lpkit.timing import interleaved_seconds
 ROUNDS = 9                  # fewer say little about quartiles
 SAMPLE_SECONDS = 0.005      # at least, so that a clock's grain and one interrupt do not count
 Better = Literal["higher", "lower"]
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +72,27 @@ class Result:
                 "verdict": self.verdict(), **facts}
 
 
-def race(name: str, *, ours: Callable[[], Any], peers: Mapping[str, Callable[[], Any]],
+def race(name: str, *, ours: Callable[..., Any], peers: Mapping[str, Callable[..., Any]],
          check: Callable[[], None], target: float | Mapping[str, float] | None = None,
-         rounds: int = ROUNDS, sync: Callable[[], None] = lambda: None,
-         sample_seconds: float = SAMPLE_SECONDS, **described: Any) -> list[Result]:
+         over: Sequence[tuple] = ((),), rounds: int = ROUNDS,
+         sync: Callable[[], None] = lambda: None, sample_seconds: float = SAMPLE_SECONDS,
+         **described: Any) -> list[Result]:
     """Time `ours` against each peer; one Result per peer, as "times faster".
 
     check:  raises when the contenders disagree; it runs first, so no figure is ever printed for a
     wrong answer.
     target: the least ratio claimed, for all peers or by name.
+    over:   the arguments of the next call, round and round. Inputs that are reused stay in a cache
+    and flatter whoever reads memory: race over enough of them to exceed it.
     sync:   waits for the device, inside the timed region; for example torch.cuda.synchronize.
     Every round times all contenders once, in an order shuffled anew; each sample repeats its call
     until it lasts `sample_seconds`. The rest describes the results: see `paired`.
     """
     check()
-    contenders = (ours, *peers.values())
-    gc.disable()
-    try:
-        loops = [_calibrate(call, sync, sample_seconds) for call in contenders]
-        runners = [partial(_repeat, call, n, sync) for call, n in zip(contenders, loops)]
-        totals = interleaved_seconds(runners, rounds=rounds, warm_up=0, shuffle=True)
-    finally:
-        gc.enable()
+    timers = [timeit.Timer(_in_turn(call, over)) for call in (ours, *peers.values())]
+    loops = [_calibrate(timer, sync, sample_seconds) for timer in timers]
+    runners = [partial(_repeat, timer, n, sync) for timer, n in zip(timers, loops)]
+    totals = interleaved_seconds(runners, rounds=rounds, warm_up=0, shuffle=True)
     mine, *theirs = ([seconds / n for seconds in total] for total, n in zip(totals, loops))
     targets = target if isinstance(target, Mapping) else dict.fromkeys(peers, target)
     return [paired(name, ours=mine, peer=seconds, peer_name=peer, target=targets[peer], **described)
@@ -115,15 +113,6 @@ def paired(name: str, *, ours: Sequence[float], peer: Sequence[float], peer_name
                   better=better, target=target, ours_median=statistics.median(ours),
                   peer_median=statistics.median(peer), unit=unit, rounds=len(ratios),
                   provenance=provenance(packages, device) | dict(facts or {}))
-
-
-def rotating(items: Sequence[Item]) -> Callable[[], Item]:
-    """The next item at each call, round and round.
-
-    Inputs that are reused stay in a cache and flatter whoever reads memory: race over enough copies
-    to exceed it.
-    """
-    return itertools.cycle(items).__next__
 
 
 def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) -> dict[str, Any]:
@@ -184,17 +173,21 @@ def last_losses(losses: Mapping[str, Sequence[float]], peer: str, *, last: int, 
     return means
 
 
-def _repeat(call: Callable[[], Any], loops: int, sync: Callable[[], None]) -> None:
-    for _ in range(loops):
-        call()
+def _in_turn(call: Callable[..., Any], over: Sequence[tuple]) -> Callable[[], Any]:
+    turn = itertools.cycle(over).__next__
+    return lambda: call(*turn())
+
+
+def _repeat(timer: timeit.Timer, loops: int, sync: Callable[[], None]) -> None:
+    timer.timeit(loops)     # without garbage collection
     sync()
 
 
-def _calibrate(call: Callable[[], Any], sync: Callable[[], None], sample_seconds: float) -> int:
+def _calibrate(timer: timeit.Timer, sync: Callable[[], None], sample_seconds: float) -> int:
     """How many calls last `sample_seconds`; warms up on the way."""
     loops = 1
     while True:
-        run = partial(_repeat, call, loops, sync)
+        run = partial(_repeat, timer, loops, sync)
         took = interleaved_seconds([run], rounds=1, warm_up=0)[0][0]
         if took >= sample_seconds:
             return loops

@@ -11,7 +11,7 @@ larger, step time is compared too, and there is no MemTracker to race.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,17 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     if gpu:
         return results
     config = Config().replace(GPT2 | {"precision.recipe": "bf16"})
+    bench = measure.Bench(config, "cpu")
+    bench.train()
+
+    def mem_tracker() -> None:
+        tracker = MemTracker()
+        tracker.track_external(bench.model, bench.training.optimizer)
+        with tracker:
+            bench.train()
+
     call = race(NAME, ours=lambda: memory(config, here, attention="blocked"),
-                peers={"PyTorch's MemTracker": _mem_tracker(config)}, check=lambda: None,
+                peers={"PyTorch's MemTracker": mem_tracker}, check=lambda: None,
                 rounds=rounds, target=FASTER, case="one prediction")
     return [*results, within("one call of the closed form", call[0].ours_median, CALL_SECONDS),
             *call]
@@ -151,20 +160,6 @@ def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
         row |= {"step_seconds": measure.step(config).step_seconds,
                 "predicted_seconds": step_time(config, here).step_seconds}
     return row
-
-
-def _mem_tracker(config: Config) -> Callable[[], None]:
-    """One update under PyTorch's own tracker."""
-    bench = measure.Bench(config, "cpu")
-    bench.train()
-
-    def once() -> None:
-        tracker = MemTracker()
-        tracker.track_external(bench.model, bench.training.optimizer)
-        with tracker:
-            bench.train()
-
-    return once
 
 
 # The page.

@@ -91,7 +91,7 @@ def race_in_kernel(explorer: Any, rounds: int) -> None:
     seconds of both in a file."""
     import plotly.graph_objects as go
     from IPython.display import display
-    from ipywidgets import IntSlider, SelectionSlider, VBox
+    from ipywidgets import SelectionSlider, VBox
 
     from lpkit.ui.figure import plain
 
@@ -99,15 +99,11 @@ def race_in_kernel(explorer: Any, rounds: int) -> None:
         shown = explorer.show(**{**explorer.choices, **moved})
         return plain(shown[0] if isinstance(shown, tuple) else shown)
 
-    for name, control in explorer.controls.items():     # up to one that changes the figure
+    for name, control in explorer.controls.items():     # up to a slider that changes the figure
         if isinstance(control, SelectionSlider):
             values = [value for _, value in control._options_full][:2]
-        elif isinstance(control, IntSlider):
-            values = [control.min, control.min + control.step]
-        else:
-            continue
-        if spec(**{name: values[0]}) != spec(**{name: values[1]}):
-            break
+            if spec(**{name: values[0]}) != spec(**{name: values[1]}):
+                break
     control.value = values[0]
     peer = go.FigureWidget(spec())
     slider = SelectionSlider(options=values, value=values[0], description=name)

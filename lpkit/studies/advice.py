@@ -299,7 +299,9 @@ def recall(on: Machine, base: str, folder: Path = MEASURED
     efficiency, steps = REACHED if on.name == "this" else ASSUMED, {}
     for path in sorted(folder.glob("fp8-*.json")):
         with recorded_bench(path) as bench:
-            cases = bench["cases"] if _same_device(bench["device"], on) else []
+            row, cases = catalogued(bench["device"]), bench["cases"]
+            if on.kind != "gpu" or on.title not in (bench["device"], row and row.title):
+                continue        # another machine's
             where = f"recorded: {path.name}"
             if bench["name"] == "fp8-linear" and cases:
                 products = {**efficiency.products, **_reached(cases, on, efficiency)}
@@ -323,11 +325,6 @@ def catalogued(device: str) -> Machine | None:
         if row.kind == "gpu" and model in words and common > most:
             best, most = row, common
     return best
-
-
-def _same_device(name: str, on: Machine) -> bool:
-    row = catalogued(name)
-    return on.kind == "gpu" and on.title in (name, row and row.title)
 
 
 def case_name(recipe: str, config: Config) -> str:

@@ -1,24 +1,54 @@
-"""Quantise-dequantise on a CPU: the kit's kernel beside ml_dtypes, PyTorch and torchao.
+"""The kit's kernels on a CPU: attention beside PyTorch's, quantise-dequantise beside ml_dtypes',
+PyTorch's and torchao's.
 
-4 Mi float32 values, in buffers that together are larger than a cache and take turns; all contenders
-write into buffers that exist already where they can, so that nobody pays for fresh pages alone.
-Values are compared bit for bit first.
+What is quantised is 4 Mi float32 values, in buffers that together are larger than a cache and take
+turns; all contenders write into buffers that exist already where they can, so that nobody pays for
+fresh pages alone. Values are compared bit for bit first.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lpkit.bench.harness import ROUNDS, Result, race, rotating
+from lpkit.bench.harness import ROUNDS, Result, race
 from lpkit.kernels import cast
+from lpkit.nn.attention import blocked, plain, sdpa
 from lpkit.techniques.formats import FORMATS
 
+ATTENTION_SHAPES, ATTENTION_TARGET = ((16, 6, 256, 64), (4, 12, 1024, 64)), 1.5   # B, H, T, E
 SHAPE = (1024, 4096)    # 16 MiB
 THREADS = (1, 2)
 QDQ_TARGETS = {"ml_dtypes": 25.0, "torch eager": 5.0, "torch compiled": 1.15}
 MX_TARGET = 6.0
 E4M3 = FORMATS["e4m3fn"]
+
+
+def attention(rounds: int = ROUNDS) -> list[Result]:
+    """Causal, in bf16, forward and backward: blocks of products beside PyTorch's flash kernel."""
+    return [result for shape in ATTENTION_SHAPES for result in _attention(shape, rounds)]
+
+
+def _attention(shape: tuple[int, ...], rounds: int) -> list[Result]:
+    rng = torch.Generator().manual_seed(0)
+    *inputs, d_out = (torch.randn(shape, generator=rng, dtype=torch.bfloat16) for _ in range(4))
+    for x in inputs:
+        x.requires_grad_()
+
+    def both(attend, *inputs: Tensor) -> tuple[Tensor, ...]:
+        out = attend(*inputs)
+        return (out, *torch.autograd.grad(out, inputs, d_out.to(out.dtype)))
+
+    def check():
+        """Both within bf16 rounding of float32: 8 bits in scores of order 1, summed over the
+        context."""
+        want = both(plain, *(x.detach().float().requires_grad_() for x in inputs))
+        for attend in (blocked, sdpa):
+            for got, expected in zip(both(attend, *inputs), want, strict=True):
+                error = (got.float() - expected).norm() / expected.norm()
+                assert error < 0.02, f"{attend.__name__}: relative error {error:.3f}"
+
+    return race("attention-cpu", ours=lambda: both(blocked, *inputs), check=check, target=ATTENTION_TARGET,
+                peers={"sdpa": lambda: both(sdpa, *inputs)}, case="x".join(map(str, shape)),
+                rounds=rounds)
 
 
 def qdq(rounds: int = ROUNDS) -> list[Result]:
@@ -57,10 +87,10 @@ def _qdq(threads: int, rounds: int) -> list[Result]:
             function(x, out)
             same_bits(name, out, want)
 
-    return race("qdq", ours=_contender(ours, buffers), check=check, target=QDQ_TARGETS,
-                peers={name: _contender(function, buffers) for name, function in peers.items()},
+    return race("qdq", ours=ours, peers=peers, over=buffers, check=check, target=QDQ_TARGETS,
+                rounds=rounds, packages=("torch", "ml_dtypes"),
                 case=f"E4M3 and back, 4 Mi float32, threads: {threads}, kernel: "
-                f"{cast.choice().used}", rounds=rounds, packages=("torch", "ml_dtypes"))
+                f"{cast.choice().used}")
 
 
 def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
@@ -79,23 +109,16 @@ def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
     def check() -> None:
         same_bits("MXFP8", ours(*buffers[0]), torchaos(*buffers[0]))
 
-    return race("mx-qdq", ours=_contender(ours, buffers), check=check, target=MX_TARGET,
-                peers={"torchao eager": _contender(torchaos, buffers)},
+    return race("mx-qdq", ours=ours, peers={"torchao eager": torchaos}, over=buffers, check=check,
+                target=MX_TARGET, rounds=rounds, packages=("torch", "torchao"),
                 case=f"MXFP8, E4M3 elements, floor rule, 4 Mi float32, threads: "
-                f"{torch.get_num_threads()}, kernel: {cast.choice().used}",
-                rounds=rounds, packages=("torch", "torchao"))
+                f"{torch.get_num_threads()}, kernel: {cast.choice().used}")
 
 
 def _buffers(count: int) -> list[tuple[Tensor, Tensor]]:
     """Inputs and outputs: `count` times 32 MiB pass by before one comes back."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(SHAPE, generator=generator), torch.empty(SHAPE)) for _ in range(count)]
-
-
-def _contender(function: Callable[[Tensor, Tensor], object],
-               buffers: list[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-    turn = rotating(buffers)
-    return lambda: function(*turn())
 
 
 def same_bits(name: str, got: Tensor, want: Tensor) -> None:
