@@ -41,7 +41,7 @@ docs: setup
 
 ledger: setup
 	$(PY) -m lpkit bench ledger --out data/measured
-	mkdir -p build && $(PY) -m lpkit.bench.ledger --page > build/ledger.md
+	mkdir -p build && $(PY) -m lpkit.bench.ledger > build/ledger.md
 	mv build/ledger.md docs/ledger.md
 
 setup:

@@ -32,4 +32,4 @@ def test_a_row(name):
 
 def test_the_page_is_that_of_the_measured_files():
     page = Path(__file__).parents[1] / "docs" / "ledger.md"
-    assert page.read_text() == ledger.page(ledger.measured_files())
+    assert page.read_text() == ledger.page()

@@ -1,16 +1,10 @@
 """Every performance figure that the project claims, measured beside its peer in one process.
 
 A benchmark is a function `(rounds) -> list[Result]`, one Result for each case and peer, and one row
-below:
+below. Most of them call `race`, and `check` holds the contenders to each other before any timing:
 
-    def total(rounds: int = ROUNDS) -> list[Result]:
-        data = torch.rand(1 << 20)
-
-        def check():                                    # in the same run, before any timing
-            torch.testing.assert_close(ours(data), peer(data))
-
-        return race("sum", ours=lambda: ours(data), peers={"torch.sum": lambda: peer(data)},
-                    check=check, case="1Mi float32", target=1.2, rounds=rounds)
+    race("sum", ours=total, peers={"torch.sum": torch.sum}, over=[(data,)], check=check, target=1.2,
+         case="1Mi float32", rounds=rounds)
 
 Nothing but the command line imports this room.
 """

@@ -74,7 +74,7 @@ class Result:
 
 def race(name: str, *, ours: Callable[..., Any], peers: Mapping[str, Callable[..., Any]],
          check: Callable[[], None], target: float | Mapping[str, float] | None = None,
-         over: Sequence[tuple] = ((),), rounds: int = ROUNDS,
+         over: Sequence[Sequence] = ((),), rounds: int = ROUNDS,
          sync: Callable[[], None] = lambda: None, sample_seconds: float = SAMPLE_SECONDS,
          **described: Any) -> list[Result]:
     """Time `ours` against each peer; one Result per peer, as "times faster".
@@ -173,7 +173,7 @@ def last_losses(losses: Mapping[str, Sequence[float]], peer: str, *, last: int, 
     return means
 
 
-def _in_turn(call: Callable[..., Any], over: Sequence[tuple]) -> Callable[[], Any]:
+def _in_turn(call: Callable[..., Any], over: Sequence[Sequence]) -> Callable[[], Any]:
     turn = itertools.cycle(over).__next__
     return lambda: call(*turn())
 

@@ -6,6 +6,8 @@ turns; all contenders write into buffers that exist already where they can, so t
 fresh pages alone. Values are compared bit for bit first.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -46,9 +48,9 @@ def _attention(shape: tuple[int, ...], rounds: int) -> list[Result]:
                 error = (got.float() - expected).norm() / expected.norm()
                 assert error < 0.02, f"{attend.__name__}: relative error {error:.3f}"
 
-    return race("attention-cpu", ours=lambda: both(blocked, *inputs), check=check, target=ATTENTION_TARGET,
-                peers={"sdpa": lambda: both(sdpa, *inputs)}, case="x".join(map(str, shape)),
-                rounds=rounds)
+    return race("attention-cpu", ours=partial(both, blocked), peers={"sdpa": partial(both, sdpa)},
+                over=[inputs], check=check, target=ATTENTION_TARGET, rounds=rounds,
+                case="x".join(map(str, shape)))
 
 
 def qdq(rounds: int = ROUNDS) -> list[Result]:

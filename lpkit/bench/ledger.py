@@ -9,7 +9,6 @@ larger, step time is compared too, and there is no MemTracker to race.
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,7 +163,7 @@ def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
 
 # The page.
 
-def page(measured: list[dict[str, Any]]) -> str:
+def page() -> str:
     """docs/ledger.md, from "Rows" on made anew from the files that `lpkit bench ledger --out
     data/measured` wrote."""
     head, _, _ = PAGE.read_text().partition("## Rows\n")
@@ -182,7 +181,8 @@ def page(measured: list[dict[str, Any]]) -> str:
              f"recomputed with 8-bit moments. The closed form counts rows without a figure under "
              f"temporaries.", "",
              markdown_table(("row", "what", "bytes", "formula", "source"), rows), ""]
-    for result in measured:
+    for path in sorted(resource("data/measured").glob(f"{NAME}-*.json")):
+        result = json.loads(path.read_text())
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
                   f"{result['commit']} with {versions}, {result['threads']} threads: "
@@ -209,12 +209,5 @@ def _shown(case: dict[str, Any]) -> str:
     return f"{case['ratio']:,.0f} times faster"
 
 
-def measured_files() -> list[dict[str, Any]]:
-    paths = sorted(resource("data/measured").glob(f"{NAME}-*.json"))
-    return [json.loads(path.read_text()) for path in paths]
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--page"]:
-        sys.exit("usage: python -m lpkit.bench.ledger --page > build/ledger.md")
-    print(page(measured_files()), end="")
+    print(page(), end="")

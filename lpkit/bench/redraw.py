@@ -73,6 +73,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                 raise RuntimeError("; ".join(problems))
             opened.page.wait_for_function(
                 f"() => ({PLOT})('{PEER}')?.querySelector('.main-svg')", timeout=60_000)
+            opened.page.wait_for_timeout(1000)      # what the kernel's turns have left to draw
             seconds = {"kernel": json.loads((course / SECONDS).read_text()),
                        "page": _page_seconds(opened, rounds)}
             opened.close()

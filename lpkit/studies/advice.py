@@ -40,7 +40,6 @@ from lpkit.predict.params import of
 from lpkit.predict.precision import StepCost, emulated, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity
-from lpkit.presets import preset
 from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
@@ -200,7 +199,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     """
     on = machines.find(machine)
     if base is None:
-        base = max((dtype for dtype in BASES if dtype in on.flops), key=lambda dtype: on.flops[dtype])
+        base = max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
     on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))   # raises where there is none
     efficiency, recorded = recall(on, base, measured)
     asked, plans = config.precision.recipe, []
@@ -394,10 +393,10 @@ def measure(config: Config, base: str, recipes: Sequence[str], train: Train, *, 
             reached = [i + WINDOW for i, loss in enumerate(curve) if loss <= base_curve[-1]]
             to_equal.append(reached[0] * seconds[name] if reached else None)
         bases = bases or to_equal
+        speedups = [theirs / mine if mine else None for mine, theirs in zip(to_equal, bases)]
         found.append(Measured(
             recipe=name, step_seconds=seconds[name], seconds_to_equal_loss=tuple(to_equal),
-            losses=tuple(curve[-1] for curve in curves[name]),
-            speedups=tuple(theirs / mine if mine else None for mine, theirs in zip(to_equal, bases))))
+            losses=tuple(curve[-1] for curve in curves[name]), speedups=tuple(speedups)))
     return tuple(found)
 
 
@@ -442,7 +441,9 @@ def claims() -> Comparison:
                           kept={"head": 1})
     nanochat = Config(global_batch=16, model=ModelConfig(
         layers=26, width=1664, heads=13, vocab=32_768, context=2048, tied=False))
-    llama = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1})
+    llama = Config(global_batch=1, model=ModelConfig(
+        layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14_336, vocab=128_256, context=8192,
+        norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False))
 
     def linear(M: int, K: int, N: int) -> float:
         product = Product(name="Linear", M=M, N=N, K=K, calls=1)

@@ -248,8 +248,8 @@ def bisect(config: Config, suspect: str | Injection, *, seeds: int = 3, warm_ste
             faults.inject(training.model, suspect)
         faults.run_in_high_precision(training.model, promoted)
         nothing = math.log(config.model.vocab)  # what a run that breaks is worth: it knows nothing
-        return statistics.fmean(min(value, nothing) if math.isfinite(value) else nothing
-                                for value in train(training, warm_steps, warm_steps + steps))
+        losses = train(training, warm_steps, warm_steps + steps)
+        return statistics.fmean(loss if loss < nothing else nothing for loss in losses)
 
     return search(name, candidates, loss, seeds=seeds)
 
@@ -279,5 +279,4 @@ def _under(config: Config, fault: str) -> Training:
 
 def train(training: Training, first: int, last: int) -> list[float]:
     """Steps `first` to `last`, nothing kept but the losses: nats per token."""
-    losses = [training.update(step).loss for step in range(first, last)]
-    return torch.stack(losses).tolist() if losses else []
+    return [training.update(step).loss.item() for step in range(first, last)]

@@ -77,10 +77,9 @@ def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
     """Of the updates that are not zero, those that leave a bf16 weight where it was."""
     lost = moved = 0
     for start, to in zip(before, after, strict=True):
-        w = _bf16(start)
-        update = (to - start).float()
-        held = _bf16(w + update) == w
-        lost, moved = lost + int((held & (update != 0)).sum()), moved + int((update != 0).sum())
+        w, update = _bf16(start), (to - start).float()
+        lost += int(((_bf16(w + update) == w) & (update != 0)).sum())
+        moved += int((update != 0).sum())
     return lost / max(1, moved)
 
 

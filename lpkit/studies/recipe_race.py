@@ -163,9 +163,9 @@ def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[
         with recorded_bench(path) as bench:
             losses, base = bench["losses"], bench["losses"][bench["peer"]]
             for case in bench["cases"]:
-                pairs = zip(losses[case["case"]], base, strict=True)
-                rows.append((case["case"], f"{case['ratio']:.4f}",
-                             " ".join(f"{100 * (ours / theirs - 1):+.2f}%" for ours, theirs in pairs),
+                by_seed = [f"{100 * (ours / theirs - 1):+.2f}%"
+                           for ours, theirs in zip(losses[case["case"]], base, strict=True)]
+                rows.append((case["case"], f"{case['ratio']:.4f}", " ".join(by_seed),
                              f"{case['target']:g}: {'met' if case['met'] else 'not met'}"))
             sources.append(f"Recorded: cpu-3m, {bench['steps']} steps, {len(base)} seeds, on "
                            f"{bench['device']}, {bench['date'][:10]}, by {bench['command']!r} "
