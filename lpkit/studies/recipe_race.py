@@ -115,13 +115,13 @@ def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
             times = [line["step_seconds"] for line in metrics]
             seconds[name] = min(times[2:] or times)
     base = evaluated.get(BASE, {})
-    least = min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=math.nan)
+    least = min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=None)
     found = {}
     for name, spent in seconds.items():
         found[name] = Outcome(
             gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items()
                   if step in base},
-            step_times=None if math.isnan(least) else spent / least,
+            step_times=spent / least if least else None,
             noise_db=measured_db(seen.get(name, ())),
             backend=runs[name].summary["chosen"]["backend"]["used"])
     return found
