@@ -3,8 +3,7 @@
     run = lpkit.train(config)            blocks, returns the Run
     handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says
                                          `run = await handle`
-    series = start_each({"a": config})   the same for several, one after the other: `runs = await
-    series`
+    series = start_each({"a": config})   several, one after the other: `runs = await series`
 
 All write the same run folder. Stopping keeps a checkpoint and the partial Run.
 """
@@ -16,15 +15,30 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.training.runs import Observers, Run
 
-if TYPE_CHECKING:
-    from lpkit.training.training import Training
+
+class Control:
+    """The way into a running loop, from a thread or a signal: stop at the next step, or wait."""
+
+    def __init__(self):
+        self.stopped_by = ""        # who asked: "stop", "SIGINT", "SIGTERM"
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def stop(self, by: str = "stop") -> None:
+        self.stopped_by = self.stopped_by or by
+        self.go_on.set()
+
+    def stopped(self) -> bool:
+        """Waits while paused."""
+        self.go_on.wait()
+        return bool(self.stopped_by)
 
 
 def default_folder(name: str = "run") -> Path:
@@ -33,22 +47,19 @@ def default_folder(name: str = "run") -> Path:
 
 def train(config: Config, *, out: str | Path | None = None, resume: bool = False,
           observers: Sequence[Observer] = ()) -> Run:
-    """Train to the end, or to Ctrl-C or SIGTERM, which keep a checkpoint and return the partial
-    Run.
+    """Train to the end, or to Ctrl-C or SIGTERM: they keep a checkpoint and return a partial Run.
 
     `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
     raised: the run is trained longer. Raises ConfigError for an invalid combination, and names it;
     RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
     """
-    from lpkit.training.loop import Control, fit
-
-    control, path = Control(), Path(out or default_folder())
+    control = Control()
     with _signals_stop(control.stop):
-        return fit(_build(config, path, resume), path, resume=resume, observers=observers,
-                   control=control)
+        return _fit(config, Path(out or default_folder()), resume, Observers(observers), control)
 
 
-def _build(config: Config, path: Path, resume: bool) -> "Training":
+def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
+    from lpkit.training.loop import fit  # torch takes seconds to import
     from lpkit.training.training import Training
 
     training = Training.build(config, before=Run(path).environment if resume else None)
@@ -56,7 +67,7 @@ def _build(config: Config, path: Path, resume: bool) -> "Training":
         from lpkit.measure import telemetry  # most runs are not looked at
 
         telemetry.attach(training, path, every=config.precision.telemetry_every)
-    return training
+    return fit(training, path, resume=resume, observers=observers, control=control)
 
 
 @contextmanager
@@ -84,12 +95,11 @@ def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 class Background:
-    """Work in a background thread that somebody may wait for. Everything here may be called from
-    any thread."""
+    """Work in a background thread that somebody may wait for, pause and stop, from any thread."""
 
-    def __init__(self, name: str, observers: Iterable[Observer] = ()):
+    def __init__(self, name: str, control: Control | None = None):
         self.error: BaseException | None = None
-        self._observers = Observers(observers)
+        self._control = control or Control()
         self._when_done: list[Callable[[], None]] = []
         self._result: Any = None
         self._lock = threading.Lock()
@@ -108,8 +118,7 @@ class Background:
     def _work(self) -> None:
         try:
             self._result = self._do()
-        # kept for `result`, which raises it where somebody is looking
-        except BaseException as error:
+        except BaseException as error:      # `result` raises it, where somebody is looking
             self.error = error
         with self._lock:
             self._finished.set()
@@ -122,11 +131,6 @@ class Background:
     def done(self) -> bool:
         return self._finished.is_set()
 
-    def subscribe(self, observer: Observer) -> None:
-        """Call `observer(record)` after every step, on the training thread. One that raises is
-        dropped."""
-        self._observers.add(observer)
-
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call once when the work has ended; at once when it already has."""
         with self._lock:
@@ -135,9 +139,19 @@ class Background:
                 return
         callback()
 
+    @property
+    def paused(self) -> bool:
+        return not self._control.go_on.is_set()
+
+    def pause(self) -> None:
+        self._control.go_on.clear()
+
+    def resume(self) -> None:
+        self._control.go_on.set()
+
     def stop(self) -> None:
         """After the step at hand; keeps a checkpoint."""
-        raise NotImplementedError
+        self._control.stop()
 
     def __await__(self) -> Generator[Any, None, Any]:
         """`run = await handle`: as `result`, but a notebook's buttons keep working meanwhile."""
@@ -149,8 +163,7 @@ class Background:
         return self.result()
 
     def result(self) -> Any:
-        """Wait for the end and return the result. Interrupting the wait stops the training; what is
-        returned is partial."""
+        """Wait for the end and return the result; interrupted, it stops and gives a partial one."""
         try:
             self._told.wait()
         except KeyboardInterrupt:
@@ -165,39 +178,25 @@ class Handle(Background):
     """A run in a background thread, once it has been told to `begin`. Its result is the Run."""
 
     def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
-                 observers: Iterable[Observer] = ()):
-        from lpkit.training.loop import Control
-
+                 observers: Iterable[Observer] = (), control: Control | None = None):
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
         self.title = self.path.name
         self.records: list[StepRecord] = []
-        super().__init__(f"train {self.title}", [self.records.append, *observers])
-        self._control, self._resume = Control(), resume
+        self._observers, self._resume = Observers([self.records.append, *observers]), resume
+        super().__init__(f"train {self.title}", control)
 
     def _do(self) -> Run:
-        from lpkit.training.loop import fit
+        return _fit(self.config, self.path, self._resume, self._observers, self._control)
 
-        return fit(_build(self.config, self.path, self._resume), self.path, resume=self._resume,
-                   observers=self._observers, control=self._control)
-
-    @property
-    def paused(self) -> bool:
-        return not self._control.go_on.is_set()
-
-    def stop(self) -> None:
-        self._control.stop()
-
-    def pause(self) -> None:
-        self._control.go_on.clear()
-
-    def resume(self) -> None:
-        self._control.go_on.set()
+    def subscribe(self, observer: Observer) -> None:
+        """Call `observer(record)` after every step, on the training thread. One that raises is
+        dropped."""
+        self._observers.add(observer)
 
 
 class Series(Background):
-    """Named runs, one after the other, in folders of those names. To a figure it is the run at
-    hand.
+    """Named runs, one after the other, in folders of those names. A figure shows the one at hand.
 
     The result is {name: Run} of all that began. A run that fails leaves its Run and does not keep
     the next from beginning; settings that cannot be end the series. Stop ends the run at hand and
@@ -209,19 +208,16 @@ class Series(Background):
             raise ConfigError("a series needs at least one config to train")
         self.configs, self.path = dict(configs), Path(out or default_folder("series"))
         self.handles: dict[str, Handle] = {}        # of those that have begun
-        super().__init__(f"train {self.path.name}")
         self._subscribed: list[Observer] = []       # to every run, those to come included
-        self._stopped = self._paused = False
+        super().__init__(f"train {self.path.name}")
 
     def _do(self) -> dict[str, Run]:
         for name, config in self.configs.items():
+            if self._control.stopped_by:
+                break
             with self._lock:
-                if self._stopped:
-                    break
-                self.handles[name] = handle = Handle(config, out=self.path / name,
-                                                     observers=self._subscribed)
-                if self._paused:
-                    handle.pause()
+                self.handles[name] = handle = Handle(
+                    config, out=self.path / name, observers=self._subscribed, control=self._control)
             try:
                 # not before `title` can name it: its first step may be told at once
                 handle.begin().result()
@@ -248,24 +244,6 @@ class Series(Background):
     def planned_steps(self) -> int:
         return self.configs[self.title].steps
 
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for handle in self.handles.values():
-                handle.stop()
-
-    def pause(self) -> None:
-        self._wait(True)
-
-    def resume(self) -> None:
-        self._wait(False)
-
-    def _wait(self, paused: bool) -> None:
-        with self._lock:
-            self._paused = paused
-            for handle in self.handles.values():
-                (handle.pause if paused else handle.resume)()
-
 
 def start(config: Config, *, out: str | Path | None = None, resume: bool = False) -> Handle:
     """Begin training in the background and return its Handle."""
@@ -273,8 +251,7 @@ def start(config: Config, *, out: str | Path | None = None, resume: bool = False
 
 
 def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) -> Series:
-    """Begin to train all of `configs`, one after the other in the background. `out` is the folder
-    of their folders.
+    """Begin to train all of `configs`, one after the other, each in its folder below `out`.
 
     Raises ConfigError when there are none.
     """

@@ -1,5 +1,4 @@
-"""From the names in a Config to implementations: what a run uses on this machine, and the model
-that it trains."""
+"""From the names in a Config to implementations: what a run uses here, and the model it trains."""
 
 import datetime
 import platform
@@ -36,8 +35,7 @@ from lpkit.techniques.row import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
-    """torch.compile, in place: parameter names stay. `entry`: the method that the loss calls; None:
-    the model itself."""
+    """torch.compile, in place: parameter names stay. `entry`: a method, instead of the model."""
 
     entry: str | None = None
     backend: str | Callable = "inductor"
@@ -47,17 +45,18 @@ class Compile(Transform):
         if self.entry is None:
             model.compile(backend=self.backend)
         else:
-            setattr(model, self.entry, torch.compile(getattr(model, self.entry),
-                                                     backend=self.backend))
+            compiled = torch.compile(getattr(model, self.entry), backend=self.backend)
+            setattr(model, self.entry, compiled)
         return model
 
 
 def choose_device(asked: str) -> Choice:
     """Raises ConfigError when a GPU was demanded and there is none."""
     count = torch.cuda.device_count()
+    if asked == "auto" and count:
+        return Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}")
     if asked == "auto":
-        return (Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}")
-                if count else Choice(asked=asked, used="cpu", why="PyTorch sees no GPU"))
+        return Choice(asked=asked, used="cpu", why="PyTorch sees no GPU")
     kind, _, index = asked.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigError(f"system.device cannot be {asked!r}; choose auto, cpu, cuda or cuda:N")
@@ -68,8 +67,7 @@ def choose_device(asked: str) -> Choice:
 
 
 def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
-    """`before`: what a run that goes on was begun with. A race may end otherwise the second time,
-    and so would the run."""
+    """`before`: what a run that goes on was begun with. A second race may end otherwise."""
     if asked.name in RECIPES:
         return Choice(asked=asked.name, used=asked.name, why="asked for")
     if before in RECIPES:
@@ -78,11 +76,11 @@ def choose_recipe(asked: Settings, device: torch.device, before: str | None = No
 
 
 def choose_compile(asked: bool | str, device: torch.device) -> Choice:
+    if asked == "auto" and device.type == "cuda":
+        return Choice(asked="auto", used="on", why="a GPU repays the compilation")
     if asked == "auto":
-        gpu = device.type == "cuda"
-        return Choice(asked="auto", used="on" if gpu else "off",
-                      why="a GPU repays the compilation" if gpu else "on a CPU compiling takes "
-                      "longer than a short run")
+        return Choice(asked="auto", used="off",
+                      why="on a CPU compiling takes longer than a short run")
     return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
@@ -98,11 +96,13 @@ class Decisions:
     def autocast(self) -> AbstractContextManager:
         return autocast(self.recipe, self.device)
 
+    @property
+    def record(self) -> dict[str, dict[str, str]]:
+        return {key: asdict(choice) for key, choice in self.choices.items()}
+
 
 def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisions:
-    """`before` is the environment of a run that goes on. Raises ConfigError for an invalid
-    combination."""
-    begun = (before or {}).get("chosen", {})
+    """`before`: the environment of a run that goes on. Raises ConfigError for what cannot be."""
     if config.parallel.devices > 1:
         raise ConfigError(f"parallel: {config.parallel} can be predicted and traced, but training "
                           f"runs on one device so far; set every axis of parallel to 1")
@@ -111,30 +111,28 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
     on = choose_device(config.system.device)
     device = torch.device(on.used)
     asked = config.precision.recipe
-    chosen = {"device": on, "precision": choose_recipe(asked, device,
-                                                       begun.get("precision", {}).get("used")),
-              "compile": memory.choose_compile(config,
-                                               choose_compile(config.system.compile, device))}
-    name = chosen["precision"].used
+    begun = (before or {}).get("chosen", {}).get("precision", {}).get("used")
+    precision = choose_recipe(asked, device, begun)
+    name = precision.used
     recipe = resolve(asked if asked.name == name else name)
-    chosen["backend"] = backends.choose(config.precision.backend, name, recipe, device)
+    compiled = memory.choose_compile(config, choose_compile(config.system.compile, device))
+    backend = backends.choose(config.precision.backend, name, recipe, device)
+    chosen = {"device": on, "precision": precision, "compile": compiled, "backend": backend}
     if config.precision.cache_weight_casts:
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
-            name, recipe, backends.BACKENDS[chosen["backend"].used], device,
-            compiled=chosen["compile"].used == "on", forwards=forwards)
-    chosen["attention"] = attention.choose(config.model.attention, device_type=device.type,
-                                           context=config.model.context,
-                                           recipe="bf16" if recipe.compute == "bfloat16"
-                                           else "fp32")
+            name, recipe, backends.BACKENDS[backend.used], device,
+            compiled=compiled.used == "on", forwards=forwards)
+    chosen["attention"] = attention.choose(
+        config.model.attention, device_type=device.type, context=config.model.context,
+        recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
     chosen |= memory.choose(config, recipe, device)
     return Decisions(device=device, recipe=recipe, choices=chosen)
 
 
 def build_model(config: Config, decisions: Decisions,
                 more: tuple[Transform, ...] = ()) -> nn.Module:
-    """Initialised from `config.seed`, moved to its device, changed by its techniques' transforms
-    and by `more`."""
+    """Initialised, moved to its device, changed by its techniques' transforms and by `more`."""
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
     precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[choices["backend"].used],
                              seed=config.seed, tokens=config.micro_batch * config.model.context)
@@ -169,14 +167,13 @@ def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
 
 def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
     """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
-    rows, device, state = (rows_of(config), decisions.device,
-                           decisions.choices.get("optimizer_state"))
-    state_bytes = 0.0
+    rows, device = rows_of(config), decisions.device
+    state = decisions.choices.get("optimizer_state")
+    each = rows["param_dtype"].param_bytes * (1 + rows["optimizer_step"].gradients_held)
     if state is None or state.used == memory.PLAIN.optimizer_state.name:
-        state_bytes = optimizers.find(config.optimizer.name).state_bytes(
-            config.memory.moment_format.name)
-    held_bytes = rows["param_dtype"].param_bytes * (1 + rows["optimizer_step"].gradients_held)
-    needed = parameter_count(config.model) * (held_bytes + state_bytes)
+        moments = config.memory.moment_format.name
+        each += optimizers.find(config.optimizer.name).state_bytes(moments)
+    needed = parameter_count(config.model) * each
     held = hardware.memory_bytes(device)
     if needed > held:
         raise ConfigError(f"weights, gradients and optimizer state of this model take "
@@ -187,13 +184,12 @@ def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
 def environment(decisions: Decisions) -> dict[str, Any]:
     """Where a number comes from."""
     device = decisions.device
+    gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "numpy": version("numpy"), "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda"
-        else hardware.cpu_name(),
-        "threads": torch.get_num_threads(),
-        "chosen": {key: asdict(choice) for key, choice in decisions.choices.items()},
+        "device": torch.cuda.get_device_name(device) if gpu else hardware.cpu_name(),
+        "threads": torch.get_num_threads(), "chosen": decisions.record,
     }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch import Tensor
 from lpkit import files
 from lpkit.training import shards
 
-T = TypeVar("T")
 FORMAT = 2      # 1: no places in the headers, one file; it is read as one file of whole tensors
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
@@ -72,20 +71,20 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
     return final
 
 
-def _by_process_0(work: Callable[[], T]) -> T:
-    """What `work` returned, or raised, on process 0, on all of them."""
+def _by_process_0(work: Callable, *args: Any) -> Any:
+    """What `work(*args)` returned, or raised, on process 0, on all of them."""
     if not shards.distributed():
-        return work()
-    said: list[Any] = [None, None]
+        return work(*args)
+    outcome: list[Any] = [None, None]       # result, error
     if dist.get_rank() == 0:
         try:
-            said[0] = work()
+            outcome[0] = work(*args)
         except Exception as error:
-            said[1] = error
-    dist.broadcast_object_list(said, src=0)
-    if said[1] is not None:
-        raise said[1]
-    return said[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def folders(root: Path) -> list[Path]:
@@ -105,8 +104,8 @@ def verify(folder: Path) -> dict[str, Any]:
         for name, want in facts.items():
             size = (folder / name).stat().st_size
             if size != want["bytes"]:
-                raise DamagedError(f"{folder / name} has {size} bytes, its manifest says "
-                                   f"{want['bytes']}")
+                raise DamagedError(
+                    f"{folder / name} has {size} bytes, its manifest says {want['bytes']}")
             if files.sha256(folder / name) != want["sha256"]:
                 raise DamagedError(f"{folder / name} does not match its checksum")
     except DamagedError:
@@ -123,7 +122,7 @@ def load(folder: Path, *, only: str = "", into: dict[str, Tensor] | None = None)
     they were cut; without it whole tensors come back. Raises DamagedError, and ValueError when a
     tensor of `into` is not there in this shape and number format.
     """
-    return _read(folder, _by_process_0(lambda: verify(folder)), only, into)
+    return _read(folder, _by_process_0(verify, folder), only, into)
 
 
 def _read(folder: Path, manifest: dict[str, Any], only: str,
@@ -140,7 +139,7 @@ def load_latest(root: Path, *, only: str = "", into: dict[str, Tensor] | None = 
 
     `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
-    folder, manifest, problems = _by_process_0(lambda: _newest_whole(root, quarantine))
+    folder, manifest, problems = _by_process_0(_newest_whole, root, quarantine)
     if folder is None:
         return None, problems
     return _read(folder, manifest, only, into), problems
@@ -161,11 +160,12 @@ def _newest_whole(root: Path, quarantine: bool) -> tuple[Path | None, dict[str, 
 
 def sweep(root: Path) -> None:
     """Remove what a killed save left behind. Only for the owner of the run, before it saves."""
-    def remove() -> None:
-        for leftover in root.glob(".*.tmp"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+    _by_process_0(_sweep, root)
 
-    _by_process_0(remove)
+
+def _sweep(root: Path) -> None:
+    for leftover in root.glob(".*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()

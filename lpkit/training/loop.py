@@ -1,18 +1,12 @@
-"""The training loop: update, evaluate, save, and write down what happened.
-
-Observers read the record of each step. One that raises is dropped and named in the summary, and the
-run goes on.
-"""
+"""The training loop: update, evaluate, save, and write down what happened."""
 
 import json
 import math
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +20,19 @@ from lpkit.files import locked, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
+from lpkit.training.background import Control
 from lpkit.training.build import environment
 from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.training import Training, Update
-
-
-@dataclass
-class Control:
-    """The way into a running loop from another thread or a signal: stop at the next step, or
-    wait."""
-
-    go_on: threading.Event = field(default_factory=threading.Event)
-    stopped_by: str = ""       # who asked: "stop", "SIGINT", "SIGTERM"
-
-    def __post_init__(self):
-        self.go_on.set()
-
-    def stop(self, by: str = "stop") -> None:
-        self.stopped_by = self.stopped_by or by
-        self.go_on.set()
-
-    def stopped(self) -> bool:
-        """Waits while paused."""
-        self.go_on.wait()
-        return bool(self.stopped_by)
 
 
 def fit(training: Training, path: Path, *, resume: bool = False,
         observers: Sequence[Observer] | Observers = (), control: Control | None = None) -> Run:
     """Train into the run folder `path` and return the Run, whole or, when stopped, partial.
 
+    An observer that raises is dropped and named in the summary, and the run goes on.
     Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on.
-    Whatever else is raised on the way (out of memory) is recorded as the run's error and raised
-    again.
+    Whatever else is raised on the way (out of memory) is recorded as the run's error first.
     """
     config, control, run = training.config, control or Control(), Run(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
@@ -68,18 +42,19 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         write_atomically(path / runs.CONFIG, config.to_yaml())
         start, damaged = _restore(training, run)
         write_atomically(path / runs.TOKENIZER, json.dumps(training.tokenizer))
-        here = environment(training.decisions) | {"from_step": start,
-                                                  "damaged_checkpoints": damaged} | extended
+        here = environment(training.decisions) | extended
+        here |= {"from_step": start, "damaged_checkpoints": damaged}
         write_atomically(path / runs.ENVIRONMENT, json.dumps([*run.environments, here], indent=1))
-        history = _keep_metrics(path / runs.METRICS, start)
-        summary: dict[str, Any] = {"status": "stopped", "error": None,
-                                   "damaged_checkpoints": damaged}
+        history = [line for line in run.metrics if line["step"] <= start]   # the rest is done again
+        lines = [json.dumps(line) + "\n" for line in history]
+        write_atomically(path / runs.METRICS, "".join(lines))
+        summary = {"status": "stopped", "error": None, "damaged_checkpoints": damaged}
         energy_before = hardware.energy_joules(training.device)
         try:
             with (path / runs.METRICS).open("a") as log:
                 for record in _steps(training, run, start, control):
                     history.append(record.to_dict())
-                    log.write(_line(record))
+                    log.write(json.dumps(_finite(record.to_dict())) + "\n")
                     log.flush()
                     observers(record)
                     _refuse_nan(record, run, training)
@@ -89,8 +64,9 @@ def fit(training: Training, path: Path, *, resume: bool = False,
             summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
             raise
         finally:
-            summary |= _results(training, run, history) | {"observer_errors": observers.errors}
-            summary |= {"stopped_by": control.stopped_by or None}
+            summary |= _results(training, run, history)
+            summary |= {"observer_errors": observers.errors,
+                        "stopped_by": control.stopped_by or None}
             if summary["error"] is None:        # a device that has failed is not measured any more
                 summary |= _mfu(training, summary["tokens_per_second"])
                 summary |= _energy(energy_before, hardware.energy_joules(training.device))
@@ -101,8 +77,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
 
 
 def _steps(training: Training, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
-    """Update, evaluate, save. Reads a GPU's loss one step late, so that the GPU never waits for the
-    log."""
+    """Update, evaluate, save. A GPU's loss is read one step late: it never waits for the log."""
     config, device = training.config, training.device
     waiting: deque[tuple[int, Update]] = deque()
     late = 1 if device.type == "cuda" else 0
@@ -144,15 +119,14 @@ def _save(training: Training, run: Run, step: int) -> None:
         checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers},
                         keep=training.config.keep_checkpoints)
     except OSError as error:
-        raise RunFailedError(f"step {step}: the checkpoint could not be written "
-                             f"({error.strerror or error}); kept: "
-                             f"{_last_checkpoint(run) or 'none before it'}. Free some space or "
-                             f"choose another --out, then go on with --resume") from error
+        raise RunFailedError(
+            f"step {step}: the checkpoint could not be written ({error.strerror or error}); kept: "
+            f"{_last_checkpoint(run) or 'none before it'}. Free some space or choose another "
+            f"--out, then go on with --resume") from error
 
 
 def _restore(training: Training, run: Run) -> tuple[int, list[str]]:
-    """Load the newest good checkpoint. Its step, 0 when there is none, and a sentence for each
-    damaged one."""
+    """Load the newest good checkpoint. Its step, or 0, and a sentence for each damaged one."""
     checkpoint.sweep(run.checkpoints)
     found, damaged = checkpoint.load_latest(run.checkpoints)
     if found is None:
@@ -187,8 +161,8 @@ MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoint
 
 
 def _check_folder(run: Run, config: Config, resume: bool) -> dict[str, Any]:
-    """What the record should say about a run that is trained longer than it was meant to be; as a
-    rule nothing."""
+    """Refuses what cannot be trained into this folder. Returns what the record says of a run that
+    is trained longer than it was meant to be."""
     if not (run.path / runs.CONFIG).exists():
         if any(not p.name.startswith(".") for p in run.path.iterdir()):
             raise ConfigError(f"{str(run.path)!r} is not empty and holds no run; choose another "
@@ -198,46 +172,34 @@ def _check_folder(run: Run, config: Config, resume: bool) -> dict[str, Any]:
         raise ConfigError(f"{str(run.path)!r} already holds a run; choose another --out, or go on "
                           f"with --resume")
     was, now = flat(run.config), flat(config)
-    longer = now["steps"] > was["steps"]
-    changed = [key for key in now if now[key] != was.get(key) and key not in MAY_CHANGE]
-    changed = [key for key in changed if not (longer and key == "steps")]
-    if changed:
-        said = ", ".join(f"{key} was {was.get(key)} and is {now[key]}" for key in changed)
-        raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: {said}; leave "
-                          f"them, or start anew with another --out. Only steps may be raised")
+    changes = {key: f"{key} was {was.get(key)} and is {now[key]}" for key in now
+               if now[key] != was.get(key) and key not in MAY_CHANGE}
+    longer = changes.pop("steps") if now["steps"] > was["steps"] else ""
+    if changes:
+        raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: "
+                          f"{', '.join(changes.values())}; leave them, or start anew with another "
+                          f"--out. Only steps may be raised")
     if not longer:
         return {}
-    return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
-            f"learning rate follows the schedule of {now['steps']} steps, as if the run had been "
-            f"begun with them"}
+    return {"extended": f"{longer}; from here on the learning rate follows the schedule of "
+                        f"{now['steps']} steps, as if the run had been begun with them"}
 
 
-def _keep_metrics(path: Path, upto: int) -> list[dict[str, Any]]:
-    """Drop the lines of steps that will be done again."""
-    history = [line for line in runs.read_metrics(path) if line["step"] <= upto]
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in history))
-    return history
-
-
-def _line(record: StepRecord) -> str:
+def _finite(value: Any) -> Any:
     """NaN is written as null, because JSON has no NaN."""
-    def finite(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in values.items()}
-
-    line = finite(record.to_dict())
-    if record.extra:
-        line["extra"] = finite(record.extra)
-    return json.dumps(line) + "\n"
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
     if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
-        known = nonfinite_report(training.model)
+        happened = f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}"
+        if casts := nonfinite_report(training.model):
+            happened += f"; {casts}"
         raise RunFailedError(
-            f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}; "
-            f"{known}{known and '; '}kept: {_last_checkpoint(run) or 'no checkpoint yet'}. A "
-            f"smaller optimizer.lr or a longer schedule.warmup_steps is the usual way out")
+            f"{happened}; kept: {_last_checkpoint(run) or 'no checkpoint yet'}. A smaller "
+            f"optimizer.lr or a longer schedule.warmup_steps is the usual way out")
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
@@ -248,8 +210,7 @@ def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -
 
 
 def _mfu(training: Training, tokens_per_second: float | None) -> dict[str, float]:
-    """Of the peak of 16 bits whatever the recipe, so that a faster recipe has a higher MFU.
-    Measures that peak."""
+    """Of the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
     if not tokens_per_second:
         return {}
     dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
@@ -266,12 +227,10 @@ def _results(training: Training, run: Run, history: list[dict[str, Any]]) -> dic
     seconds = statistics.median(line["step_seconds"] for line in done) if done else None
     return {
         "final_loss": last.get("loss"), "val_loss": vals[-1] if vals else None,
-        "steps": last.get("step", 0), "tokens": last.get("tokens", 0),
+        "steps": last.get("step", 0), "tokens": last.get("tokens", 0), "step_seconds": seconds,
         "tokens_per_second": training.config.tokens_per_step / seconds if seconds else None,
-        "step_seconds": seconds,
         "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
         "mfu": None, "energy_wh": None, "energy_source": None,
-        "last_checkpoint": _last_checkpoint(run),
-        "run_dir": str(run.path),
-        "chosen": {key: asdict(choice) for key, choice in training.decisions.choices.items()},
+        "last_checkpoint": _last_checkpoint(run), "run_dir": str(run.path),
+        "chosen": training.decisions.record,
     }

@@ -1,8 +1,7 @@
 """What happened: a Run is a folder, and this is how to read one.
 
     config.yaml        every setting
-    environment.json   versions, device, date, command, of each time that it was begun or gone on
-                       with
+    environment.json   versions, device, date, command, of each start
     metrics.jsonl      a StepRecord a line
     summary.json       the result, replaced whole
     tokenizer.json     so that sampling needs no corpus
@@ -20,9 +19,8 @@ from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.tables import html_table
 
-CONFIG, ENVIRONMENT, METRICS, SUMMARY = ("config.yaml", "environment.json", "metrics.jsonl",
-                                         "summary.json")
-TOKENIZER, CHECKPOINTS = "tokenizer.json", "checkpoints"
+CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
+SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints"
 
 
 class RunFailedError(RuntimeError):
@@ -30,8 +28,7 @@ class RunFailedError(RuntimeError):
 
 
 class Observers:
-    """Those who are told of every step. One that raises is dropped, and its error is kept for the
-    summary."""
+    """Those who are told of every step. One that raises is dropped; the summary has its error."""
 
     def __init__(self, observers: Iterable[Observer] = ()):
         self._observers = list(observers)
@@ -59,10 +56,9 @@ class Run:
         """Raises ConfigError when the folder holds no run."""
         path = Path(path)
         if not (path / CONFIG).is_file():
-            here = ([p.parent.name for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir()
-                    else [])
-            raise ConfigError(f"{str(path)!r} holds no run (no {CONFIG})"
-                              + (f"; beside it: {', '.join(sorted(here))}" if here else ""))
+            runs = sorted(p.parent.name for p in path.parent.glob(f"*/{CONFIG}"))
+            beside = f"; beside it: {', '.join(runs)}" if runs else ""
+            raise ConfigError(f"{str(path)!r} holds no run (no {CONFIG}){beside}")
         return cls(path)
 
     @property
@@ -76,13 +72,17 @@ class Run:
     @property
     def environments(self) -> list[dict[str, Any]]:
         """Of every start, the oldest first."""
-        held = self._json(ENVIRONMENT) or []
-        return [held] if isinstance(held, dict) else held       # older runs kept the last one alone
+        found = self._json(ENVIRONMENT) or []
+        return [found] if isinstance(found, dict) else found    # older runs kept the last one alone
 
     @property
     def environment(self) -> dict[str, Any]:
         """The newest one."""
         return self.environments[-1] if self.environments else {}
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        return self._json(TOKENIZER)
 
     @property
     def checkpoints(self) -> Path:
@@ -91,7 +91,9 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every step that was reported. A last line torn by a kill is left out."""
-        return read_metrics(self.path / METRICS)
+        path = self.path / METRICS
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def _json(self, name: str) -> Any:
         path = self.path / name
@@ -102,8 +104,7 @@ class Run:
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary for a person: (name, value with its unit). A run that was killed has left no more
-    than its folder."""
+    """A summary for a person: (name, value with its unit). A killed run left its folder alone."""
     if "status" not in summary:
         return [("run", summary["run_dir"]),
                 ("status", "no summary: it has not ended yet, or it was killed")]
@@ -112,28 +113,22 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         value = summary.get(key)
         return "none" if value is None else f"{value * scale:{form}} {unit}"
 
-    rows = {
-        "run": summary["run_dir"],
-        "status": f"{summary['status']} after {summary['steps']:,} steps, {summary['tokens']:,} "
-        f"tokens",
-        "loss": number("final_loss", ".4f", "nats per token"),
-        "validation loss": number("val_loss", ".4f", "nats per token"),
-        "speed": f"{number('tokens_per_second', ',.0f', 'tokens/s')}, "
-        f"{number('step_seconds', '.3f', 's a step')}, MFU {number('mfu', '.0f', '%', 100)}",
-        "peak memory": number("peak_bytes", ".2f", "GB", 1e-9),
-    }
-    if summary.get("stopped_by"):
-        rows["status"] = rows["status"].replace(" after", f" by {summary['stopped_by']} after", 1)
+    by = f" by {summary['stopped_by']}" if summary.get("stopped_by") else ""
+    speed = (number("tokens_per_second", ",.0f", "tokens/s"),
+             number("step_seconds", ".3f", "s a step"), "MFU " + number("mfu", ".0f", "%", 100))
+    rows = [
+        ("run", summary["run_dir"]),
+        ("status", f"{summary['status']}{by} after {summary['steps']:,} steps, "
+                   f"{summary['tokens']:,} tokens"),
+        ("loss", number("final_loss", ".4f", "nats per token")),
+        ("validation loss", number("val_loss", ".4f", "nats per token")),
+        ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
-        rows["error"] = f"{summary['error']}; kept: {kept}"
+        rows.append(("error", f"{summary['error']}; kept: {kept}"))
     if summary.get("energy_wh"):
-        rows["energy"] = f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})"
+        energy = f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})"
+        rows.append(("energy", energy))
     if summary.get("observer_errors"):
-        rows["observers that failed"] = "; ".join(summary["observer_errors"])
-    return list(rows.items())
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+        rows.append(("observers that failed", "; ".join(summary["observer_errors"])))
+    return rows

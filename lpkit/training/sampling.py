@@ -12,31 +12,31 @@ from lpkit.datasets import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import KVCache
 from lpkit.precision.compute import compute_dtype
-from lpkit.training import checkpoint, runs
+from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
 
 def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200,
-           temperature: float = 0.8,
-           top_k: int | None = 50, seed: int = 0, device: str = "cpu") -> str:
+           temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
+           device: str = "cpu") -> str:
     """The prompt and `tokens` more, from the newest good checkpoint of `run`. `temperature` 0 is
     greedy.
 
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
     """
     run = run if isinstance(run, Run) else Run.open(run)
-    for name, value, low in (("tokens", tokens, 1), ("temperature", temperature, 0),
-                             ("top_k", top_k or 1, 1)):
+    lowest = {"tokens": (tokens, 1), "temperature": (temperature, 0), "top_k": (top_k or 1, 1)}
+    for name, (value, low) in lowest.items():
         if value < low:
             raise ConfigError(f"{name} must be at least {low}, got {value}")
     training = trained(run, device)
-    tokenizer = tokenizer_from_dict(run._json(runs.TOKENIZER))
+    tokenizer = tokenizer_from_dict(run.tokenizer)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give at least one character")
-    new = list(_generate(training, ids, tokens, temperature, top_k,
-                         torch.Generator(device).manual_seed(seed)))
+    rng = torch.Generator(device).manual_seed(seed)
+    new = list(_generate(training, ids, tokens, temperature, top_k, rng))
     return tokenizer.decode([*ids, *new])
 
 
@@ -47,8 +47,8 @@ def trained(run: Run, device: str = "cpu") -> Training:
     """
     found, problems = checkpoint.load_latest(run.checkpoints, only="model/", quarantine=False)
     if found is None:
-        raise ConfigError(f"{str(run.path)!r} has no checkpoint to sample from"
-                          + "".join(f"; {p}" for p in problems))
+        said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
+        raise ConfigError(said)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype))
     config = config.replace({"system.device": device, "system.compile": False})

@@ -11,6 +11,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as facts
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.futures import Future
 
 from lpkit.files import sync
@@ -60,21 +56,20 @@ def load(paths: list[Path], *, only: str = "",
     it is written.
     """
     reader = _Reader(paths)
-    saved = reader.metadata.state_dict_metadata
+    saved = {name: whole for name, whole in reader.wholes.items() if name.startswith(only)}
     if into is None:
         into, wanted = {}, {}
         for name, whole in saved.items():
-            if name.startswith(only) and len(whole.chunks) == 1:
+            if len(whole.chunks) == 1:
                 into[name] = reader.pieces[name, tuple(whole.chunks[0].offsets)]
-            elif name.startswith(only):
+            else:
                 into[name] = wanted[name] = torch.empty(whole.size, dtype=whole.properties.dtype)
     else:
         wanted = {name: t for name, t in into.items() if name.startswith(only)}
     for name, t in wanted.items():
-        found = "nothing"
+        found, due = "nothing", f"{t.dtype} {tuple(t.shape)}"
         if name in saved:
             found = f"{saved[name].properties.dtype} {tuple(saved[name].size)}"
-        due = f"{t.dtype} {tuple(t.shape)}"
         if found != due:
             raise ValueError(f"{paths[0].parent} holds {found} as {name}, which is to fill {due}; "
                              f"load it with the settings that it was saved with")
@@ -87,8 +82,6 @@ def load(paths: list[Path], *, only: str = "",
 @contextmanager
 def _said_plainly(what: str) -> Iterator[None]:
     """DCP wraps every error, Ctrl-C too, in a BaseException, and warns of one process alone."""
-    import warnings
-
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -97,7 +90,8 @@ def _said_plainly(what: str) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if not isinstance(cause, Exception):
             raise cause from None
-        raise OSError(f"{what}{f' on process {rank}' if distributed() else ''}: {cause}") from cause
+        where = f" on process {rank}" if distributed() else ""
+        raise OSError(f"{what}{where}: {cause}") from cause
 
 
 # DCP logs four lines for every name at the top of what it is given, which for a small model takes
@@ -106,28 +100,19 @@ ALL = "tensors"
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    def __init__(self):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None,
                        is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict[ALL], storage_meta, is_coordinator)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def __init__(self):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: facts.Metadata | None = None,
                        is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict[ALL], metadata, is_coordinator)
 
 
-class _Writer(dcp.StorageWriter):
+class _Writer(dcp.FileSystemWriter):
     """DCP gives each process its pieces; each writes them to the file with its number."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         return [dataclasses.replace(plan, storage_data=name)
@@ -139,34 +124,22 @@ class _Writer(dcp.StorageWriter):
             name = item.index.fqn
             pieces[name] = planner.resolve_data(item).detach().contiguous()
             places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-        path = self.folder / plan.storage_data
+        path = self.path / plan.storage_data
         save_file(pieces, path, metadata={SHARDING: json.dumps(places)})
         if distributed():           # here, where it was written; the caller syncs the whole folder
             sync(path)
         return _done([])
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *rest: Any, **more: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        pass                        # the headers say it all
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False                # DCP never chooses this class by a path
+    def finish(self, metadata: facts.Metadata, results: list) -> None:
+        pass                        # the headers say it all; DCP would write a pickle
 
 
-class _Reader(dcp.StorageReader):
+class _Reader(dcp.FileSystemReader):
     """Maps the files: a piece is read from the disk when a plan asks for it."""
 
     def __init__(self, paths: list[Path]):
-        self.metadata = Metadata(state_dict_metadata={})
+        super().__init__(paths[0].parent)
+        self.wholes: dict[str, facts.TensorStorageMetadata] = {}
         self.pieces: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for path in paths:
             with safe_open(path, framework="pt") as file:
@@ -177,43 +150,27 @@ class _Reader(dcp.StorageReader):
                     self._add(name, tuple(offsets), piece)
 
     def _add(self, name: str, offsets: tuple[int, ...], piece: Tensor) -> None:
-        nothing = TensorStorageMetadata(TensorProperties(dtype=piece.dtype),
-                                        torch.Size([0] * piece.ndim), [])
-        known = self.metadata.state_dict_metadata.setdefault(name, nothing)
-        ends = (start + length for start, length in zip(offsets, piece.shape))
-        known.size = torch.Size(map(max, known.size, ends))
-        known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), piece.shape))
+        if name not in self.wholes:
+            self.wholes[name] = facts.TensorStorageMetadata(
+                facts.TensorProperties(dtype=piece.dtype), torch.Size([0] * piece.ndim), [])
+        whole = self.wholes[name]
+        ends = [start + length for start, length in zip(offsets, piece.shape)]
+        whole.size = torch.Size(map(max, whole.size, ends))
+        whole.chunks.append(facts.ChunkStorageMetadata(torch.Size(offsets), piece.shape))
         self.pieces[name, offsets] = piece
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
+    def read_metadata(self, *args: Any, **kwargs: Any) -> facts.Metadata:
+        return facts.Metadata(self.wholes, storage_data=self.pieces)
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         for item in plan.items:
             piece = self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
-            part = tuple(slice(start, start + length)
-                         for start, length in zip(item.storage_offsets, item.lengths))
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                piece = piece.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(piece[part])
+            target.copy_(piece)
             planner.commit_tensor(item, target)
         return _done(None)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool,
-                              *rest: Any, **more: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
 
 
 def _done(result: Any) -> Future:

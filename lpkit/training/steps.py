@@ -1,5 +1,4 @@
-"""What one update does before the optimizer: forward and backward, in one piece or in
-micro-batches."""
+"""What one update does before the optimizer: forward and backward, whole or in micro-batches."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +14,9 @@ class LossScaler(nn.Module):
     """Dynamic loss scaling: gradients that float16 would lose are multiplied by `scale`, and
     divided again in float32.
 
-    An update whose gradients overflowed is skipped: they are dropped, so that there is nothing to
-    clip and the optimizer leaves every parameter and its moments alone; the scale is halved. At a
-    scale of `least` nothing is skipped any more: then it is the run that diverges, and not the
-    scale. Its state is in buffers, for the checkpoint.
+    Gradients that overflowed are dropped, so that there is nothing to clip and the optimizer
+    leaves every parameter and its moments alone; the scale is halved. At a scale of `least` none
+    are dropped: then it is the run that diverges. The state is in buffers, for the checkpoint.
     """
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
@@ -60,7 +58,10 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     losses = []
     for piece in batch.chunk(parts):
         with phases("forward"):
-            part = loss(model, piece) / _parts(batch, piece, parts)
+            whole_over_piece = parts        # makes the mean of the batch of means of micro-batches
+            if batch.weights is not None:
+                whole_over_piece = batch.weights.sum() / piece.weights.sum()
+            part = loss(model, piece) / whole_over_piece
         with phases("backward"):
             (part if scaler is None else part * scaler.scale).backward()
             advance(model)
@@ -68,9 +69,3 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     if scaler is not None:
         scaler.unscale(model)
     return torch.stack(losses).sum()
-
-
-def _parts(batch: Batch, piece: Batch, parts: int) -> Tensor | int:
-    """The weight of the whole batch over that of `piece`: means of micro-batches become the mean of
-    the batch."""
-    return parts if batch.weights is None else batch.weights.sum() / piece.weights.sum()

@@ -15,8 +15,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,18 +39,17 @@ from lpkit.training.steps import LossScaler, Phases, accumulate
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements. Drawn on `device` when first
-    needed."""
+    """The same random tokens at every step, for measurements. Drawn when first needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        self.vocab, self.shape, self.device = (config.model.vocab,
-                                               (config.global_batch, config.model.context), device)
-        self.drawn: Batch | None = None
+        shape = config.global_batch, config.model.context
+        self.draw = partial(torch.randint, config.model.vocab, shape, device=device)
+
+    @cached_property
+    def drawn(self) -> Batch:
+        return Batch(self.draw(), self.draw())
 
     def batch(self, step: int) -> Batch:
-        if self.drawn is None:
-            tokens = torch.randint(self.vocab, self.shape, device=self.device)
-            self.drawn = Batch(tokens, torch.randint(self.vocab, self.shape, device=self.device))
         return self.drawn
 
 
@@ -76,41 +74,40 @@ class Training:
     loss: Loss
     data: DataPolicy
     val: DataPolicy
-    tokenizer: dict[str, Any] = field(default_factory=dict)
-    state_placement: StatePlacement = field(default_factory=StatePlacement)
-    scaler: LossScaler | None = None
+    tokenizer: dict[str, Any]
+    state_placement: StatePlacement
+    scaler: LossScaler | None
     # around the micro-batches of an update: casts of weights are kept meanwhile
-    cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
-    governors: dict[str, Governor] = field(default_factory=dict)
+    cached_casts: Callable[[nn.Module], AbstractContextManager]
+    governors: dict[str, Governor]
+    step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
-    # for StepRecord.extra
-    step_metrics: dict[str, Callable[[], float | Tensor]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
               more: tuple[Transform, ...] = (), data: DataPolicy | None = None,
-              decisions: Decisions | None = None, cache_dir: Path | None = None) -> Training:
+              decisions: Decisions | None = None) -> Training:
         """`before`: the environment of a run that goes on. `more`: transforms beside the config's.
         `data`: read instead of the config's corpus, also in evaluation.
 
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
         decisions = decisions or build.decide(config, before=before)
-        sources: dict[str, Any] = {"data": data, "val": data}
+        val, tokenizer = data, {}
         if data is None:
             build.refuse_what_cannot_fit(config, decisions)
-            files = prepare(config.data, vocab=config.model.vocab, cache_dir=cache_dir)
-            sources = {
-                "data": _policy(config, config.data.policy.name, files.train, config.global_batch),
-                # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-                "val": _policy(config, EVALUATION, files.val, config.micro_batch),
-                "tokenizer": files.tokenizer.to_dict()}
+            files = prepare(config.data, vocab=config.model.vocab)
+            tokenizer = files.tokenizer.to_dict()
+            data = _policy(config, config.data.policy.name, files.train, config.global_batch)
+            # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
+            val = _policy(config, EVALUATION, files.val, config.micro_batch)
         rows, device, m = rows_of(config), decisions.device, config.memory
         model = build.build_model(config, decisions, more)
-        scaler = None
+        scaler, step_metrics = None, {}
         if scaling := decisions.recipe.loss_scaling:
             scaler = LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps)
             scaler.to(device)
+            step_metrics["loss_scale"] = partial(Tensor.item, scaler.scale)
         placement = rows["optimizer_state"].load()(device)
         optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed)
@@ -120,17 +117,16 @@ class Training:
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == weight_cache.CACHED:
             cached_casts = weights_cached
-        step_metrics = {} if scaler is None else {"loss_scale": partial(_item, scaler.scale)}
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
-            optimizer=optimizer, **sources,
+            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(model.parameters()), config.optimizer.clip),
             loss=rows["cross_entropy"].load()(m.cross_entropy, decisions.autocast),
-            state_placement=placement, scaler=scaler, cached_casts=cached_casts,
-            governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors},
-            step_metrics=step_metrics)
+            state_placement=placement, scaler=scaler, step_metrics=step_metrics,
+            cached_casts=cached_casts,
+            governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
 
     @property
     def device(self) -> torch.device:
@@ -213,8 +209,8 @@ class Training:
         for name, value in state.items():
             if name.startswith("optimizer/"):
                 _, parameter, slot = name.split("/")
-                value = (self.state_placement.store(value.to(self.device)) if torch.is_tensor(value)
-                         else value)
+                if torch.is_tensor(value):
+                    value = self.state_placement.store(value.to(self.device))
                 self.optimizer.state[parameters[parameter]][slot] = value
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
@@ -234,18 +230,16 @@ class Training:
 
     @torch.no_grad()
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object) -> None:
+        way_out = "resume with the settings that it was saved with"
         missing = [name for name in ours if name not in state]
         if missing:
             raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, "
-                                 f"{missing[0]} first; resume with the settings that it was saved "
-                                 f"with")
+                                 f"{missing[0]} first; {way_out}")
         for name, t in ours.items():
             theirs = state[name].shape
             if t.shape != theirs:   # copy_ would broadcast a short history into a longer one
                 raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has "
-                                     f"it as {tuple(t.shape)}; resume with the settings that it "
-                                     f"was "
-                                     f"saved with")
+                                     f"it as {tuple(t.shape)}; {way_out}")
         for name, t in ours.items():
             if not name.startswith("governor/"):
                 t.copy_(state[name])
@@ -261,7 +255,3 @@ def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:
     wanted = module.state_dict(keep_vars=True).keys()
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {f"{part}/{name}": t for name, t in tensors if name in wanted}
-
-
-def _item(t: Tensor) -> float:
-    return t.item()
