@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.linear import WeightCache, advance, weight_cache_bytes, weights_cached
-from lpkit.precision.weight_cache import choose
+from lpkit.precision.linear import advance
+from lpkit.precision.weight_cache import WeightCache, choose, weight_cache_bytes, weights_cached
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.training.background import start, train
 from lpkit.training.checkpoint import load_latest

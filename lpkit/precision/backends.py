@@ -20,16 +20,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.cast import Noise
 from lpkit.precision import scaled
+from lpkit.precision.formats import encode
 from lpkit.precision.linear import Float16Linear, ScaledLinear
 from lpkit.precision.scaled import Scaled, quantise
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.recipes import ALL, RECIPES, Cast, Recipe
+from lpkit.techniques.recipes import ALL, MX_BLOCK, RECIPES, Cast, Recipe
 
 
 class Backend(ABC):
@@ -41,12 +43,11 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        """Why it cannot run `recipe`, the row `name` or a change of it, on `device`; empty when it
-        can."""
+        """Why it cannot run `recipe`, the row `name` or a change of it, here; empty: it can."""
 
-    @abstractmethod
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         """The module that takes the place of `linear`, sharing its parameters."""
+        return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
 
 
 class PyTorch(Backend):
@@ -54,8 +55,9 @@ class PyTorch(Backend):
         return not _slow_float16(recipe, device)
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        return (f"{name} casts the operands of its products, nn.Linear does not" if recipe.products
-                else "")
+        if recipe.products:
+            return f"{name} casts the operands of its products, nn.Linear does not"
+        return ""
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         return linear
@@ -68,12 +70,14 @@ class Emulated(Backend):
         return True
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        return ("" if recipe.products or _slow_float16(recipe, device)
-                else f"{name} casts nothing that could be emulated")
+        if recipe.products or _slow_float16(recipe, device):
+            return ""
+        return f"{name} casts nothing that could be emulated"
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        return (Float16Linear.wrap(linear) if not recipe.products
-                else ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed))
+        if not recipe.products:
+            return Float16Linear.wrap(linear)
+        return super().wrap(linear, recipe, name=name, seed=seed)
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None) -> Scaled:
@@ -83,9 +87,7 @@ class Emulated(Backend):
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: Tensor | None = None) -> Tensor:
-        return scaled.product(a, b, dtype, bias)
+    product = staticmethod(scaled.product)
 
 
 def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
@@ -93,10 +95,20 @@ def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
     return recipe.compute == "float16" and device.type == "cpu"
 
 
+def _too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
+    """Why this GPU cannot; empty: it can, or it is none."""
+    if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
+        return ""
+    return f"{needs} compute capability {_dotted(capability)}, and this GPU has {_dotted(has)}"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
 # Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least
-# compute capability and
-# whether a CPU does it too. Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS
-# 12.9 release notes.
+# compute capability and whether a CPU does it too.
+# Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS 12.9 release notes.
 
 Kind = tuple[tuple[int, int], tuple[int, int]]
 _FLOAT8 = {
@@ -127,67 +139,65 @@ class ScaledMM(Backend):
         for product, (a, b) in recipe.products.items():
             found = HARDWARE.get(a.format, {}).get((a.block, b.block))
             if found is None or (a.format, b.format) == ("e5m2", "e5m2"):
-                return f"there is no product of {a.format} {a.block} and {b.format} {b.block} blocks, as {product} needs"
+                return (f"there is no product of {a.format} {a.block} and {b.format} {b.block} "
+                        f"blocks, as {product} needs")
             needed, cpu, what = found
             if a.block == (1, 128) and (a.format, b.format) != ("e4m3fn", "e4m3fn"):
-                return f"PyTorch multiplies {what} in E4M3 alone, and {product} has {a.format} and {b.format}"
+                return (f"PyTorch multiplies {what} in E4M3 alone, and {product} has {a.format} "
+                        f"and {b.format}")
             if device.type == "cpu" and not cpu:
-                return f"{what} need compute capability {needed[0]}.{needed[1]}, and this is a CPU"
-            if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needed:
-                return f"{what} need compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
-            if device.type == "cuda" and a.block == (1, 128) and has >= (10, 0):
-                return f"PyTorch has {what} on Hopper alone (9.0), and this GPU has {has[0]}.{has[1]}; mxfp8 is its successor"
+                return f"{what} need compute capability {_dotted(needed)}, and this is a CPU"
+            if problem := _too_old(f"{what} need", needed, device):
+                return problem
+            if device.type == "cuda" and a.block == (1, 128):
+                has = torch.cuda.get_device_capability(device)
+                if has >= (10, 0):
+                    return (f"PyTorch has {what} on Hopper alone (9.0), and this GPU has "
+                            f"{_dotted(has)}; mxfp8 is its successor")
         return ""
-
-    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None) -> Scaled:
         to = format_of(cast.format)
+        stored = to.torch_dtype and getattr(torch, to.torch_dtype)
         if to.bits < 8 or noise is not None:    # the values first, which hold exactly in bf16
             made = quantise(x, cast, dtype=torch.bfloat16, amax=amax, noise=noise)
-            return (made if to.torch_dtype is None
-                    else replace(made, data=made.data.to(getattr(torch, to.torch_dtype))))
-        made = quantise(x, cast, dtype=getattr(torch, to.torch_dtype), amax=amax, noise=noise)
-        return (replace(made, scale=made.scale.to(torch.float8_e8m0fnu)) if cast.block == (1, 32)
-                else made)
+            return replace(made, data=made.data.to(stored)) if stored else made
+        made = quantise(x, cast, dtype=stored, amax=amax, noise=noise)
+        if cast.block == MX_BLOCK:
+            made = replace(made, scale=made.scale.to(torch.float8_e8m0fnu))
+        return made
 
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
-        return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == (1, 32) else 4)
+        return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == MX_BLOCK else 4)
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
                 bias: Tensor | None = None) -> Tensor:
-        # a product that the recipe leaves in 16 bits
-        if a.data.dtype == dtype and a.tensor is None:
+        if a.data.dtype == dtype and a.tensor is None:      # the recipe leaves it in 16 bits
             return scaled.product(a, b, dtype, bias)
+        left, right = a.data.contiguous(), b.data.contiguous().T    # Hopper has no other order
+        if bias is not None and a.data.dtype != torch.int8:
+            bias = bias.to(torch.bfloat16)
         if a.data.dtype == torch.int8:
-            y = torch._int_mm(a.data.contiguous(), b.data.contiguous().T) * a.scale * b.scale.T
-            return (y if bias is None else y + bias).to(dtype)
-        # Hopper takes rows times columns alone
-        left, right = (a.data.contiguous(), b.data.contiguous().T)
-        bias = bias if bias is None else bias.to(torch.bfloat16)
-        if a.tensor is not None:
+            y = torch._int_mm(left, right) * a.scale * b.scale.T
+        elif a.tensor is not None:
             y = _float4(left, right, a, b)
+        elif a.scale.dtype == torch.float8_e8m0fnu:
+            y = torch._scaled_mm(left, right, scale_a=swizzled(a.scale), scale_b=swizzled(b.scale),
+                                 out_dtype=torch.bfloat16)
         elif (scales := _inferred(a, b)) is not None:
-            y = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1],
-                                 out_dtype=torch.bfloat16,
-                                 bias=None if a.scale.dtype == torch.float8_e8m0fnu else bias)
-            bias = bias if a.scale.dtype == torch.float8_e8m0fnu else None
+            return torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], bias=bias,
+                                    out_dtype=torch.bfloat16).to(dtype)
         else:
-            (scale_a, kind_a), (scale_b, kind_b) = _blocks128(a), _blocks128(b)
-            y = torch.nn.functional.scaled_mm(left, right, scale_a, kind_a, scale_b, kind_b,
-                                              output_dtype=torch.bfloat16)
+            y = F.scaled_mm(left, right, *_blocks128(a), *_blocks128(b),
+                            output_dtype=torch.bfloat16)
         return (y if bias is None else y + bias).to(dtype)
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
     """Scales whose meaning `torch._scaled_mm` infers from their shapes: 0-dim for tensors, (M, 1)
-    and (1, N) for rows, swizzled E8M0 for MX. None for blocks of 128, which it may take for
-    something else: where the sum is one block long, a scale of 1x128 looks like a row's, and one of
-    128x128 like a tensor's."""
-    if a.scale.dtype == torch.float8_e8m0fnu:
-        return swizzled(a.scale), swizzled(b.scale)
+    and (1, N) for rows. None for blocks of 128, which it may take for something else: where the sum
+    is one block long, a scale of 1x128 looks like a row's, and one of 128x128 like a tensor's."""
     if a.scale.numel() == b.scale.numel() == 1:
         return a.scale.reshape(()), b.scale.reshape(())
     # 1x128 over a sum of 128 is no more than this
@@ -201,10 +211,9 @@ def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
     """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed:
     (C rounded up to 4, R).
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
-    kind = torch.nn.functional.ScalingType
     if s.scale.shape[0] == s.data.shape[0]:
-        return s.scale.T.contiguous().T, kind.BlockWise1x128
-    return torch.nn.functional.pad(s.scale, (0, -s.scale.shape[1] % 4)).T, kind.BlockWise128x128
+        return s.scale.T.contiguous().T, F.ScalingType.BlockWise1x128
+    return F.pad(s.scale, (0, -s.scale.shape[1] % 4)).T, F.ScalingType.BlockWise128x128
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -220,10 +229,6 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
-    from lpkit.precision.formats import encode
-
-    kind, swizzle = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
-
     def packed(values: Tensor) -> Tensor:       # two to a byte, the first in the low half
         codes = encode(values.float(), format_of("e2m1"))
         return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
@@ -233,15 +238,15 @@ def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
         rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
         return [swizzled(rows.to(torch.float8_e4m3fn)), s.tensor.reshape(())]
 
-    two, how = [kind.BlockWise1x16, kind.TensorWise], [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
-    return torch.nn.functional.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b),
-                                         two, how, how, output_dtype=torch.bfloat16)
+    two = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    how = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b), two, how, how,
+                       output_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What makes a library's Linear for one recipe, and the least compute capability that it
-    needs."""
+    """What makes a library's Linear for one recipe, and the least compute capability for it."""
 
     make: Callable[[nn.Linear, Recipe], nn.Module]
     capability: tuple[int, int]
@@ -249,8 +254,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Library(Backend):
-    """Somebody else's Linear, for rows as they are: a setting that changes a cast is not known to
-    the library."""
+    """Somebody else's Linear, for rows as they are: it knows no setting that changes a cast."""
 
     package: str
     devices: tuple[str, ...]
@@ -265,10 +269,7 @@ class Library(Backend):
             return f"{self.package} is not installed"
         if device.type not in self.devices:
             return f"it needs an NVIDIA GPU, and this is a {device.type.upper()}"
-        needed = self.rows[name].capability
-        if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needed:
-            return f"{name} needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
-        return ""
+        return _too_old(f"{name} needs", self.rows[name].capability, device)
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         (row,) = [row for key, row in self.rows.items()
@@ -310,15 +311,15 @@ class TransformerEngineLinear(nn.Module):
         import transformer_engine.pytorch as te
 
         super().__init__()
-        self.inner = te.Linear(linear.in_features, linear.out_features,
-                               bias=linear.bias is not None, params_dtype=linear.weight.dtype,
-                               device=linear.weight.device)
+        weight, bias = linear.weight, linear.bias
+        self.inner = te.Linear(linear.in_features, linear.out_features, bias=bias is not None,
+                               params_dtype=weight.dtype, device=weight.device)
         del self.inner.weight
-        self.weight, self.bias = linear.weight, linear.bias
-        self.inner.weight = linear.weight
-        if linear.bias is not None:
+        self.weight = self.inner.weight = weight
+        self.bias = bias
+        if bias is not None:
             del self.inner.bias
-            self.inner.bias = linear.bias
+            self.inner.bias = bias
         self.recipe = recipe
 
     def forward(self, x: Tensor) -> Tensor:
@@ -328,13 +329,17 @@ class TransformerEngineLinear(nn.Module):
             return self.inner(x)
 
 
-def _te(make: Callable[[Any, Recipe], Any], capability: tuple[int, int]) -> Row:
-    def build(linear: nn.Linear, recipe: Recipe) -> nn.Module:
+def _te(row: str) -> Callable[[nn.Linear, Recipe], nn.Module]:
+    def make(linear: nn.Linear, recipe: Recipe) -> nn.Module:
         from transformer_engine.common import recipe as rows
 
-        return TransformerEngineLinear(linear, make(rows, recipe))
+        settings = {}
+        if delayed := recipe.delayed:
+            settings = {"margin": delayed.margin, "amax_history_len": delayed.history,
+                        "amax_compute_algo": delayed.rule.replace("-", "_")}
+        return TransformerEngineLinear(linear, getattr(rows, row)(**settings))
 
-    return Row(make=build, capability=capability)
+    return make
 
 
 BACKENDS: dict[str, Backend] = {
@@ -342,13 +347,11 @@ BACKENDS: dict[str, Backend] = {
     "scaled_mm": ScaledMM(),
     "emulated": Emulated(),
     "transformer-engine": Library(package="transformer_engine", devices=("cuda",), rows={
-        "fp8-tensorwise": _te(lambda te, recipe: te.Float8CurrentScaling(), (8, 9)),
-        "fp8-delayed": _te(lambda te, recipe: te.DelayedScaling(
-            margin=recipe.delayed.margin, amax_history_len=recipe.delayed.history,
-            amax_compute_algo=recipe.delayed.rule.replace("-", "_")), (8, 9)),
-        "fp8-blockwise": _te(lambda te, recipe: te.Float8BlockScaling(), (9, 0)),
-        "mxfp8": _te(lambda te, recipe: te.MXFP8BlockScaling(), (10, 0)),
-        "nvfp4": _te(lambda te, recipe: te.NVFP4BlockScaling(), (10, 0)),
+        "fp8-tensorwise": Row(make=_te("Float8CurrentScaling"), capability=(8, 9)),
+        "fp8-delayed": Row(make=_te("DelayedScaling"), capability=(8, 9)),
+        "fp8-blockwise": Row(make=_te("Float8BlockScaling"), capability=(9, 0)),
+        "mxfp8": Row(make=_te("MXFP8BlockScaling"), capability=(10, 0)),
+        "nvfp4": Row(make=_te("NVFP4BlockScaling"), capability=(10, 0)),
     }),
     # on a CPU it calls the same torch._scaled_mm
     "torchao": Library(package="torchao", devices=("cpu", "cuda"), rows={
@@ -362,22 +365,20 @@ BACKENDS: dict[str, Backend] = {
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
     """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or
     it cannot, and what can."""
-    able = {key: backend.why_not(name, recipe, device) for key, backend in BACKENDS.items()}
-    order = [key for key, backend in BACKENDS.items() if not able[key]
-             and backend.automatic(recipe, device)]
-    if asked == "auto":
-        if not recipe.products:
-            why = {"pytorch": "nothing is cast but by autocast",
-                   "emulated": "float16 values in float32 products, which a CPU has: the same "
-                   "numbers, several times faster than PyTorch's float16 products there"}
-            return Choice(asked=asked, used=order[0], why=why[order[0]])
-        passed = (f"a {device.type.upper()} is slower with it" if not able["scaled_mm"]
-                  else able["scaled_mm"])
-        why = {"emulated": f"the same numbers in bf16 products; not scaled_mm: {passed}"}
-        return Choice(asked=asked, used=order[0],
-                      why=why.get(order[0], "this device multiplies these formats itself"))
-    pick(BACKENDS, asked, "precision.backend")
-    if able[asked]:
-        raise ConfigError(f"precision.backend={asked} cannot run {name} here: {able[asked]}; the "
-                          f"nearest that can: {order[0]}")
-    return Choice(asked=asked, used=asked, why="asked for")
+    why_not = {key: backend.why_not(name, recipe, device) for key, backend in BACKENDS.items()}
+    first = next(key for key, backend in BACKENDS.items()
+                 if not why_not[key] and backend.automatic(recipe, device))
+    if asked != "auto":
+        pick(BACKENDS, asked, "precision.backend")
+        if why_not[asked]:
+            raise ConfigError(f"precision.backend={asked} cannot run {name} here: "
+                              f"{why_not[asked]}; the nearest that can: {first}")
+        return Choice(asked=asked, used=asked, why="asked for")
+    passed = why_not["scaled_mm"] or f"a {device.type.upper()} is slower with it"
+    why = {"pytorch": "nothing is cast but by autocast",
+           "scaled_mm": "this device multiplies these formats itself",
+           "emulated": f"the same numbers in bf16 products; not scaled_mm: {passed}"}[first]
+    if not recipe.products and first == "emulated":
+        why = ("float16 values in float32 products, which a CPU has: the same numbers, several "
+               "times faster than PyTorch's float16 products there")
+    return Choice(asked=asked, used=first, why=why)

@@ -1,10 +1,8 @@
 """Number formats as data, and rounding to them: what a value becomes, bit for bit.
 
-    round_to(x, FORMATS["e4m3fn"])                                  # nearest-even, saturating;
-    float32 in, float32 out
+    round_to(x, FORMATS["e4m3fn"])      # nearest-even, saturating; float32 in, float32 out
     round_to(x, FORMATS["e5m2"], rounding="stochastic", overflow="nonsaturating", generator=rng)
-    encode(round_to(x, fmt), fmt)                                   # bit patterns; decode(codes,
-                                                                    fmt) is the way back
+    encode(round_to(x, fmt), fmt)       # bit patterns; decode(codes, fmt) is the way back
 
 A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c &
 (2^m - 1). Field 0 holds the subnormals, evenly spaced from zero; the whole of an integer format is
@@ -16,8 +14,7 @@ NaN have no code for it: `round_to` lets it through, `encode` refuses it. Overfl
 specifications say:
 - saturate: whatever is too large, infinities included, becomes the largest value of its sign;
 - nonsaturating: it becomes an infinity, where there is none a NaN, where there is neither the
-largest value. Rounding
-  toward zero takes a finite value no further than the largest.
+  largest value. Rounding toward zero takes a finite value no further than the largest.
 E8M0 has no sign and no zero: a negative number becomes NaN; zero becomes the smallest value, or NaN
 when nonsaturating.
 """
@@ -38,11 +35,10 @@ Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]
 
 
 def _stochastic(q: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Up with the probability of the remainder, so that the mean is the value: to 2^-53 of a
-    spacing."""
+    """Up with the probability of the remainder: the mean is the value, to 2^-53 of a spacing."""
     down = q.floor()
-    return (down + (torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator) < q
-                    - down))
+    draw = torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator)
+    return down + (draw < q - down)
 
 
 ROUNDINGS: dict[str, Rounding] = {
@@ -52,19 +48,7 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 
 
-def _saturate(fmt: Format) -> float | None:
-    return None
-
-
-def _nonsaturating(fmt: Format) -> float | None:
-    return torch.inf if fmt.has_infinities else torch.nan if fmt.first_nan is not None else None
-
-
-# what an overflow becomes; None: the largest value
-OVERFLOWS: dict[str, Callable[[Format], float | None]] = {
-    "saturate": _saturate,
-    "nonsaturating": _nonsaturating,
-}
+OVERFLOWS = {"saturate": False, "nonsaturating": True}      # whether it may leave the finite values
 
 
 def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow: str = "saturate",
@@ -74,7 +58,11 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
 
     Raises ConfigError for an unknown rounding or overflow, or an `x` that is not floating point.
     """
-    rule, beyond = pick(ROUNDINGS, rounding, "rounding"), pick(OVERFLOWS, overflow, "overflow")(fmt)
+    rule, beyond = pick(ROUNDINGS, rounding, "rounding"), None      # None: the largest value
+    if pick(OVERFLOWS, overflow, "overflow") and fmt.has_infinities:
+        beyond = torch.inf
+    elif OVERFLOWS[overflow] and fmt.first_nan is not None:
+        beyond = torch.nan
     if not x.dtype.is_floating_point:
         raise ConfigError(f"round_to takes a floating-point tensor, got {x.dtype}; call .float() "
                           f"on it")
@@ -91,16 +79,13 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
         y = torch.where(y > largest, torch.where(stays, largest, beyond),
                         torch.where(magnitude.isinf(), beyond, y))
     if not fmt.signed:
-        y = torch.where(magnitude == 0, fmt.smallest if beyond is None else torch.nan,
-                        y.maximum(_like(y, fmt.smallest)))
+        zero = fmt.smallest if beyond is None else torch.nan
+        y = torch.where(magnitude == 0, zero, y.clamp(min=fmt.smallest))
         y = torch.where(x < 0, torch.nan, y)
     y = torch.where(x.isnan(), torch.nan, y)
-    return (y.copysign(x).float() if fmt.has_negative_zero
-            else torch.where(negative & fmt.signed, 0 - y, y).float())
-
-
-def _like(x: Tensor, value: float) -> Tensor:
-    return torch.tensor(value, dtype=x.dtype, device=x.device)
+    if fmt.has_negative_zero:
+        return y.copysign(x).float()
+    return torch.where(negative & fmt.signed, 0 - y, y).float()
 
 
 def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
@@ -132,8 +117,8 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     if off.any():
         raise ConfigError(f"{int(off.sum())} of {x.numel()} values are not in {fmt.name}, the "
                           f"first is {x[off][0].item():g}; round_to them first")
-    code = ((_exponent(magnitude, fmt) + fmt.bias - 1) << fmt.mantissa_bits) \
-        + (magnitude / _spacing(magnitude, fmt)).nan_to_num(0, 0).long()
+    mantissa = (magnitude / _spacing(magnitude, fmt)).nan_to_num(0, 0).long()
+    code = ((_exponent(magnitude, fmt) + fmt.bias - 1) << fmt.mantissa_bits) + mantissa
     if fmt.has_infinities:
         code = torch.where(inf, fmt.first_nan - 1, code)
     if fmt.nan is not None:
@@ -164,18 +149,17 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def values(fmt: Format) -> Tensor:
-    """Every value of a format of at most 8 bits, float32, at the index of its code. Raises
-    ConfigError."""
+    """Every value, float32, at the index of its code. Raises ConfigError above 8 bits."""
     if fmt.bits > 8:
+        small = ", ".join(f.name for f in FORMATS.values() if f.bits <= 8)
         raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are "
-                          f"listed: {', '.join(f.name for f in FORMATS.values() if f.bits <= 8)}")
+                          f"listed: {small}")
     return decode(torch.arange(1 << fmt.bits), fmt)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Listed:
-    """A format and all its values by code, for a figure. Compared by identity, because NaN is not
-    equal to itself."""
+    """A format and its values by code, for a figure. Compared by identity: NaN is not equal."""
 
     format: Format
     values: tuple[float, ...]

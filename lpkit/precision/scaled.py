@@ -8,10 +8,12 @@ it is emulated: the same numbers on any device.
 How the emulation is fast and what is exact. Values of E4M3, E5M2, E2M1 and INT8 have at most 8
 significant bits, so bf16 holds them; a bf16 product accumulates in float32 and rounds once. So:
 1. scales that do not vary inside the sum (tensor, row) multiply the result of a bf16 product of the
-grid values; 2. scales that are powers of two, or E4M3 over E2M1 values, are multiplied into the
-operand first, exactly; 3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of
-float32 operands. Against the definition in float64 (`reference`) there remain the order of a
-float32 sum and the rounding of the result to the output dtype, twice for row scales in bf16;
+   grid values;
+2. scales that are powers of two, or E4M3 over E2M1 values, are multiplied into the operand first,
+   exactly;
+3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of float32 operands.
+Against the definition in float64 (`reference`) there remain the order of a float32 sum and the
+rounding of the result to the output dtype, twice for row scales in bf16;
 tests/test_scaled_linear.py holds each to its bound.
 """
 
@@ -44,6 +46,11 @@ class Scaled:
     nonfinite: Tensor | None = None     # (): how many were NaN or Inf
 
     @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What its value is made of."""
+        return self.data, self.scale, self.tensor
+
+    @property
     def T(self) -> Scaled:
         return replace(self, data=self.data.T, scale=self.scale.T,
                        amax=None if self.amax is None else self.amax.T)
@@ -55,8 +62,7 @@ class Scaled:
 
 
 # Scales: amax per block (R, C) -> a scale per block, (R, C) float32, and the second level of it, ()
-# float32 or None.
-# amax is NaN where a block has a NaN or an Inf, and so is the scale: never silent.
+# float32 or None. amax is NaN where a block has a NaN or an Inf, and so is the scale: never silent.
 
 Scales = tuple[Tensor, Tensor | None]
 
@@ -67,9 +73,8 @@ def _float32(amax: Tensor, to: Format) -> Scales:
 
 
 def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
-    """The range of E8M0, 2^-127 to 2^127."""
-    # NaN * 0 is NaN
-    return (torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None)
+    """The range of E8M0, 2^-127 to 2^127. NaN * 0 is NaN."""
+    return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None
 
 
 def _up(amax: Tensor, to: Format) -> Scales:
@@ -80,8 +85,7 @@ def _up(amax: Tensor, to: Format) -> Scales:
 
 
 def _floor(amax: Tensor, to: Format) -> Scales:
-    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): what lies beyond the largest
-    value saturates."""
+    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): the largest may saturate."""
     return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
 
 
@@ -90,9 +94,8 @@ def _e4m3(amax: Tensor, to: Format) -> Scales:
     https://arxiv.org/abs/2509.25149, appendix C)."""
     e4m3 = format_of("e4m3fn")
     tensor = (amax.amax() / (to.largest * e4m3.largest)).clamp(min=TINY)
-    scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal,
-                                               e4m3.largest).to(torch.float8_e4m3fn).float()
-    return scale, tensor
+    scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal, e4m3.largest)
+    return scale.to(torch.float8_e4m3fn).float(), tensor
 
 
 def _none(amax: Tensor, to: Format) -> Scales:
@@ -109,8 +112,7 @@ MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
 
 @cache
 def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
-    """(16, 16) float32, orthogonal: a Hadamard matrix / 4 with its rows' signs drawn once, as
-    Transformer Engine's are."""
+    """(16, 16) float32, orthogonal: a Hadamard matrix / 4, rows' signs as Transformer Engine's."""
     h = torch.ones(1, 1)
     while len(h) < HADAMARD:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -119,16 +121,11 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Every 16 elements of the contracted axis are mixed: an outlier is shared out (Tseng et al.
-    2024, arXiv:2402.04396)."""
+    """Mixes every 16 elements, which shares outliers out (Tseng et al. 2024, arXiv:2402.04396)."""
     return (x.float().unflatten(-1, (-1, HADAMARD)) @ hadamard_matrix(x.device)).flatten(-2)
 
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": _hadamard}
-
-
-def _transposed(x: Tensor) -> bool:
-    return x.stride(0) == 1 and x.stride(1) != 1
 
 
 def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -138,19 +135,19 @@ def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
-             amax: Tensor | None = None,
-             noise: Noise | None = None, fold: bool = False) -> Scaled:
+             amax: Tensor | None = None, noise: Noise | None = None, fold: bool = False) -> Scaled:
     """Cast x (M, K), the contracted axis last; the values come back in `dtype`.
 
-    amax:  scale by this largest magnitude, () float32, instead of the tensor's own (delayed
-    scaling).
+    amax:  scale by this, () float32, instead of the tensor's own largest magnitude (delayed
+           scaling).
     noise: for stochastic rounding.
     fold:  multiply block scales into the values where that is exact in bf16, leaving one scale for
-    the tensor. Raises ConfigError when x does not tile.
+           the tensor.
+    Raises ConfigError when x does not tile.
     """
     x = TRANSFORMS[cast.transform](x)
-    # cast where it lies; blocks of one column are copied into rows instead
-    if _transposed(x) and cast.block[0] != 1:
+    transposed = x.stride(0) == 1 and x.stride(1) != 1
+    if transposed and cast.block[0] != 1:   # as it lies; blocks of one column are copied into rows
         flipped = replace(cast, block=cast.block[::-1], transform="none")
         return quantise(x.T, flipped, dtype=dtype, amax=amax, noise=noise, fold=fold).T
     to, rule = format_of(cast.format), SCALES[cast.scale]
@@ -163,19 +160,21 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     # A history that is still empty decides nothing, and does not hide a NaN that is there now.
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
     scale, tensor = MAKE_SCALES[cast.scale](torch.where(used.isfinite(), used, torch.nan), to)
+    both = scale if tensor is None else scale * tensor
     fold = fold and rule.folds
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
     elif dtype.itemsize == 1:  # stored for hardware: PyTorch's own casts, which torch.compile fuses
-        steps = x.float() / spread(scale if tensor is None else scale * tensor, x.shape)
-        data = (steps if dtype.is_floating_point else steps.round()).clamp(-to.largest,
-                                                                           to.largest).to(dtype)
+        steps = x.float() / spread(both, x.shape)
+        if not dtype.is_floating_point:
+            steps = steps.round()
+        data = steps.clamp(-to.largest, to.largest).to(dtype)
     else:
-        data = kernel.qdq(x, to, scale if tensor is None else scale * tensor, block=cast.block,
-                          dtype=dtype, noise=noise, rescale=fold and tensor is None)
+        data = kernel.qdq(x, to, both, block=cast.block, dtype=dtype, noise=noise,
+                          rescale=fold and tensor is None)
     if fold and tensor is not None:
-        data.view(scale.shape[0], -1, scale.shape[1],
-                  x.shape[1] // scale.shape[1]).mul_(scale[:, None, :, None].to(dtype))
+        R, C = scale.shape
+        data.view(R, -1, C, x.shape[1] // C).mul_(scale[:, None, :, None].to(dtype))
     if fold:
         scale = scale.new_ones(1, 1)
     return Scaled(data=data, scale=scale, tensor=tensor, amax=found, nonfinite=nonfinite)
@@ -187,8 +186,7 @@ def reference(a: Scaled, b: Scaled) -> Tensor:
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). See the top of this file
-    for what is exact."""
+    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,)."""
     if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:  # scales inside the sum that did not fold
         return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype)
     scales = [s for s in (a.scale, b.scale, a.tensor, b.tensor) if s is not None]

@@ -16,8 +16,7 @@ from lpkit.techniques.recipes import Recipe, kept, untiled
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
     """Replaces each Linear but those that `recipe.high_precision_layers` names. `tokens` of a
-    micro-batch: what will not tile is refused now. Raises ConfigError.
-    """
+    micro-batch: what will not tile is refused now. Raises ConfigError."""
 
     recipe: Recipe
     backend: Backend
@@ -29,19 +28,19 @@ class LowPrecision(Transform):
         linears = {name: module for name, module in model.named_modules()
                    if isinstance(module, nn.Linear)}
         stay = kept(linears, self.recipe.high_precision_layers)
-        for name in linears.keys() - stay:
-            linear = linears[name]
-            sizes = {"K": linear.in_features,
-                     "N": linear.out_features} | ({"M": self.tokens} if self.tokens else {})
-            if not self.recipe.pad and (problem := untiled(self.recipe, sizes,
-                                                           self.backend.alignment)):
-                refuse(name, problem, sizes)
         if len(stay) == len(linears):
             layers = ",".join(self.recipe.high_precision_layers)
             raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear "
                               f"to the recipe; name fewer, or choose precision.recipe=bf16")
-        for name in linears.keys() - stay:
+        for name in [name for name in linears if name not in stay]:
+            linear = linears[name]
+            sizes = {"K": linear.in_features, "N": linear.out_features}
+            if self.tokens:
+                sizes["M"] = self.tokens
+            problem = untiled(self.recipe, sizes, self.backend.alignment)
+            if problem and not self.recipe.pad:
+                refuse(name, problem, sizes)
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf,
-                    self.backend.wrap(linears[name], self.recipe, name=name, seed=self.seed))
+            new = self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)
+            setattr(model.get_submodule(parent), leaf, new)
         return model

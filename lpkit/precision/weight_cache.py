@@ -8,12 +8,21 @@ end of the last (Transformer Engine's `is_first_microbatch`). The numbers are th
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend
-from lpkit.techniques.recipes import Recipe
+from lpkit.precision.linear import Arithmetic, scaled_linears
+from lpkit.precision.scaled import Scaled
+from lpkit.techniques.recipes import FLOAT32_BYTES, SCALES, Recipe
 
 CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 
@@ -25,25 +34,97 @@ def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *,
 
     Raises ConfigError where no weight is cast.
     """
-    casts = {product: getattr(recipe, product)[1] for product in ("y", "dx")
-             if getattr(recipe, product)}
+    casts = [recipe.products[product][1] for product in ("y", "dx") if product in recipe.products]
     if not casts:
         raise ConfigError(f"precision.cache_weight_casts=true does not go with "
                           f"precision.recipe={name}: it casts no weight; set "
                           f"precision.cache_weight_casts=false, or choose a recipe of 8 or 4 bits")
-    stateful = recipe.delayed is not None or recipe.stochastic
-    why_not = {
-        "they are cast once in an update anyway: one micro-batch, nothing recomputed": forwards
-        == 1,
-        "a stochastic cast draws anew each time": any(cast.rounding == "stochastic"
-                                                      for cast in casts.values()),
-        "the library keeps what it keeps": not hasattr(backend, "traceable"),
-        "torch.compile fuses the casts, and would not see that a weight changed":
-            compiled and getattr(backend, "traceable", False) and not stateful,
-        "a weight's scale may move with its history in each micro-batch, and to compare it would "
-        "wait for the GPU": recipe.delayed is not None and device.type != "cpu",
-    }
-    for why, true in why_not.items():
-        if true:
-            return Choice(asked="true", used=CAST, why=why)
+    history = recipe.delayed is not None
+    fused = compiled and getattr(backend, "traceable", False) and not (history or recipe.stochastic)
+    why = ""
+    if forwards == 1:
+        why = "they are cast once in an update anyway: one micro-batch, nothing recomputed"
+    elif any(cast.rounding == "stochastic" for cast in casts):
+        why = "a stochastic cast draws anew each time"
+    elif not hasattr(backend, "traceable"):
+        why = "the library keeps what it keeps"
+    elif fused:
+        why = "torch.compile fuses the casts, and would not see that a weight changed"
+    elif history and device.type != "cpu":
+        why = ("a weight's scale may move with its history in each micro-batch, and to compare it "
+               "would wait for the GPU")
+    if why:
+        return Choice(asked="true", used=CAST, why=why)
     return Choice(asked="true", used=CACHED, why=f"one cast for {forwards} forwards of an update")
+
+
+class WeightCache:
+    """The casts of one weight, until it changes: until it is another tensor, lies elsewhere, or
+    counts another version.
+
+    What the version counter of a tensor does not see must not happen while a cache lives: PyTorch's
+    fused optimizers and writes through `tensor.data`. So caches live within one update
+    (`weights_cached`), and the optimizer comes after it.
+    """
+
+    def __init__(self):
+        self.weight: Callable[[], Tensor | None] = lambda: None
+        self.storage: Any = None        # held, so that no other can have its address
+        self.version = -1
+        self.casts: dict[str, tuple[Any, Scaled]] = {}      # by product
+
+    def see(self, w: Tensor) -> None:
+        """Before its casts are asked for."""
+        storage = w.untyped_storage()
+        same = self.weight() is w and self.storage._cdata == storage._cdata
+        if not same or self.version != w._version:
+            self.weight, self.storage, self.version = weakref.ref(w), storage, w._version
+            self.casts.clear()
+
+    def get(self, product: str, key: Any, make: Callable[[], Scaled], *,
+            with_amax: bool) -> Scaled:
+        """`make()`, or what it gave for the same key. One cast a product is kept."""
+        if product not in self.casts or self.casts[product][0] != key:
+            made = make()
+            self.casts[product] = key, made if with_amax else replace(made, amax=None)
+        return self.casts[product][1]
+
+    @property
+    def bytes(self) -> int:
+        """Of values and scales."""
+        return sum(t.nbytes for _, made in self.casts.values() for t in made.stored
+                   if t is not None)
+
+
+@contextmanager
+def weights_cached(model: nn.Module) -> Iterator[None]:
+    """Around the forwards and backwards of one update: each weight is cast once for each product
+    that casts it anew, and not once a micro-batch or recomputation. The same numbers, bit for bit.
+    Not under torch.compile where it fuses the casts. Nothing is kept afterwards.
+    """
+    layers = list(scaled_linears(model))
+    for layer in layers:
+        layer.cache = WeightCache()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cache = None
+
+
+def weight_cache_bytes(recipe: Recipe, arithmetic: Arithmetic, N: int, K: int,
+                       dtype: torch.dtype = torch.bfloat16) -> int:
+    """What `weights_cached` holds of a weight (N, K) whose sides tile: the operands of y and dx, or
+    one that serves both. `dtype`: what the layer computes in."""
+    operands = []
+    if recipe.y is not None:
+        operands.append((recipe.y[1], N, K))
+    if recipe.dx is not None and not (recipe.dx[1].transposes and (recipe.dx[1], N, K) in operands):
+        operands.append((recipe.dx[1], K, N))
+    total = 0
+    for cast, rows, columns in operands:
+        value, scale = arithmetic.held(cast, dtype)
+        blocks = rows // (cast.block[0] or rows) * (columns // (cast.block[1] or columns))
+        total += rows * columns * value + (blocks * scale if scale else FLOAT32_BYTES)
+        total += FLOAT32_BYTES * (SCALES[cast.scale].levels - 1)
+    return total

@@ -1,7 +1,7 @@
 """What the low-precision recipes hold: bytes of the operands that a Linear keeps for its backward
 pass.
 
-`lpkit.precision.ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of
+`ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of
 their format; the emulation in bf16, with power-of-two and E4M3 scales folded in.
 """
 

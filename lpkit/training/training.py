@@ -26,8 +26,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement, Transform
 from lpkit.datasets import prepare
 from lpkit.optim import stepper
-from lpkit.precision import weight_cache
-from lpkit.precision.linear import weights_cached
+from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import EVALUATION, POLICIES
@@ -115,7 +114,7 @@ class Training:
             group["initial_lr"] = group["lr"]
         choices = stepper.recorded(optimizer, decisions.choices)
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
-        if "weight_casts" in choices and choices["weight_casts"].used == weight_cache.CACHED:
+        if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
             cached_casts = weights_cached
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
