@@ -1,5 +1,6 @@
 """Memory techniques: the same gradient as without, or within the error that they state; and the bytes that they take away."""
 
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from lpkit.measure.updates import memory, saved_bytes
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.recompute import within
-from lpkit.memory.saved import CpuCopyStore, QuantizedStore, SavedTensorOffloader, SavedTensorRef
+from lpkit.memory.saved import CpuCopy, Quantized, SavedTensorOffloader, SavedTensorRef
 from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper
@@ -293,7 +294,7 @@ def test_activations_go_and_weights_and_statistics_stay(recipe, each):
 
 
 def test_a_tensor_goes_once_however_often_it_is_saved():
-    counter = SavedTensorOffloader(CpuCopyStore())
+    counter = SavedTensorOffloader(CpuCopy)
     t = torch.randn(8, 16)
     a, b, c = counter.pack(1, t), counter.pack(1, t.view(4, 32)), counter.pack(1, t.T)
     assert a.parcel is b.parcel is c.parcel and counter.pack(1, t[:, :8]).parcel is not a.parcel
@@ -308,10 +309,10 @@ def test_a_tensor_goes_once_however_often_it_is_saved():
 def test_few_bits_are_right_on_average_and_as_small_as_they_say(bits, error):
     """Each number's mean over n draws is within 5 standard errors, at most half a step each; the error is that of a step."""
     torch.manual_seed(0)
-    x, store, n = torch.randn(3, 300), QuantizedStore(bits), 2000
-    put = store.put(x)
+    x, n = torch.randn(3, 300), 2000
+    put = Quantized(x, bits)
     assert put.codes.nbytes == -(-900 // 256) * 256 * bits // 8 and put.scale.nbytes + put.least.nbytes == 8 * 4
-    drawn = torch.stack([store.get(store.put(x)) for _ in range(n)]).double()
+    drawn = torch.stack([Quantized(x, bits).get() for _ in range(n)]).double()
     step = put.scale.repeat_interleave(256)[:900].view(3, 300)
     assert ((drawn.mean(0) - x).abs() <= 5 * step / 2 / n**0.5 + 1e-6).all()
     assert ((drawn - x).abs() <= step * 1.001).all()
@@ -323,7 +324,7 @@ def test_few_bits_are_right_on_average_and_as_small_as_they_say(bits, error):
 def test_few_bits_of_any_shape_and_of_a_constant(bits, shape):
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.full(shape, 3.0, dtype=dtype)
-        found = QuantizedStore(bits).get(QuantizedStore(bits).put(x))
+        found = Quantized(x, bits).get()
         assert torch.equal(found, x) and found.dtype == dtype
 
 
@@ -331,7 +332,7 @@ def test_few_bits_of_any_shape_and_of_a_constant(bits, shape):
 def test_the_gradient_of_a_weight_is_right_on_average(bits):
     """What is linear in the activation: the mean over n draws against the exact gradient, in standard errors."""
     torch.manual_seed(0)
-    layer, x, counter, n = torch.nn.Linear(64, 32, bias=False), torch.randn(512, 64), SavedTensorOffloader(QuantizedStore(bits)), 300
+    layer, x, counter, n = torch.nn.Linear(64, 32, bias=False), torch.randn(512, 64), SavedTensorOffloader(Quantized, bits=bits), 300
     target = torch.randn(512, 32)
     (layer(x) * target).sum().backward()
     exact, found = layer.weight.grad.double(), []
@@ -389,7 +390,7 @@ def test_a_run_with_saved_tensors_elsewhere_goes_on_bit_for_bit(small, tmp_path,
 
 def test_slots_are_used_again_and_have_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Slots() as slots:
+    with closing(Slots()) as slots:
         data = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, 5000, 5000)]
         held = [slots.write(t) for t in data]
         assert not list(tmp_path.iterdir())

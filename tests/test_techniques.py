@@ -42,14 +42,13 @@ def test_formula_and_step_agree_and_what_is_exact_is():
 
 def test_few_bits_err_as_normal_numbers_do():
     torch = pytest.importorskip("torch")
-    from lpkit.memory.saved import QuantizedStore
+    from lpkit.memory.saved import Quantized
     from lpkit.studies import memory_techniques
 
     torch.manual_seed(0)
     x = torch.randn(2**16)
     for bits in (8, 4, 2):
-        few = QuantizedStore(bits)
-        error = ((few.get(few.put(x)) - x).norm() / x.norm()).item()
+        error = ((Quantized(x, bits).get() - x).norm() / x.norm()).item()
         assert error == pytest.approx(memory_techniques.rounding_error(bits), rel=0.02), bits
     errors = memory_techniques.gradient_errors(small(), ["saved in 8 bits", "recompute"])
     assert errors["recompute"] == 0 and 0 < errors["saved in 8 bits"] < 0.02

@@ -1,10 +1,8 @@
-"""Scratch space on a disk, gone when its process is, however that ends: files are unlinked as soon
-as they are open."""
+"""Scratch space on a disk, gone when its process is, however that ends: files without names."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import mmap
 import os
 import tempfile
@@ -33,12 +31,10 @@ def filesystem(folder: Path) -> str:
 
 
 class Scratch:
-    """Tensors in memory-mapped files under the system's temporary folder (TMPDIR), in segments: few
-    files, whole pages."""
+    """Tensors in memory-mapped files in the temporary folder (TMPDIR): few files, whole pages."""
 
     def __init__(self):
-        # by address: the map, offset and bytes in it
-        self.where_is: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self.where_is: dict[int, tuple[mmap.mmap, int, int]] = {}   # address: map, offset, bytes
         self.segment: mmap.mmap | None = None
         self.taken = 0
 
@@ -54,24 +50,24 @@ class Scratch:
         """Room for a tensor, zeros. Raises ConfigError when the disk has none."""
         nbytes = max(1, shape.numel() * dtype.itemsize)
         if self.segment is None or self.taken + nbytes > len(self.segment):
-            self.segment, self.taken = _segment(max(nbytes, SEGMENT)), 0
+            size = max(nbytes, SEGMENT)
+            with tempfile.TemporaryFile() as file:
+                _take(file.fileno(), 0, size)       # now, and not by a signal in a step
+                self.segment, self.taken = mmap.mmap(file.fileno(), size), 0
         pages, offset = self.segment, self.taken
-        self.taken += -(-nbytes // PAGE) * PAGE
+        self.taken += _whole_pages(nbytes)
         t = torch.frombuffer(pages, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
         self.where_is[t.data_ptr()] = pages, offset, nbytes
         return t
 
     def let_go(self, t: Tensor) -> None:
-        """This process needs the pages of `t` no more for now: written back when the system likes,
-        and out of our RAM."""
+        """The pages of `t` leave our RAM for now, written back when the system likes."""
         pages, offset, nbytes = self.where_is[t.data_ptr()]
         pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
 
-def _segment(nbytes: int) -> mmap.mmap:
-    with tempfile.TemporaryFile() as file:
-        _take(file.fileno(), 0, nbytes)     # now, and not by a signal in the middle of a step
-        return mmap.mmap(file.fileno(), nbytes)
+def _whole_pages(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // PAGE) * PAGE
 
 
 def _take(file: int, offset: int, nbytes: int) -> None:
@@ -85,17 +81,6 @@ def _take(file: int, offset: int, nbytes: int) -> None:
 
 # ---- a file of slots
 
-def allows_direct() -> bool:
-    """Whether the temporary folder's filesystem lets files be read and written past the page
-    cache."""
-    with Slots() as slots:
-        return slots.direct
-
-
-def has_kvikio() -> bool:
-    return importlib.util.find_spec("kvikio") is not None
-
-
 @dataclass(eq=False)
 class Slot:
     """A place in the file, free again when nobody holds it any more."""
@@ -108,15 +93,13 @@ class Slot:
 
 
 class Slots:
-    """One file without a name, of slots of whole pages that are used again. One thread writes and
-    reads, in order, so that who asks goes on meanwhile; what is on its way out is given back from
-    memory.
+    """One file of slots of whole pages that are used again. One thread writes and reads, in order,
+    so that who asks goes on meanwhile; what is on its way out is given back from memory.
 
-    open_again(path): opens the file once more, by a library that wants its name, before it has
-    none.
+    open_again(path): for a library that wants the file's name, while it still has one.
     """
 
-    WAITING = 2**28     # bytes that may be on their way out before who writes has to wait
+    WAITING = 2**28     # bytes on their way out, above which who writes has to wait
 
     def __init__(self, open_again: Callable[[str], Any] = lambda path: None):
         handle, path = tempfile.mkstemp()
@@ -130,16 +113,11 @@ class Slots:
         self.out: deque[tuple[Future, int]] = deque()
         self.close = weakref.finalize(self, _close, self.thread, self.file)
 
-    def __enter__(self) -> Slots:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
     def slot(self, nbytes: int) -> Slot:
         """Raises ConfigError when the disk has no room."""
-        size = -(-max(nbytes, 1) // PAGE) * PAGE
-        if not (free := self.free.setdefault(size, [])):
+        size = _whole_pages(nbytes)
+        free = self.free.setdefault(size, [])
+        if not free:
             _take(self.file, self.end, size)
             free.append(self.end)
             self.end += size
@@ -150,9 +128,8 @@ class Slots:
     def write(self, t: Tensor) -> Slot:
         """t (bytes,) uint8 on the CPU; it may change when this returns."""
         slot = self.slot(len(t))
-        pages = _pages(slot.nbytes)
-        torch.frombuffer(pages, dtype=torch.uint8, count=len(t)).copy_(t)
-        slot.leaving = pages
+        slot.leaving = _pages(slot.nbytes)
+        torch.frombuffer(slot.leaving, dtype=torch.uint8, count=len(t)).copy_(t)
         slot.written = self.thread.submit(_write, self.file, slot)
         self.out.append((slot.written, slot.nbytes))
         while self.out and (self.out[0][0].done()
@@ -194,7 +171,7 @@ def _direct(path: str, handle: int) -> tuple[int, bool]:
 
 def _pages(nbytes: int) -> mmap.mmap:
     """Memory that begins at a page, as O_DIRECT wants."""
-    return mmap.mmap(-1, -(-max(nbytes, 1) // PAGE) * PAGE)
+    return mmap.mmap(-1, _whole_pages(nbytes))
 
 
 def _write(file: int, slot: Slot) -> None:

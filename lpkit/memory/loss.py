@@ -1,5 +1,4 @@
-"""Cross-entropy from hidden states, a piece of the tokens at a time: the logits of all tokens are
-never there at once.
+"""Cross-entropy from hidden states, a piece of the tokens at a time, for fewer logits at once.
 
 Backward needs of the logits only what it does to the hidden states and to the head, so both
 gradients are made in the forward pass, while a piece's logits are there: (n, D) and the head's own
@@ -12,14 +11,14 @@ the logits, in float32 once more where c is less, and their log-probabilities, w
 gradient in place. The head's own forward runs, so whatever it is (tied, cast to low precision)
 stays what it is. Gradients are those of the sum over tokens, divided by their number in backward:
 in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to
-float32
-rounding: of the exponential, and of the head's gradient, a sum over pieces.
+float32 rounding: of the exponential, and of the head's gradient, a sum over pieces.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +89,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 g *= w[:, None]
             d_part, *d = torch.autograd.grad(logits, (part, *parameters), g.to(logits.dtype))
             dh[start:start + len(at)] = d_part
-            dp = ([one.float() for one in d] if dp is None
-                  else [total.add_(one) for total, one in zip(dp, d)])
             start += len(at)
+            if dp is None:
+                dp = [one.float() for one in d]
+            else:
+                dp = [total.add_(one) for total, one in zip(dp, d)]
             del logits, g, d    # before the next piece's are made
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
@@ -103,19 +104,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
         dh, *dp = ctx.saved_tensors
         g = g / ctx.total
-        return (dh.mul_(g), None, None, None, None,
-                *(d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)))
+        scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
+        return dh.mul_(g), None, None, None, None, *scaled
 
 
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
-    targets = y.split(chunk)
-    return zip(h.split(chunk), targets,
-               [None] * len(targets) if weights is None else weights.split(chunk))
+    of_each = repeat(None) if weights is None else weights.split(chunk)
+    return zip(h.split(chunk), y.split(chunk), of_each)
 
 
 def _total(weights: Tensor | None, tokens: int = 0) -> Tensor | int:
-    """What the sum of the nats is divided by. A micro-batch whose weights are all zero has the loss
-    0, not 0 / 0."""
+    """Of the weights, to divide by. All zero in a micro-batch: its loss is 0, not 0 / 0."""
     return tokens if weights is None else weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -1,5 +1,4 @@
-"""The dtype of parameters and of their gradients. The optimizer computes in float32 whatever it
-is."""
+"""The dtype of parameters and of their gradients. The optimizer computes in float32 whatever."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from lpkit.contracts import Stage, Transform
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDtype(Transform):
-    """Casts every parameter to `dtype`, in place. Parameters that a later transform adds keep
-    theirs."""
+    """Casts every parameter to `dtype`, in place; not those that a later transform adds."""
 
     dtype: torch.dtype
     stage = Stage.STORAGE

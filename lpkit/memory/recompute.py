@@ -24,8 +24,8 @@ from lpkit.techniques.row import Settings
 
 aten = torch.ops.aten
 # Products of weights and fused attention. Batched products are not kept: they are attention in
-# pieces, whose scores are
-# T numbers a token and head, many bytes for few FLOPs (Korthikanti et al. 2022, section 5).
+# pieces, whose scores are T numbers a token and head, many bytes for few FLOPs (Korthikanti et al.
+# 2022, section 5).
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._int_mm.default)
 ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,
@@ -37,18 +37,17 @@ ATTENTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Transform):
-    """Blocks 0, every, 2 * every, ... keep their input and the results of the operations `keep`, in
-    place."""
+    """Blocks 0, every, 2 * every, ... keep their input and what the operations `keep` gave."""
 
     every: int = 1
     keep: tuple = ()
     stage = Stage.RECOMPUTE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        # torch.compile understands these contexts and no others, so none is passed where none is
-        # needed
-        contexts = ({"context_fn": partial(create_selective_checkpoint_contexts, list(self.keep))}
-                    if self.keep else {})
+        contexts = {}       # torch.compile understands the one below and no other
+        if self.keep:
+            keep = partial(create_selective_checkpoint_contexts, list(self.keep))
+            contexts = {"context_fn": keep}
         for block in model.blocks[::self.every]:
             block.forward = partial(_twice, block.forward, contexts)
         return model

@@ -22,8 +22,7 @@ def asked(config: Config) -> dict[str, Technique]:
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
-    """What is used of what was asked for, and why. Raises ConfigError for rows that cannot be
-    beside one another."""
+    """What is used, and why. Raises ConfigError for rows that cannot be beside one another."""
     check(config, recipe)
     chosen = {}
     for key, row in asked(config).items():
@@ -37,8 +36,7 @@ def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Ch
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
-    """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for, or
-    neither can be."""
+    """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"
         if row.eager and choice.used == "on":

@@ -16,9 +16,10 @@ how much.
 
 from __future__ import annotations
 
+import importlib.util
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lpkit.contracts import Stage, Transform
 from lpkit.memory import files
+from lpkit.memory.state import Host
 from lpkit.techniques.memory import GROUP
 
 MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
@@ -37,195 +39,140 @@ PASSES_ON = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBack
              "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
-class Store:
-    """Takes dense tensors and gives them back."""
+class Away:
+    """A dense tensor that waits elsewhere."""
 
-    def put(self, t: Tensor) -> Any:
-        raise NotImplementedError
+    before: Callable[[], Away | None]   # the one that went before it, which backward wants next
 
-    def get(self, put: Any) -> Tensor:
-        raise NotImplementedError
-
-    def expect(self, put: Any) -> None:
-        """It will be asked for soon."""
-
-    def takes(self, t: Tensor) -> bool:
+    @staticmethod
+    def takes(t: Tensor) -> bool:
         return True
 
+    def expect(self) -> None:
+        """It will be asked for soon."""
 
-class CpuCopyStore(Store):
+    def get(self) -> Tensor:
+        raise NotImplementedError
+
+
+class CpuCopy(Away):
     """Somewhere else in the memory of the CPU."""
 
-    def put(self, t: Tensor) -> Tensor:
-        return t.clone()
+    def __init__(self, t: Tensor):
+        self.copy = t.clone()
 
-    def get(self, put: Tensor) -> Tensor:
-        return put
+    def get(self) -> Tensor:
+        return self.copy
 
 
-class HostStore(Store):
-    """Pinned memory of the CPU, by a stream of its own, in order."""
+class OnHost(Away):
+    """In pinned memory of the CPU, by the stream of `host`, in order."""
 
-    @dataclass
-    class Away:
-        pinned: Tensor
-        device: torch.device
-        back: tuple[Tensor, torch.cuda.Event] | None = None
+    def __init__(self, t: Tensor, host: Host):
+        self.host, self.device = host, t.device
+        self.pinned = torch.empty_like(t, device="cpu", pin_memory=True)
+        self.back: Callable[[], list[Tensor]] | None = None     # waits for what is on its way
+        host.write_back([self.pinned], [t])
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)
+    def expect(self) -> None:
+        if self.back is None:
+            self.back = self.host.prefetch([self.pinned], self.device)
 
-    def put(self, t: Tensor) -> HostStore.Away:
-        self.stream.wait_stream(torch.cuda.current_stream(t.device))
-        pinned = torch.empty_like(t, device="cpu", pin_memory=True)
-        with torch.cuda.stream(self.stream):
-            pinned.copy_(t, non_blocking=True)
-        t.record_stream(self.stream)        # its memory is free for others when the copy is done
-        return HostStore.Away(pinned, t.device)
-
-    def expect(self, put: HostStore.Away) -> None:
-        if put.back is None:
-            with torch.cuda.stream(self.stream):
-                put.back = put.pinned.to(put.device, non_blocking=True), self.stream.record_event()
-
-    def get(self, put: HostStore.Away) -> Tensor:
-        self.expect(put)
-        (t, there), put.back = put.back, None
-        current = torch.cuda.current_stream(t.device)
-        current.wait_event(there)
-        t.record_stream(current)
+    def get(self) -> Tensor:
+        self.expect()
+        [t], self.back = self.back(), None
         return t
 
 
-class DiskStore(Store):
-    """A file without a name, written and read by a thread beside the computation."""
+class OnDisk(Away):
+    """In a file without a name, written and read by a thread beside the computation."""
 
-    @dataclass
-    class Away:
-        slot: files.Slot
-        dtype: torch.dtype
-        shape: torch.Size
-        device: torch.device
+    def __init__(self, t: Tensor, file: files.Slots):
+        self.file, self.dtype, self.shape, self.device = file, t.dtype, t.shape, t.device
+        self.slot = self.write(t)
 
-    def __init__(self):
-        self.file = files.Slots()
+    def write(self, t: Tensor) -> files.Slot:
+        return self.file.write(t.detach().cpu().view(-1).view(torch.uint8))
 
-    def put(self, t: Tensor) -> DiskStore.Away:
-        return DiskStore.Away(self.file.write(t.detach().cpu().view(-1).view(torch.uint8)), t.dtype,
-                              t.shape, t.device)
+    def expect(self) -> None:
+        self.file.expect(self.slot)
 
-    def expect(self, put: DiskStore.Away) -> None:
-        self.file.expect(put.slot)
-
-    def get(self, put: DiskStore.Away) -> Tensor:
-        return self.file.read(put.slot).view(put.dtype).view(put.shape).to(put.device)
+    def get(self) -> Tensor:
+        return self.file.read(self.slot).view(self.dtype).view(self.shape).to(self.device)
 
 
-class GpuDiskStore(Store):
-    """GPUDirect Storage: the file and the GPU's memory without the CPU's between them (NVIDIA's
-    kvikio)."""
+class OnDiskDirectly(OnDisk):
+    """GPUDirect Storage: file and GPU memory without the CPU's between them (NVIDIA's kvikio)."""
 
-    @dataclass
-    class Away:
-        slot: files.Slot
-        like: Callable[[], Tensor]
-
-    def __init__(self):
-        import kvikio
-
-        self.file = files.Slots(open_again=partial(kvikio.CuFile, flags="r+"))
-
-    def put(self, t: Tensor) -> GpuDiskStore.Away:
+    def write(self, t: Tensor) -> files.Slot:
         slot = self.file.slot(t.nbytes)
         # the library reads when it is told, not when streams agree
         torch.cuda.current_stream(t.device).synchronize()
         self.file.again.write(t.view(-1).view(torch.uint8), t.nbytes, slot.offset)
-        return GpuDiskStore.Away(slot, partial(torch.empty, t.shape, dtype=t.dtype,
-                                               device=t.device))
+        return slot
 
-    def get(self, put: GpuDiskStore.Away) -> Tensor:
-        t = put.like()
+    def expect(self) -> None:
+        pass
+
+    def get(self) -> Tensor:
+        t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         # whoever had this memory before is done with it
         torch.cuda.current_stream(t.device).synchronize()
-        self.file.again.read(t.view(-1).view(torch.uint8), t.nbytes, put.slot.offset)
+        self.file.again.read(t.view(-1).view(torch.uint8), t.nbytes, self.slot.offset)
         return t
 
 
-@dataclass(frozen=True)
-class QuantizedStore(Store):
+class Quantized(Away):
     """`bits` of 8, 4 or 2 a number, and 8 bytes for each group."""
 
-    bits: int
+    def __init__(self, t: Tensor, bits: int):
+        self.bits, self.dtype, self.shape = bits, t.dtype, t.shape
+        flat, top = t.detach().reshape(-1).float(), 2**bits - 1
+        groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
+        self.least, most = groups.aminmax(dim=1, keepdim=True)
+        self.scale = (most - self.least) / top      # of one step, float32 (groups, 1)
+        steps = (groups - self.least).div_(self.scale.clamp(min=torch.finfo(torch.float32).tiny))
+        codes = steps.add_(torch.rand_like(steps)).floor_().clamp_(max=top).to(torch.uint8)
+        parts = codes.view(len(codes), 8 // bits, -1)
+        self.codes = parts[:, 0].clone()            # 8 / bits to a byte
+        for i in range(1, parts.shape[1]):
+            self.codes |= parts[:, i] << (i * bits)
 
-    @dataclass
-    class Away:
-        codes: Tensor       # uint8, 8 / bits to a byte
-        scale: Tensor       # float32, (groups, 1): of one step, and the least
-        least: Tensor
-        dtype: torch.dtype
-        shape: torch.Size
-
-    def takes(self, t: Tensor) -> bool:
+    @staticmethod
+    def takes(t: Tensor) -> bool:
         return t.is_floating_point() and t.element_size() > 1
 
-    def put(self, t: Tensor) -> QuantizedStore.Away:
-        flat = t.detach().reshape(-1).float()
-        groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
-        least, most = groups.aminmax(dim=1, keepdim=True)
-        scale = (most - least) / (2**self.bits - 1)
-        steps = (groups - least).div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
-        codes = steps.add_(torch.rand_like(steps)).floor_().clamp_(max=2**self.bits
-                                                                   - 1).to(torch.uint8)
-        return QuantizedStore.Away(self._pack(codes), scale, least, t.dtype, t.shape)
-
-    def get(self, put: QuantizedStore.Away) -> Tensor:
-        values = self._unpack(put.codes).float().mul_(put.scale).add_(put.least)
-        return values.view(-1)[:put.shape.numel()].to(put.dtype).view(put.shape)
-
-    def _pack(self, codes: Tensor) -> Tensor:
-        parts = codes.view(len(codes), 8 // self.bits, -1)
-        packed = parts[:, 0].clone()
-        for i in range(1, parts.shape[1]):
-            packed |= parts[:, i] << (i * self.bits)
-        return packed
-
-    def _unpack(self, packed: Tensor) -> Tensor:
-        return torch.cat([packed >> shift & (2**self.bits - 1) for shift in range(0, 8, self.bits)],
-                         dim=1)
+    def get(self) -> Tensor:
+        top = 2**self.bits - 1
+        parts = [self.codes >> shift & top for shift in range(0, 8, self.bits)]
+        values = torch.cat(parts, dim=1).float().mul_(self.scale).add_(self.least)
+        return values.view(-1)[:self.shape.numel()].to(self.dtype).view(self.shape)
 
 
 # ---- what goes, and once
 
-@dataclass(eq=False)
-class SavedTensor:
-    """One tensor that is away; `before`: the one that went before it, which backward wants next."""
-
-    put: Any
-    before: Callable[[], SavedTensor | None]
-
-
 @dataclass(frozen=True)
 class SavedTensorRef:
-    """What autograd keeps: a parcel, and how this operation saw it."""
+    """What autograd keeps: a tensor that is away, and how this operation saw it."""
 
-    parcel: SavedTensor
+    parcel: Away
     order: tuple[int, ...]      # of the dimensions, the slowest first
     shape: torch.Size           # in that order
 
 
-@dataclass(eq=False)
 class SavedTensorOffloader:
-    """Sends the tensors of one model's blocks to `store`."""
+    """Sends the tensors of one model's blocks away, as `kind(t, **settings)`."""
 
-    store: Store
-    # by storage, by view
-    parcels: dict[int, dict[tuple, weakref.ref]] = field(default_factory=dict)
-    storages: dict[int, weakref.ref] = field(default_factory=dict)
-    last: Callable[[], SavedTensor | None] = lambda: None
+    def __init__(self, kind: type[Away], **settings: Any):
+        self.kind, self.settings = kind, settings
+        self.parcels: dict[int, weakref.WeakValueDictionary[tuple, Away]] = {}  # by storage, view
+        self.storages: dict[int, weakref.ref] = {}
+        self.last: Callable[[], Away | None] = lambda: None
 
     def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
-        if t.numel() * MIN_SHARE_OF_INPUT < least or t.nbytes > t.untyped_storage().nbytes() or not self.store.takes(
-                t) or _of_weight(t):
+        small = t.numel() * MIN_SHARE_OF_INPUT < least
+        expanded = t.nbytes > t.untyped_storage().nbytes()
+        if small or expanded or not self.kind.takes(t) or _of_weight(t):
             return t
         order = tuple(sorted(range(t.ndim), key=t.stride, reverse=True))
         dense = t.detach().permute(order)
@@ -238,22 +185,23 @@ class SavedTensorOffloader:
         for _ in range(PREFETCH_DEPTH):
             if (near := near.before()) is None:
                 break
-            self.store.expect(near.put)
+            near.expect()
         back = sorted(range(len(kept.order)), key=kept.order.__getitem__)
-        return self.store.get(kept.parcel.put).view(kept.shape).permute(back)
+        return kept.parcel.get().view(kept.shape).permute(back)
 
-    def _parcel(self, t: Tensor) -> SavedTensor:
+    def _parcel(self, t: Tensor) -> Away:
         """Of a dense view of a storage, one, as long as both live."""
         storage = t.untyped_storage()
         at = storage._cdata
         if at not in self.parcels:
-            self.parcels[at], self.storages[at] = {}, weakref.ref(storage, partial(self._gone, at))
-        view = (t.storage_offset(), t.numel(), t.dtype, t._version,
-                *(() if t.is_contiguous() else (t.shape, t.stride())))
-        parcel = self.parcels[at].get(view, lambda: None)()
+            self.parcels[at] = weakref.WeakValueDictionary()
+            self.storages[at] = weakref.ref(storage, partial(self._gone, at))
+        layout = None if t.is_contiguous() else (t.shape, t.stride())
+        view = t.storage_offset(), t.numel(), t.dtype, t._version, layout
+        parcel = self.parcels[at].get(view)
         if parcel is None:
-            parcel = SavedTensor(self.store.put(t.contiguous()), self.last)
-            self.last = self.parcels[at][view] = weakref.ref(parcel)
+            self.parcels[at][view] = parcel = self.kind(t.contiguous(), **self.settings)
+            parcel.before, self.last = self.last, weakref.ref(parcel)
         return parcel
 
     def _gone(self, at: int, _: Any) -> None:
@@ -272,41 +220,39 @@ def _of_weight(t: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadActivations(Transform):
-    """What each block saves goes to `store`, in place."""
+    """What each block saves goes away, in place."""
 
-    store: Callable[[torch.device], Store]
+    offloader: SavedTensorOffloader
     stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        counter = SavedTensorOffloader(self.store(next(model.parameters()).device))
         for block in model.blocks:
-            block.forward = partial(_forward, block.forward, counter)
+            block.forward = partial(_forward, block.forward, self.offloader)
         return model
 
 
-def _forward(forward: Callable[..., Tensor], counter: SavedTensorOffloader, x: Tensor,
+def _forward(forward: Callable[..., Tensor], offloader: SavedTensorOffloader, x: Tensor,
              *rest) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
-    with saved_tensors_hooks(partial(counter.pack, x.numel()), counter.unpack):
+    with saved_tensors_hooks(partial(offloader.pack, x.numel()), offloader.unpack):
         return forward(x, *rest)
 
 
-# Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: the store on a device, and what is
-# said of it there.
+# Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: f(device) -> Place.
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """`store`: None leaves activations where they were made. `used` and `why` are recorded; empty:
-    as the row says."""
+    """`offloader`: None leaves activations where they were made. `used` and `why` are recorded;
+    empty: as the row says."""
 
-    store: Callable[[torch.device], Store] | None = None
+    offloader: SavedTensorOffloader | None = None
     used: str = ""
     why: str = ""
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
-        return () if self.store is None else (OffloadActivations(store=self.store),)
+        return () if self.offloader is None else (OffloadActivations(offloader=self.offloader),)
 
 
 def on_device(device: torch.device) -> Place:
@@ -315,31 +261,30 @@ def on_device(device: torch.device) -> Place:
 
 def on_host(device: torch.device) -> Place:
     if device.type == "cuda":
-        return Place(store=HostStore)
-    return Place(store=lambda device: CpuCopyStore(), used="cpu", why=(
+        return Place(offloader=SavedTensorOffloader(OnHost, host=Host(device)))
+    return Place(offloader=SavedTensorOffloader(CpuCopy), used="cpu", why=(
         "copied: the device is the CPU, so the copies lie beside what they were copied from, and "
         "this shows what is moved and not what it frees"))
 
 
 def on_disk(device: torch.device) -> Place:
     where = files.Scratch.where()
-    if device.type == "cuda" and files.has_kvikio():
-        return Place(store=lambda device: GpuDiskStore(), used="disk",
+    if device.type == "cuda" and importlib.util.find_spec("kvikio"):
+        import kvikio
+
+        file = files.Slots(open_again=partial(kvikio.CuFile, flags="r+"))
+        return Place(offloader=SavedTensorOffloader(OnDiskDirectly, file=file), used="disk",
                      why=f"by GPUDirect Storage, in {where} (kvikio is here)")
-    direct = "through the page cache: this filesystem has no O_DIRECT"
-    if files.allows_direct():
-        direct = "past the page cache (O_DIRECT)"
-    return Place(store=lambda device: DiskStore(), used="disk",
-                 why=f"{direct}, in {where} (Rajbhandari et al. 2021, arXiv:2104.07857)")
+    file = files.Slots()
+    how = "through the page cache: this filesystem has no O_DIRECT"
+    if file.direct:
+        how = "past the page cache (O_DIRECT)"
+    return Place(offloader=SavedTensorOffloader(OnDisk, file=file), used="disk",
+                 why=f"{how}, in {where} (Rajbhandari et al. 2021, arXiv:2104.07857)")
 
 
-def int8(device: torch.device) -> Place:
-    return Place(store=lambda device: QuantizedStore(8))
+def quantized(bits: int, device: torch.device) -> Place:
+    return Place(offloader=SavedTensorOffloader(Quantized, bits=bits))
 
 
-def int4(device: torch.device) -> Place:
-    return Place(store=lambda device: QuantizedStore(4))
-
-
-def int2(device: torch.device) -> Place:
-    return Place(store=lambda device: QuantizedStore(2))
+int8, int4, int2 = partial(quantized, 8), partial(quantized, 4), partial(quantized, 2)

@@ -52,8 +52,7 @@ class Host(StatePlacement):
 
 
 class Disk(StatePlacement):
-    """A memory-mapped file. Its pages are the system's to write and to drop; this process drops
-    them at once."""
+    """A memory-mapped file. The system writes its pages; this process drops them at once."""
 
     name = "disk"
     in_memory = False
@@ -77,7 +76,7 @@ class Disk(StatePlacement):
             self.scratch.let_go(t)
 
 
-# Of the rows of `lpkit.techniques.memory.OPTIMIZER_STATE`: f(device). None: on the device itself.
+# Of the rows of `lpkit.techniques.memory.OPTIMIZER_STATE`: f(device).
 
 def on_device(device: torch.device) -> StatePlacement:
     return StatePlacement()

@@ -1,5 +1,4 @@
-"""When parameters are updated: after the whole backward pass, or each as soon as it has its
-gradient.
+"""When parameters are updated: after backward, or each as soon as it has its gradient.
 
 Each makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and backward.
 """
@@ -32,8 +31,7 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) ->
 
 
 def _global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """From the norm of each gradient, float32 (); 0 where there is none. clip_grad_norm_ would
-    answer in bf16 for bf16."""
+    """Of those of each gradient, float32 (); 0: none. clip_grad_norm_ answers bf16 in bf16."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
@@ -42,8 +40,7 @@ class InBackward:
     model's gradients never exist all together (LOMO, Lv et al. 2023,
     https://arxiv.org/abs/2306.09782).
 
-    The updates and the norm are those of `after`, bit for bit: the optimizer sees one parameter at
-    a time.
+    The updates and the norm are those of `after`, bit for bit.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float):

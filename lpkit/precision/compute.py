@@ -1,17 +1,23 @@
-"""The dtype in which a recipe runs whatever it does not cast."""
+"""A model under a recipe: its Linears in low precision, and the dtype of whatever is not cast."""
+
+from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from lpkit.techniques.recipes import Recipe
+from lpkit.contracts import Stage, Transform
+from lpkit.errors import ConfigError
+from lpkit.precision.backends import Backend
+from lpkit.precision.linear import refuse
+from lpkit.techniques.recipes import Recipe, kept, untiled
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype | None:
     """None: float32 throughout, without autocast."""
-    if recipe.compute is None:
-        return None
-    return getattr(torch, recipe.compute)
+    return None if recipe.compute is None else getattr(torch, recipe.compute)
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
@@ -19,3 +25,36 @@ def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
     if recipe.compute is None:
         return nullcontext()
     return torch.autocast(device.type, compute_dtype(recipe))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecision(Transform):
+    """Replaces each Linear but those that `recipe.high_precision_layers` names. `tokens` of a
+    micro-batch: what will not tile is refused now. Raises ConfigError."""
+
+    recipe: Recipe
+    backend: Backend
+    tokens: int | None = None
+    seed: int = 0
+    stage = Stage.PRECISION
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        linears = {name: module for name, module in model.named_modules()
+                   if isinstance(module, nn.Linear)}
+        stay = kept(linears, self.recipe.high_precision_layers)
+        if len(stay) == len(linears):
+            layers = ",".join(self.recipe.high_precision_layers)
+            raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear "
+                              f"to the recipe; name fewer, or choose precision.recipe=bf16")
+        for name in [name for name in linears if name not in stay]:
+            linear = linears[name]
+            sizes = {"K": linear.in_features, "N": linear.out_features}
+            if self.tokens:
+                sizes["M"] = self.tokens
+            problem = untiled(self.recipe, sizes, self.backend.alignment)
+            if problem and not self.recipe.pad:
+                refuse(name, problem, sizes)
+            parent, _, leaf = name.rpartition(".")
+            new = self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)
+            setattr(model.get_submodule(parent), leaf, new)
+        return model

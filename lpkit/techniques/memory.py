@@ -87,8 +87,7 @@ RECOMPUTE = {
 }
 
 
-# Activations between forward and backward. f(device) -> lpkit.memory.saved.Store, or None: where
-# they were made.
+# Activations between forward and backward. f(device) -> lpkit.memory.saved.Place.
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Technique):

@@ -22,8 +22,7 @@ from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
 from lpkit.precision import backends, weight_cache
-from lpkit.precision.compute import autocast
-from lpkit.precision.transform import LowPrecision
+from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.predict import parameter_count
 from lpkit.techniques import optimizers
 from lpkit.techniques.changes import MODEL_TRANSFORMS
