@@ -23,13 +23,6 @@ from lpkit.errors import ConfigError
 PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
 
-def filesystem(folder: Path) -> str:
-    """Of the mount that `folder` is on, "ext4" for example; empty where the system does not say."""
-    mounts = [m for m in psutil.disk_partitions(all=True)
-              if folder.resolve().is_relative_to(m.mountpoint)]
-    return max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else ""
-
-
 class Scratch:
     """Tensors in memory-mapped files in the temporary folder (TMPDIR): few files, whole pages."""
 
@@ -41,10 +34,13 @@ class Scratch:
     @staticmethod
     def where() -> str:
         """The folder and its kind, for people."""
-        folder = Path(tempfile.gettempdir())
-        kind = filesystem(folder)
+        folder, kind, longest = Path(tempfile.gettempdir()), "unknown filesystem", 0
+        for mount in psutil.disk_partitions(all=True):
+            depth = len(mount.mountpoint)
+            if depth > longest and folder.resolve().is_relative_to(mount.mountpoint):
+                kind, longest = mount.fstype, depth
         ram = ", which is RAM: point TMPDIR to a disk" if kind in ("tmpfs", "ramfs") else ""
-        return f"{folder} ({kind or 'unknown filesystem'}{ram})"
+        return f"{folder} ({kind}{ram})"
 
     def mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Room for a tensor, zeros. Raises ConfigError when the disk has none."""

@@ -17,7 +17,8 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.kernels.cast import Noise
 from lpkit.precision import scaled
 from lpkit.precision.formats import encode
-from lpkit.precision.linear import Float16Linear, ScaledLinear
+from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, MX_BLOCK, RECIPES, Cast, Recipe
@@ -76,7 +77,7 @@ class Emulated(Backend):
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         if not recipe.products:
-            return Float16Linear.wrap(linear)
+            return sharing(Float16Linear, linear)
         return super().wrap(linear, recipe, name=name, seed=seed)
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
@@ -244,8 +245,7 @@ def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
                        output_dtype=torch.bfloat16)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """What makes a library's Linear for one recipe, and the least compute capability for it."""
 
     make: Callable[[nn.Linear, Recipe], nn.Module]
@@ -282,14 +282,11 @@ def _casts_of(recipe: Recipe) -> tuple:
     return *recipe.products.items(), recipe.delayed is None
 
 
-def _torchao_float8(row: str) -> Callable[[nn.Linear, Recipe], nn.Module]:
-    def make(linear: nn.Linear, recipe: Recipe) -> nn.Module:
-        from torchao.float8 import Float8LinearConfig
-        from torchao.float8.float8_linear import Float8Linear
+def _torchao_float8(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
 
-        return Float8Linear.from_float(linear, config=Float8LinearConfig.from_recipe_name(row))
-
-    return make
+    return Float8Linear.from_float(linear, config=Float8LinearConfig.from_recipe_name(row))
 
 
 def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -298,10 +295,8 @@ def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
         Int8MixedPrecisionTrainingLinear,
     )
 
-    new = Int8MixedPrecisionTrainingLinear(linear.in_features, linear.out_features, bias=False,
-                                           device="meta", config=Int8MixedPrecisionTrainingConfig())
-    new.weight, new.bias = linear.weight, linear.bias
-    return new
+    return sharing(Int8MixedPrecisionTrainingLinear, linear,
+                   config=Int8MixedPrecisionTrainingConfig())
 
 
 class TransformerEngineLinear(nn.Module):
@@ -329,17 +324,14 @@ class TransformerEngineLinear(nn.Module):
             return self.inner(x)
 
 
-def _te(row: str) -> Callable[[nn.Linear, Recipe], nn.Module]:
-    def make(linear: nn.Linear, recipe: Recipe) -> nn.Module:
-        from transformer_engine.common import recipe as rows
+def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Module:
+    from transformer_engine.common import recipe as rows
 
-        settings = {}
-        if delayed := recipe.delayed:
-            settings = {"margin": delayed.margin, "amax_history_len": delayed.history,
-                        "amax_compute_algo": delayed.rule.replace("-", "_")}
-        return TransformerEngineLinear(linear, getattr(rows, row)(**settings))
-
-    return make
+    settings = {}
+    if delayed := recipe.delayed:
+        settings = {"margin": delayed.margin, "amax_history_len": delayed.history,
+                    "amax_compute_algo": delayed.rule.replace("-", "_")}
+    return TransformerEngineLinear(linear, getattr(rows, row)(**settings))
 
 
 BACKENDS: dict[str, Backend] = {
@@ -347,17 +339,17 @@ BACKENDS: dict[str, Backend] = {
     "scaled_mm": ScaledMM(),
     "emulated": Emulated(),
     "transformer-engine": Library(package="transformer_engine", devices=("cuda",), rows={
-        "fp8-tensorwise": Row(make=_te("Float8CurrentScaling"), capability=(8, 9)),
-        "fp8-delayed": Row(make=_te("DelayedScaling"), capability=(8, 9)),
-        "fp8-blockwise": Row(make=_te("Float8BlockScaling"), capability=(9, 0)),
-        "mxfp8": Row(make=_te("MXFP8BlockScaling"), capability=(10, 0)),
-        "nvfp4": Row(make=_te("NVFP4BlockScaling"), capability=(10, 0)),
+        "fp8-tensorwise": Row(partial(_transformer_engine, "Float8CurrentScaling"), (8, 9)),
+        "fp8-delayed": Row(partial(_transformer_engine, "DelayedScaling"), (8, 9)),
+        "fp8-blockwise": Row(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),
+        "mxfp8": Row(partial(_transformer_engine, "MXFP8BlockScaling"), (10, 0)),
+        "nvfp4": Row(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
     }),
     # on a CPU it calls the same torch._scaled_mm
     "torchao": Library(package="torchao", devices=("cpu", "cuda"), rows={
-        "fp8-tensorwise": Row(make=_torchao_float8("tensorwise"), capability=(8, 9)),
-        "fp8-rowwise": Row(make=_torchao_float8("rowwise"), capability=(8, 9)),
-        "int8": Row(make=_torchao_int8, capability=(7, 5)),
+        "fp8-tensorwise": Row(partial(_torchao_float8, "tensorwise"), (8, 9)),
+        "fp8-rowwise": Row(partial(_torchao_float8, "rowwise"), (8, 9)),
+        "int8": Row(_torchao_int8, (7, 5)),
     }),
 }
 
@@ -375,10 +367,12 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
                               f"{why_not[asked]}; the nearest that can: {first}")
         return Choice(asked=asked, used=asked, why="asked for")
     passed = why_not["scaled_mm"] or f"a {device.type.upper()} is slower with it"
-    why = {"pytorch": "nothing is cast but by autocast",
-           "scaled_mm": "this device multiplies these formats itself",
-           "emulated": f"the same numbers in bf16 products; not scaled_mm: {passed}"}[first]
-    if not recipe.products and first == "emulated":
+    why = "this device multiplies these formats itself"
+    if first == "pytorch":
+        why = "nothing is cast but by autocast"
+    elif first == "emulated" and recipe.products:
+        why = f"the same numbers in bf16 products; not scaled_mm: {passed}"
+    elif first == "emulated":
         why = ("float16 values in float32 products, which a CPU has: the same numbers, several "
                "times faster than PyTorch's float16 products there")
     return Choice(asked=asked, used=first, why=why)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,13 @@ class Arithmetic(Protocol):
         ...
 
 
+def sharing(kind: type[nn.Linear], linear: nn.Linear, **settings: Any) -> Any:
+    """A `kind` that shares the parameters of `linear`."""
+    new = kind(linear.in_features, linear.out_features, bias=False, device="meta", **settings)
+    new.weight, new.bias = linear.weight, linear.bias
+    return new.train(linear.training)
+
+
 class ScaledLinear(nn.Linear):
     """Drop-in for nn.Linear: any leading dimensions, with or without a bias and autocast."""
 
@@ -70,19 +77,17 @@ class ScaledLinear(nn.Linear):
     def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
              name: str = "linear", seed: int = 0) -> ScaledLinear:
         """Share the parameters, allocate the state alone."""
-        new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
+        new = sharing(cls, linear)
         new.recipe, new.arithmetic, new.name, new.seed = recipe, arithmetic, name, seed
         device = linear.weight.device
         if recipe.delayed:
-            new.register_buffer("amax_history",
-                                torch.zeros(len(ROLES), 1 + recipe.delayed.history, device=device))
-        if recipe.stochastic:
-            # read on the host, without waiting
+            history = torch.zeros(len(ROLES), 1 + recipe.delayed.history, device=device)
+            new.register_buffer("amax_history", history)
+        if recipe.stochastic:       # read on the host, without waiting
             new.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        new.register_buffer("nonfinite", torch.zeros(len(ROLES), dtype=torch.int64, device=device),
-                            persistent=False)
-        return new.train(linear.training)
+        counts = torch.zeros(len(ROLES), dtype=torch.int64, device=device)
+        new.register_buffer("nonfinite", counts, persistent=False)
+        return new
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -222,12 +227,6 @@ class ScaledMatmul(torch.autograd.Function):
 class Float16Linear(nn.Linear):
     """nn.Linear under float16 autocast, for CPUs without float16 products: operands and results are
     rounded to float16, the products are float32's."""
-
-    @classmethod
-    def wrap(cls, linear: nn.Linear) -> Float16Linear:
-        new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
-        return new.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

@@ -13,6 +13,7 @@ import datetime
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -98,13 +99,9 @@ class Background:
     """Work in a background thread that somebody may wait for, pause and stop, from any thread."""
 
     def __init__(self, name: str, control: Control | None = None):
-        self.error: BaseException | None = None
         self._control = control or Control()
-        self._when_done: list[Callable[[], None]] = []
-        self._result: Any = None
-        self._lock = threading.Lock()
-        self._finished = threading.Event()      # the work has ended
-        self._told = threading.Event()  # and everybody who asked knows: a figure has its last point
+        self._outcome: Future = Future()
+        self._told = threading.Event()  # who asked knows the outcome: a figure has its last point
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def begin(self) -> Self:
@@ -117,27 +114,22 @@ class Background:
 
     def _work(self) -> None:
         try:
-            self._result = self._do()
+            self._outcome.set_result(self._do())
         except BaseException as error:      # `result` raises it, where somebody is looking
-            self.error = error
-        with self._lock:
-            self._finished.set()
-            callbacks = list(self._when_done)
-        for callback in callbacks:
-            callback()
+            self._outcome.set_exception(error)
         self._told.set()
 
     @property
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self._outcome.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._outcome.exception() if self.done else None
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call once when the work has ended; at once when it already has."""
-        with self._lock:
-            if not self.done:
-                self._when_done.append(callback)
-                return
-        callback()
+        self._outcome.add_done_callback(lambda outcome: callback())
 
     @property
     def paused(self) -> bool:
@@ -169,9 +161,7 @@ class Background:
         except KeyboardInterrupt:
             self.stop()
             self._told.wait()
-        if self.error is not None:
-            raise self.error
-        return self._result
+        return self._outcome.result()
 
 
 class Handle(Background):
@@ -209,6 +199,7 @@ class Series(Background):
         self.configs, self.path = dict(configs), Path(out or default_folder("series"))
         self.handles: dict[str, Handle] = {}        # of those that have begun
         self._subscribed: list[Observer] = []       # to every run, those to come included
+        self._lock = threading.Lock()
         super().__init__(f"train {self.path.name}")
 
     def _do(self) -> dict[str, Run]:
@@ -234,7 +225,7 @@ class Series(Background):
 
     @property
     def title(self) -> str:
-        return list(self.handles or self.configs)[-1 if self.handles else 0]
+        return list(self.handles)[-1] if self.handles else next(iter(self.configs))
 
     @property
     def records(self) -> list[StepRecord]:

@@ -28,7 +28,7 @@ FORMAT = 2      # 1: no places in the headers, one file; it is read as one file 
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
 
-class DamagedError(ValueError):
+class DamagedError(RuntimeError):
     """A checkpoint does not match its manifest. The message names the file and what is wrong."""
 
 
@@ -108,8 +108,6 @@ def verify(folder: Path) -> dict[str, Any]:
                     f"{folder / name} has {size} bytes, its manifest says {want['bytes']}")
             if files.sha256(folder / name) != want["sha256"]:
                 raise DamagedError(f"{folder / name} does not match its checksum")
-    except DamagedError:
-        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{folder / MANIFEST} cannot be read ({error})") from error
     return manifest
