@@ -22,15 +22,16 @@ ratio, Widrow and Kollar 2008.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
+from lpkit.training.runs import read_metrics
 
 if TYPE_CHECKING:
     from lpkit.training.training import Training
@@ -54,11 +56,10 @@ FILE = "telemetry.jsonl"
 ROWS = 32               # of each tensor, for the statistics that are not exact over all of it
 GROUP = 4               # at least so many neighbouring rows are drawn together
 
-ROLES = {  # the product in which a tensor is looked at, and the operand that it is there
+ROLES = {   # the product in which a tensor is looked at, and the operand that it is there
     "x": ("y", "x"), "w": ("y", "w"), "dy": ("dx", "g"),
     "x.T": ("dw", "x"), "w.T": ("dx", "w"), "dy.T": ("dw", "g"),
 }
-TENSOR_OF = {"x": "x", "w": "w", "g": "dy"}
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
@@ -87,29 +88,27 @@ class Sample:
     total_rows: int
     sampled_rows: int
     amax: float | None              # exact; None: not finite
-    nonfinite: int  # NaNs and infinities, exact; where there are any, nothing else can be said
+    nonfinite: int      # NaNs and infinities, exact; where there are any, nothing else can be said
     own: Quality | None             # under `cast`
-    others: dict[str, Quality]  # under the row of each other recipe, as if it had been at work here
+    others: dict[str, Quality]      # under each other recipe, as if it had been at work here
     # floor(log2 |x|) -> how many of the sampled elements; zeros are left out
     exponents: dict[int, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
-        def quality(one: dict[str, Any]) -> Quality:
-            return Quality(**{**one, "window": tuple(one["window"])})
+        """Back from JSON, which has lists for tuples and text for the keys of a dict."""
+        others = {name: _quality(one) for name, one in values["others"].items()}
+        cast = {**values["cast"], "block": tuple(values["cast"]["block"])}
+        exponents = {int(exponent): count for exponent, count in values["exponents"].items()}
+        own = values["own"] and _quality(values["own"])
+        return cls(**{**values, "own": own, "others": others, "cast": cast, "exponents": exponents})
 
-        return cls(**{**values, "own": values["own"] and quality(values["own"]),
-                      "others": {name: quality(one) for name, one in values["others"].items()},
-                      "cast": {**values["cast"], "block": tuple(values["cast"]["block"])},
-                      "exponents": {int(e): n for e, n in values["exponents"].items()}})
+
+def _quality(values: dict[str, Any]) -> Quality:
+    return Quality(**{**values, "window": tuple(values["window"])})
 
 
 # ---- statistics of one tensor
-# ------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
@@ -121,31 +120,27 @@ class Drawn:
     total_rows: int
     amax: Tensor                # () float32, of the whole operand
     nonfinite: Tensor           # ()
-    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)     # what several casts share
+    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)   # by several casts
 
-    @property
+    @cached_property
     def unit(self) -> Tensor:
         """Times a power of two: squares of small gradients would vanish in float32."""
-        return self._once("unit", lambda: torch.ldexp(
-            torch.ones((), device=self.x.device),
-            -torch.frexp(self.amax).exponent.clamp(-120, 120)))
+        exponent = torch.frexp(self.amax).exponent.clamp(-120, 120)
+        return torch.ldexp(torch.ones_like(self.amax), -exponent)
 
     def mixed(self, transform: str) -> Tensor:
-        return self._once(transform, lambda: TRANSFORMS[transform](self.x))
+        if transform not in self._shared:
+            self._shared[transform] = TRANSFORMS[transform](self.x)
+        return self._shared[transform]
 
     def blocks(self, transform: str, r: int, c: int) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that count in units of `unit`, (R, r, C, c); per block the sum of squares, and
         how many are not zero."""
-        def made() -> tuple[Tensor, Tensor, Tensor]:
+        key = transform, r, c
+        if key not in self._shared:
             x = (self.mixed(transform)[:self.rows] * self.unit).view(self.rows // r, r, -1, c)
-            return x, x.square().sum((1, 3)), x.count_nonzero((1, 3))
-
-        return self._once((transform, r, c), made)
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+            self._shared[key] = x, x.square().sum((1, 3)), x.count_nonzero((1, 3))
+        return self._shared[key]
 
 
 def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
@@ -162,13 +157,13 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
     by_column = any(cast.block[0] == ALL != cast.block[1] for cast in casts)
     found = kernel.amax(x, (group, 0))
     tops, groups, wanted = found.values.view(-1), len(x) // group, -(-(rows or total) // group)
-    if wanted >= groups or by_column:       # scales that reach over all rows
-        return Drawn(x=x.float(), rows=len(x), total_rows=total, amax=tops.amax(),
-                     nonfinite=found.nonfinite)
-    picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
-    picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
-    return Drawn(x=x.unflatten(0, (-1, group))[picked].flatten(0, 1).float(), rows=wanted * group,
-                 total_rows=total, amax=tops.amax(), nonfinite=found.nonfinite)
+    count = len(x)
+    if wanted < groups and not by_column:       # else scales reach over all rows
+        picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
+        picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
+        x, count = x.unflatten(0, (-1, group))[picked].flatten(0, 1), wanted * group
+    return Drawn(x=x.float(), rows=count, total_rows=total, amax=tops.amax(),
+                 nonfinite=found.nonfinite)
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
@@ -186,7 +181,10 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None],
                           value=-1).square_().sum((1, 3))
     left = data.count_nonzero((1, 3))
-    there, limit = some > 0, _limit(cast.format) * scale.double()
+    # half a spacing beyond the largest value: further out, a magnitude saturates
+    to = format_of(cast.format)
+    half = 2.0**(to.max_exponent - to.mantissa_bits - 1)
+    there, limit = some > 0, (to.largest + half) * scale.double()
     beyond = torch.zeros_like(some)
     if bool((top > limit).any()):
         beyond = (x.abs().double() > (limit * drawn.unit)[:, None, :, None]).sum((1, 3))
@@ -199,17 +197,10 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     return torch.cat((counts.double(), sums.double(), sums.new_full((1,), some.numel()).double()))
 
 
-@cache
-def _limit(name: str) -> float:
-    """Half a spacing beyond the largest value: further out, a magnitude is not rounded any more, it
-    saturates."""
-    to = format_of(name)
-    return to.largest + 2.0**(to.max_exponent - to.mantissa_bits - 1)
-
-
 def quality(numbers: list[float], cast: Cast) -> Quality:
     """From what `measure` has counted."""
-    elements, left, beyond, there, saturated, zeroed, signal, noise, worst, high, low, blocks = numbers
+    (elements, left, beyond, there, saturated, zeroed,
+     signal, noise, worst, high, low, blocks) = numbers
     to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
     top = math.log2(high or 1)
     return Quality(
@@ -217,40 +208,37 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
         underflow=(elements - left) / elements if there else 0.0, saturated=beyond / elements,
         scale_octaves=top - math.log2(low or 1), worst_block_db=decibel(worst),
         saturated_blocks=saturated / some, zeroed_blocks=zeroed / some,
-        zero_blocks=1 - there / blocks, window=(top + math.log2(to.smallest),
-                                                top + math.log2(to.largest)))
+        zero_blocks=1 - there / blocks,
+        window=(top + math.log2(to.smallest), top + math.log2(to.largest)))
 
 
 def exponents(x: Tensor) -> dict[int, int]:
     """How many elements of x (float32) have each floor(log2 |x|); what is below 2^-126 is left
     out."""
-    counts = torch.bincount(((x.contiguous().view(torch.int32) >> 23) & 0xFF).flatten(),
-                            minlength=256).tolist()
-    return {code - 127: count for code, count in enumerate(counts) if count and 0 < code < 255}
-
-
-def compute_cast(dtype: str | None) -> Cast:
-    """The cast of an operand that no recipe scales: to the dtype of the product."""
-    name = next(f.name for f in FORMATS.values() if f.torch_dtype == (dtype or "float32"))
-    return Cast(format=name, scale="none")
+    codes = (x.contiguous().view(torch.int32) >> 23) & 0xFF
+    counts = torch.bincount(codes.flatten(), minlength=256)[1:255].tolist()
+    return {exponent: count for exponent, count in enumerate(counts, -126) if count}
 
 
 def cast_of(recipe: Recipe, role: str) -> Cast:
-    product, operand = pick(ROLES, role, "role")
+    product, operand = ROLES[role]
     casts = getattr(recipe, product)
-    return (compute_cast(recipe.compute) if casts is None
-            else casts[PRODUCTS[product].index(operand)])
+    if casts is not None:
+        return casts[PRODUCTS[product].index(operand)]
+    # no recipe scales it: it is cast to the dtype of the product
+    dtype = recipe.compute or "float32"
+    name = next(f.name for f in FORMATS.values() if f.torch_dtype == dtype)
+    return Cast(format=name, scale="none")
 
 
 # ---- a run's
-# ----------------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
 class Telemetry:
     """Samples `model` every `every` steps: step 1, 1 + every, ... `watch` is a watcher of a
     Training.
 
-    layers:          patterns of names of Linears; None: all
+    layers:          patterns of names of Linears
     roles:           of ROLES
     counterfactuals: names of recipes to compare with; None: all but fp32
     rows:            drawn of each tensor; None: every row, over 5% of a small model's step
@@ -260,7 +248,7 @@ class Telemetry:
 
     model: nn.Module
     every: int = 20
-    layers: tuple[str, ...] | None = None
+    layers: tuple[str, ...] = ("*",)
     roles: tuple[str, ...] = ("x", "w", "dy")
     counterfactuals: tuple[str, ...] | None = None
     rows: int | None = ROWS
@@ -268,7 +256,6 @@ class Telemetry:
     step: int = 0                                   # the one at hand, from 1
     samples: list[Sample] = field(default_factory=list)
     _amaxes: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    _batch: list[Sample] = field(default_factory=list, repr=False)
 
     def __post_init__(self):
         if self.every < 1 or (self.rows is not None and self.rows < 1):
@@ -276,20 +263,22 @@ class Telemetry:
                               f"every={self.every}, rows={self.rows}")
         for role in self.roles:
             pick(ROLES, role, "role")
-        names = ([name for name in RECIPES if RECIPES[name].compute] if self.counterfactuals is None
-                 else self.counterfactuals)
+        names = self.counterfactuals
+        if names is None:
+            names = [name for name in RECIPES if RECIPES[name].compute]
         self._others = {name: pick(RECIPES, name, "recipe") for name in names}
         linears = {name: module for name, module in self.model.named_modules()
                    if isinstance(module, nn.Linear)}
-        for pattern in self.layers or ():
-            if not any(fnmatchcase(name, pattern) for name in linears):
+        self._linears: dict[str, nn.Linear] = {}
+        for pattern in self.layers:
+            matched = fnmatch.filter(linears, pattern)
+            if not matched:
                 raise ConfigError(f"telemetry: {pattern!r} matches no Linear of this model; "
                                   f"{nearest(pattern, linears)}")
-        self._linears = {name: module for name, module in linears.items()
-                         if self.layers is None or any(fnmatchcase(name, pattern)
-                                                       for pattern in self.layers)}
-        if self.path is not None:
-            _mend(self.path)
+            self._linears |= {name: linears[name] for name in matched}
+        # a line torn by a kill would swallow the next
+        if self.path is not None and self.path.is_file():
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -297,21 +286,18 @@ class Telemetry:
         if step % self.every:
             yield
             return
-        self.step = step + 1
-        with self._hooks(), _eagerly(self.model):
+        self.step, before, done = step + 1, len(self.samples), set()
+        with ExitStack() as stack:
+            for name, module in self._linears.items():
+                handle = module.register_forward_hook(self._forward(name, done))
+                stack.callback(handle.remove)
+            # what was compiled, the model or a method of it, does not call a later hook
+            if self.model._compiled_call_impl or any(
+                    hasattr(value, "_torchdynamo_orig_callable")
+                    for value in vars(self.model).values()):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
-        self._write()
-
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        self._batch, done = [], set()
-        handles = [module.register_forward_hook(self._forward(name, done))
-                   for name, module in self._linears.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._write(self.samples[before:])
 
     def _forward(self, name: str, done: set[tuple[str, str]]) -> Callable[..., None]:
         """The first micro-batch counts; a forward that is recomputed is the first one again."""
@@ -331,42 +317,41 @@ class Telemetry:
 
     def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor,
                 dtype: torch.dtype) -> None:
-        matrix = value.detach().reshape(-1, value.shape[-1])
-        with torch.no_grad(), torch.autocast(matrix.device.type, enabled=False):
+        x = value.detach().reshape(-1, value.shape[-1])
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             for role in self.roles:
-                if TENSOR_OF[ROLES[role][1]] == tensor:
-                    self._batch.append(self._look(name, module, role,
-                                                  matrix.T if role.endswith(".T") else matrix,
-                                                  dtype))
+                if role == tensor:
+                    self.samples.append(self._look(name, module, role, x, dtype))
+                elif role == f"{tensor}.T":
+                    self.samples.append(self._look(name, module, role, x.T, dtype))
 
     def _look(self, name: str, module: nn.Linear, role: str, x: Tensor,
               dtype: torch.dtype) -> Sample:
-        ours = (getattr(module, "recipe", None)
-                or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source=""))
+        ours = getattr(module, "recipe", None)
+        ours = ours or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source="")
         recipes = {"": ours, **self._others}
         casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
-        # a draw for each height of blocks
-        tall = {max(GROUP, cast.tile[0]) for cast in casts.values()}
-        draws = {group: draw(x, [cast for cast in casts.values()
-                                 if max(GROUP, cast.tile[0]) == group], self.rows,
-                             torch.Generator().manual_seed(self.step)) for group in tall}
-        drawn = draws[min(tall)]
-        histories = {key: self._history(name, module, role, recipe, drawn)
-                     for key, recipe in recipes.items()}
+        by_height = defaultdict(list)       # of blocks: a draw for each
+        for cast in casts.values():
+            by_height[max(GROUP, cast.tile[0])].append(cast)
+        draws = {height: draw(x, alike, self.rows, torch.Generator().manual_seed(self.step))
+                 for height, alike in by_height.items()}
+        drawn = draws[min(draws)]
+        alike, counted = {}, {}             # recipes that cast alike are measured once
+        for key, cast in casts.items():
+            history = self._history(name, module, role, recipes[key], drawn)
+            alike[key] = (cast, None if history is None else key)
+            if alike[key] not in counted:
+                counted[alike[key]] = measure(draws[max(GROUP, cast.tile[0])], cast, amax=history)
         self._amaxes[name, role] = torch.maximum(drawn.amax,
                                                  self._amaxes.get((name, role), drawn.amax))
-        alike = {key: (cast, None if histories[key] is None else id(histories[key]))
-                 for key, cast in casts.items()}
-        counted = {}        # recipes that cast alike are measured once
-        for key, cast in casts.items():
-            if alike[key] not in counted:
-                counted[alike[key]] = measure(draws[max(GROUP, cast.tile[0])], cast,
-                                              amax=histories[key])
-        (amax, nonfinite), *numbers = _lists(
-            [torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device))),
-             *counted.values()])
-        found = ({} if nonfinite else {like: quality(values, like[0])
-                                       for like, values in zip(counted, numbers)})
+        exact = torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device)))
+        values = torch.cat((exact, *counted.values())).cpu()        # to the host at once
+        amax, nonfinite = values[:2].tolist()
+        found = {}
+        if not nonfinite:
+            numbers = values[2:].view(len(counted), -1).tolist()
+            found = {like: quality(each, like[0]) for like, each in zip(counted, numbers)}
         return Sample(
             step=self.step, layer=name, role=role, cast=asdict(casts[""]),
             total_rows=drawn.total_rows, sampled_rows=min(drawn.rows, drawn.total_rows),
@@ -378,21 +363,20 @@ class Telemetry:
                  drawn: Drawn) -> Tensor | None:
         """What delayed scaling would scale by: the layer's own history; in other runs, what earlier
         samples have seen."""
-        if recipe.delayed is None or getattr(recipe, ROLES[role][0]) is None:
+        product, operand = ROLES[role]
+        if recipe.delayed is None or getattr(recipe, product) is None:
             return None
         history = getattr(module, "amax_history", None)
         if history is None:
             return self._amaxes.get((name, role), drawn.amax) * 2.0**recipe.delayed.margin
         delayed = module.recipe.delayed
-        return (HISTORY_RULES[delayed.rule](history[OPERANDS.index(ROLES[role][1]), 1:])
-                * 2.0**delayed.margin)
+        amax = HISTORY_RULES[delayed.rule](history[OPERANDS.index(operand), 1:])
+        return amax * 2.0**delayed.margin
 
-    def _write(self) -> None:
-        self.samples += self._batch
+    def _write(self, samples: Iterable[Sample]) -> None:
         if self.path is not None:
             with self.path.open("a") as file:
-                file.write("".join(json.dumps(sample.to_dict()) + "\n" for sample in self._batch))
-        self._batch = []
+                file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
@@ -413,8 +397,7 @@ def read(path: str | Path) -> list[Sample]:
     if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps "
                           f"for example")
-    lines = file.read_text().splitlines(keepends=True)
-    samples = [Sample.from_dict(json.loads(line)) for line in lines if line.endswith("\n")]
+    samples = map(Sample.from_dict, read_metrics(file))
     last = {(sample.step, sample.layer, sample.role): sample for sample in samples}
     return sorted(last.values(), key=lambda sample: sample.step)
 
@@ -428,15 +411,18 @@ def lost(sample: Sample) -> float:
 def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
     """(layer, by how much), the worst first: what a layer loses beyond the median layer of the same
     role and step, in the role where that is most, averaged over the steps."""
-    alike: dict[tuple[int, str], list[Sample]] = {}
+    alike: dict[tuple[int, str], list[Sample]] = defaultdict(list)
     for sample in samples:
-        alike.setdefault((sample.step, sample.role), []).append(sample)
-    excess: dict[str, dict[str, list[float]]] = {}
-    for (_, role), layers in alike.items():
+        alike[sample.step, sample.role].append(sample)
+    excess: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for layers in alike.values():
         usual = statistics.median(map(lost, layers))
         for sample in layers:
-            excess.setdefault(sample.layer, {}).setdefault(role, []).append(lost(sample) - usual)
-    worst = {layer: max(map(statistics.fmean, roles.values())) for layer, roles in excess.items()}
+            excess[sample.layer, sample.role].append(lost(sample) - usual)
+    worst: dict[str, float] = {}
+    for (layer, _), values in excess.items():
+        mean = statistics.fmean(values)
+        worst[layer] = max(mean, worst.get(layer, mean))
     return sorted(worst.items(), key=lambda item: -item[1])
 
 
@@ -450,25 +436,3 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
                       for sample in first[:3])
     more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
     return f"NaN or Inf at step {first[0].step}: {named}{more}"
-
-
-def _lists(tensors: list[Tensor]) -> list[list[float]]:
-    """To the host at once."""
-    lengths = [len(tensor) for tensor in tensors]
-    values = iter(torch.cat(tensors).tolist())
-    return [[next(values) for _ in range(length)] for length in lengths]
-
-
-def _mend(path: Path) -> None:
-    """A line torn by a kill would swallow the next."""
-    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _eagerly(model: nn.Module) -> AbstractContextManager:
-    """What was compiled before a hook was there does not call it. The model may be compiled, or a
-    method of it."""
-    compiled = [model._compiled_call_impl,
-                *(getattr(value, "_torchdynamo_orig_callable", None)
-                  for value in vars(model).values())]
-    return torch.compiler.set_stance("force_eager") if any(compiled) else nullcontext()
