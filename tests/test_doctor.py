@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -51,11 +52,11 @@ def test_without_a_gpu_the_gpu_rows_say_so(report):
 
 
 def test_a_wrong_product_does_not_count_as_working():
-    a, b = doctor._operands(CPU)
+    a, b = (x.double() for x in doctor._operands(CPU))
     with pytest.raises(doctor.UnavailableError, match="wrong: relative error"):
-        doctor._same(a @ b, a, b, 1e-2)            # not transposed
+        doctor._close("product", a @ b, a @ b.T, 1e-2)
     with pytest.raises(doctor.UnavailableError, match="nan"):
-        doctor._same(torch.full((64, 64), torch.nan), a, b, 1e-2)
+        doctor._close("product", torch.full((64, 64), torch.nan), a @ b.T, 1e-2)
     with pytest.raises(doctor.UnavailableError, match="wrong"):
         doctor._attended(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), CPU)   # not causal
 
@@ -82,7 +83,7 @@ def test_processes_that_crash_or_hang_are_a_row(program, why, monkeypatch):
     monkeypatch.setattr(doctor, "_fork_server", lambda: __import__("multiprocessing").get_context("spawn"))
     monkeypatch.setattr(doctor, "_rank", BAD[program])
     monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0 if program == "hang" else 60.0)
-    found = doctor.probe(doctor.Check(name="x", kind="parallel", run=doctor._processes(program, "gloo")), CPU)
+    found = doctor.probe(doctor.Check(name="x", kind="parallel", run=partial(doctor._processes, program, "gloo")), CPU)
     assert not found.works and why in found.why
 
 

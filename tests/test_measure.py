@@ -10,7 +10,7 @@ from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.hardware import bf16_choice, machine, peak_bytes, reset_peak
-from lpkit.measure.updates import roofline, saved_bytes, step, turns
+from lpkit.measure.updates import memory, roofline, saved_bytes, turns
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
 from lpkit.timing import interleaved_seconds
@@ -99,10 +99,11 @@ def test_a_step_beside_the_ceilings():
 
 def test_a_step_is_measured_with_its_choices():
     config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2, "precision.recipe": "bf16"})
-    found = step(config, device="cpu", rounds=1)
-    assert found.precision.used == "bf16" and found.attention.used == "blocked" and found.tokens == 64
-    assert found.step_seconds == found.forward_seconds + found.backward_seconds + found.optimizer_seconds > 0
-    assert found.bytes["gradients"] == found.bytes["weights"] and found.peak_bytes > found.bytes["weights"] * 3
+    bench = measure.Bench(config, "cpu")
+    assert bench.precision.used == "bf16" and bench.attention.used == "blocked" and min(bench.update()) > 0
+    held = memory(config, device="cpu")
+    assert held.chosen["precision"].used == "bf16" and held.most["batch"] == 2 * 8 * 64
+    assert held.most["gradients"] == held.most["weights"] and held.peak_bytes > held.most["weights"] * 3
 
 
 def test_models_take_turns():
@@ -114,7 +115,7 @@ def test_models_take_turns():
 
 def test_a_recipe_that_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match=r"precision\.recipe"):
-        step(Config().replace({"precision.recipe": "fp3"}), device="cpu")
+        turns([Config().replace({"precision.recipe": "fp3"})], device="cpu")
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
@@ -146,6 +147,7 @@ def test_a_step_is_timed_under_any_optimizer(changes):
     """Gradients may be gone when backward ends, and a state may hold more than tensors."""
     config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2, "model.context": 16, "precision.recipe": "fp32",
                                "system.device": "cpu", **changes})
-    found = step(config, rounds=1)
-    assert found.bytes["weights"] == 4 * parameter_count(config.model)
-    assert ("gradients" in found.bytes) == (config.memory.optimizer_step.name == "after")
+    assert min(measure.Bench(config).update()) > 0
+    held = memory(config)
+    assert held.most["weights"] == 4 * parameter_count(config.model)
+    assert (held.most["gradients"] == held.most["weights"]) == (config.memory.optimizer_step.name == "after")

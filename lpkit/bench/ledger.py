@@ -156,7 +156,7 @@ def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
         # estimate_zero2_model_states_mem_needs: 4 P + 16 P / devices
         "deepspeed_bytes": 20 * count, "classic_bytes": 16 * count + korthikanti}
     if here.kind == "gpu":
-        row |= {"step_seconds": measure.step(config).step_seconds,
+        row |= {"step_seconds": measure.seconds(config, rounds=5).step_seconds,
                 "predicted_seconds": step_time(config, here).step_seconds}
     return row
 

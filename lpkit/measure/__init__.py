@@ -7,14 +7,11 @@ Names are imported when they are asked for.
 import importlib
 from typing import Any
 
-_WHERE = dict.fromkeys(("Bench", "OTHER", "REST", "RooflineMeasurement", "Saved", "Seconds",
-                        "StepMeasurement", "Turns", "memory", "reconcile_seconds",
-                        "refuse_compiled", "roofline", "saved_bytes", "seconds", "step", "turns"),
-                       "updates")
-__all__ = sorted(_WHERE)
+__all__ = ["OTHER", "REST", "Bench", "RooflineMeasurement", "Saved", "Seconds", "Turns", "memory",
+           "reconcile_seconds", "refuse_compiled", "roofline", "saved_bytes", "seconds", "turns"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.updates"), name)

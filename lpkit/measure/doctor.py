@@ -9,7 +9,6 @@ other) runs in a process of its own with a time limit.
 
 import copy
 import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import tempfile
@@ -19,12 +18,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -47,7 +49,7 @@ class UnavailableError(Exception):
     """Not here. The message is the reason, for a person."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One thing to try. `run(device) -> detail`; anything it raises is the reason why not."""
 
@@ -87,120 +89,113 @@ def probe(check: Check, device: torch.device) -> Probe:
     return Probe(name=check.name, kind=check.kind, works=True, detail=detail)
 
 
+def _need(device: torch.device, kind: str, why: str) -> None:
+    if device.type != kind:
+        raise UnavailableError(why)
+
+
+def _installed(package: str) -> None:
+    if versions([package])[package] is None:
+        raise UnavailableError(f"{package} is not installed")
+
+
 # Precisions: a matrix product of known operands against the same product in float64.
 
-def _operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """(size, size), multiples of 1/4 in [-1, 1]: every format below holds them exactly."""
+def _operands(device: torch.device, size: int = 64) -> list[Tensor]:
+    """Two of (size, size), multiples of 1/4 in [-1, 1]: every format below holds them exactly."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda: torch.randint(-4, 5, (size, size), generator=generator).float().div(4).to(device)
-    return draw(), draw()
+    return [torch.randint(-4, 5, (size, size), generator=generator).div(4).to(device)
+            for _ in range(2)]
 
 
-def _same(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> str:
-    """The relative error of got against a @ b.T in float64, or UnavailableError when it is no
-    product at all."""
-    want = a.double().cpu() @ b.double().cpu().T
+def _close(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
+    """The relative error of got against want (float64), or UnavailableError when it is too
+    large."""
     error = float((got.detach().double().cpu() - want).norm() / want.norm())
     if not error <= tolerance:
-        raise UnavailableError(f"the product is wrong: relative error {error:.1e}")
+        raise UnavailableError(f"the {what} is wrong: relative error {error:.1e}")
     return f"relative error {error:.0e}"
 
 
-def _cast(dtype: torch.dtype, tolerance: float) -> Callable[[torch.device], str]:
-    def run(device: torch.device) -> str:
-        a, b = _operands(device)
-        return _same(a.to(dtype) @ b.to(dtype).T, a, b, tolerance)
-    return run
+def _cast(dtype: torch.dtype, tolerance: float, device: torch.device) -> str:
+    a, b = _operands(device)
+    return _close("product", a.to(dtype) @ b.to(dtype).T, a.double().cpu() @ b.double().cpu().T,
+                  tolerance)
 
 
 def _tf32(device: torch.device) -> str:
-    if device.type != "cuda":
-        raise UnavailableError("TF32 is a mode of NVIDIA tensor cores")
+    _need(device, "cuda", "TF32 is a mode of NVIDIA tensor cores")
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise UnavailableError("TF32 came with compute capability 8.0 (Ampere)")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        return _cast(torch.float32, 1e-3)(device)
+        return _cast(torch.float32, 1e-3, device)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _recipe(name: str, backend: str = "scaled_mm") -> Callable[[torch.device], str]:
+def _recipe(name: str, device: torch.device) -> str:
     """The forward product of a recipe, held to its definition in float64, as the table of recipes
     has it."""
-    def run(device: torch.device) -> str:
-        from lpkit.measure import matrix
+    from lpkit.measure import matrix
 
-        if why := BACKENDS[backend].why_not(name, RECIPES[name], device):
-            raise UnavailableError(why)
-        return f"torch._scaled_mm, {matrix.Trial(name, backend, device).forward()}"
-    return run
+    if why := BACKENDS["scaled_mm"].why_not(name, RECIPES[name], device):
+        raise UnavailableError(why)
+    return f"torch._scaled_mm, {matrix.Trial(name, 'scaled_mm', device).forward()}"
 
 
 # Attention: forward and backward, causal, against the softmax written out in float64.
 
-def _attended(attend: Callable[..., torch.Tensor], device: torch.device) -> str:
+def _attended(attend: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (torch.randn(1, 2, 128, 64, generator=generator).to(device, dtype).requires_grad_()
                for _ in range(3))
     got = attend(q, k, v)
     got.sum().backward()
-    with torch.no_grad():
-        want = plain(*(x.double().cpu() for x in (q, k, v)))
-    error = float((got.detach().double().cpu() - want).norm() / want.norm())
-    if not error < 2e-2 or not all(bool(x.grad.isfinite().all()) for x in (q, k, v)):
-        raise UnavailableError(f"the result is wrong: relative error {error:.1e}")
-    name = str(dtype).removeprefix("torch.")
-    return f"forward and backward in {name}, relative error {error:.0e}"
+    close = _close("result", got, plain(*(x.detach().double().cpu() for x in (q, k, v))), 2e-2)
+    if not all(bool(x.grad.isfinite().all()) for x in (q, k, v)):
+        raise UnavailableError("a gradient is not finite")
+    return f"forward and backward in {str(dtype).removeprefix('torch.')}, {close}"
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[torch.device], str]:
-    def run(device: torch.device) -> str:
-        if device.type == "cpu" and backend not in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-            raise UnavailableError("a CUDA kernel; on a CPU torch has its own flash kernel and the "
-                                   "plain one")
-        with sdpa_kernel(backend):
-            return _attended(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
-                             device)
-    return run
+def _sdpa(backend: SDPBackend, device: torch.device) -> str:
+    if backend not in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        _need(device, "cuda", "a CUDA kernel; on a CPU torch has its own flash kernel and the "
+                              "plain one")
+    with sdpa_kernel(backend):
+        return _attended(partial(scaled_dot_product_attention, is_causal=True), device)
 
 
 def _flash_attn(device: torch.device) -> str:
-    if device.type != "cuda":
-        raise UnavailableError("the flash-attn package is CUDA only")
+    _need(device, "cuda", "the flash-attn package is CUDA only")
     _installed("flash-attn")
     from flash_attn import flash_attn_func  # (B, T, H, E)
 
-    return _attended(lambda q, k, v: flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)),
-                                                     causal=True).transpose(1, 2), device)
+    def attend(*heads_first: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in heads_first)
+        return flash_attn_func(q, k, v, causal=True).transpose(1, 2)
+
+    return _attended(attend, device)
 
 
 def _flex(device: torch.device) -> str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device=str(device))
-    said = _attended(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), device)
+    said = _attended(partial(flex_attention, block_mask=mask), device)
     return f"{said}; torch.compile makes it fast"
 
 
-# Compilers
-
 def _triton(device: torch.device) -> str:
-    if device.type != "cuda":
-        raise UnavailableError("Triton compiles for GPUs; TRITON_INTERPRET=1 runs a kernel on a "
-                               "CPU to check its numbers")
+    _need(device, "cuda", "Triton compiles for GPUs; TRITON_INTERPRET=1 runs a kernel on a CPU to "
+                          "check its numbers")
     _installed("triton")
     f = torch.compile(lambda x: torch.relu(x) * 2 + 1)
     x = torch.linspace(-1, 1, 256, device=device)
     torch.testing.assert_close(f(x), torch.relu(x) * 2 + 1)
     return "torch.compile ran a Triton kernel"
-
-
-def _installed(package: str) -> None:
-    if versions([package])[package] is None:
-        raise UnavailableError(f"{package} is not installed")
 
 
 # Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end
@@ -212,34 +207,33 @@ def _all_reduce(rank: int, world: int, device: torch.device) -> None:
     assert x.tolist() == [world * (world + 1) / 2] * 4, f"the sum is wrong: {x.tolist()}"
 
 
-def _gradients(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int, torch.device],
-                                                                        None]:
+def _gradients(wrap: Callable[[nn.Module], nn.Module], rank: int, world: int,
+               device: torch.device) -> None:
     """Rank r sees (r + 1) x; the gradient must be that of one process that sees them all."""
-    def program(rank: int, world: int, device: torch.device) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8).to(device)
-        alone = copy.deepcopy(model)
-        x = torch.arange(16.0, device=device).view(2, 8)
-        sum(alone(x * (r + 1)).square().mean() / world for r in range(world)).backward()
-        wrapped = wrap(model, world)
-        wrapped(x * (rank + 1)).square().mean().backward()
-        got = next(wrapped.parameters()).grad
-        torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got,
-                                   alone.weight.grad)
-    return program
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(device)
+    alone = copy.deepcopy(model)
+    x = torch.arange(16.0, device=device).view(2, 8)
+    sum(alone(x * (r + 1)).square().mean() / world for r in range(world)).backward()
+    wrapped = wrap(model)
+    wrapped(x * (rank + 1)).square().mean().backward()
+    got = next(wrapped.parameters()).grad
+    torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got,
+                               alone.weight.grad)
 
 
-def _fsdp2(model: nn.Module, world: int) -> nn.Module:
+def _fsdp2(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(model, mesh=init_device_mesh(next(model.parameters()).device.type, (world,)))
+    device = next(model.parameters()).device.type
+    return fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
 
 
 PROGRAMS: dict[str, Callable[[int, int, torch.device], None]] = {
     "all-reduce": _all_reduce,
-    "DDP": _gradients(lambda model, world: nn.parallel.DistributedDataParallel(model)),
-    "FSDP2": _gradients(_fsdp2),
+    "DDP": partial(_gradients, nn.parallel.DistributedDataParallel),
+    "FSDP2": partial(_gradients, _fsdp2),
 }
 
 
@@ -271,72 +265,64 @@ def _fork_server() -> Any:
     return context
 
 
-def _processes(program: str, backend: str, world: int = 2) -> Callable[[torch.device], str]:
+def _processes(program: str, backend: str, device: torch.device, world: int = 2) -> str:
     """Run one of PROGRAMS as `world` ranks."""
-    def run(device: torch.device) -> str:
-        if backend == "nccl" and device.type != "cuda":
-            raise UnavailableError("NCCL moves data between NVIDIA GPUs")
-        if backend == "nccl" and torch.cuda.device_count() < world:
-            raise UnavailableError(f"it takes {world} GPUs, and {torch.cuda.device_count()} is "
-                                   f"here")
-        context = _fork_server()
-        deadline = time.monotonic() + PROCESS_SECONDS
-        with tempfile.TemporaryDirectory(prefix="lpkit-doctor-") as folder:
-            ranks = [context.Process(target=_rank, args=(program, backend, rank, world, folder),
-                                     daemon=True)
-                     for rank in range(world)]
-            try:
-                for rank in ranks:
-                    rank.start()
-                while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode
-                                                                               for rank in ranks):
-                    multiprocessing.connection.wait([rank.sentinel for rank in ranks
-                                                     if rank.exitcode is None], timeout=1)
-                    if time.monotonic() > deadline:
-                        raise UnavailableError(f"no answer within {PROCESS_SECONDS:.0f} s")
-                for bad in sorted(Path(folder).glob("*.error")):
-                    raise UnavailableError(bad.read_text())
-                for rank in ranks:
-                    if rank.exitcode:
-                        raise UnavailableError(f"a process ended with {rank.exitcode}")
-            finally:
-                for rank in ranks:
-                    rank.kill()
-                    rank.join()
-        return f"{world} processes; the numbers are those of one"
-    return run
+    if backend == "nccl":
+        _need(device, "cuda", "NCCL moves data between NVIDIA GPUs")
+        if (here := torch.cuda.device_count()) < world:
+            raise UnavailableError(f"it takes {world} GPUs, and {here} is here")
+    context, deadline = _fork_server(), time.monotonic() + PROCESS_SECONDS
+    with tempfile.TemporaryDirectory(prefix="lpkit-doctor-") as folder:
+        ranks = [context.Process(target=_rank, args=(program, backend, rank, world, folder),
+                                 daemon=True) for rank in range(world)]
+        try:
+            for rank in ranks:
+                rank.start()
+            waiting = ranks
+            while waiting and not any(rank.exitcode for rank in ranks):
+                wait([rank.sentinel for rank in waiting], timeout=1)
+                waiting = [rank for rank in ranks if rank.exitcode is None]
+                if time.monotonic() > deadline:
+                    raise UnavailableError(f"no answer within {PROCESS_SECONDS:.0f} s")
+            for bad in sorted(Path(folder).glob("*.error")):
+                raise UnavailableError(bad.read_text())
+            for rank in ranks:
+                if rank.exitcode:
+                    raise UnavailableError(f"a process ended with {rank.exitcode}")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    return f"{world} processes; the numbers are those of one"
 
 
 CHECKS: tuple[Check, ...] = (
-    Check(name="fp32", kind="precision", run=_cast(torch.float32, 1e-5)),
-    Check(name="tf32", kind="precision", run=_tf32, nearest="fp32"),
-    Check(name="bf16", kind="precision", run=_cast(torch.bfloat16, 1e-2), nearest="fp32"),
-    Check(name="fp16", kind="precision", run=_cast(torch.float16, 1e-2),
-          nearest="bf16, which needs no loss scaling"),
-    Check(name="fp8", kind="precision", run=_recipe("fp8-tensorwise"),
-          nearest="fp8 by emulation: the same numbers, without the speed"),
-    Check(name="mxfp8", kind="precision", run=_recipe("mxfp8"), nearest="mxfp8 by emulation"),
-    Check(name="nvfp4", kind="precision", run=_recipe("nvfp4"), nearest="nvfp4 by emulation"),
-    Check(name="int8", kind="precision", run=_recipe("int8"), nearest="bf16"),
-    Check(name="sdpa flash", kind="attention", run=_sdpa(SDPBackend.FLASH_ATTENTION),
-          nearest="sdpa efficient or math"),
-    Check(name="sdpa efficient", kind="attention", run=_sdpa(SDPBackend.EFFICIENT_ATTENTION),
-          nearest="sdpa flash"),
-    Check(name="sdpa cudnn", kind="attention", run=_sdpa(SDPBackend.CUDNN_ATTENTION),
-          nearest="sdpa flash"),
-    Check(name="sdpa math", kind="attention", run=_sdpa(SDPBackend.MATH)),
-    Check(name="flash-attn", kind="attention", run=_flash_attn,
-          nearest="sdpa flash, the same algorithm inside torch"),
-    Check(name="flex", kind="attention", run=_flex, nearest="sdpa math with a mask"),
-    Check(name="triton", kind="compiler", run=_triton, nearest="plain PyTorch, which every kernel "
-          "of the kit has beside it"),
-    Check(name="gloo", kind="parallel", run=_processes("all-reduce", "gloo"),
-          nearest="one process"),
-    Check(name="nccl", kind="parallel", run=_processes("all-reduce", "nccl"),
-          nearest="gloo: the same program, on CPUs"),
-    Check(name="DDP", kind="parallel", run=_processes("DDP", "gloo"),
-          nearest="one process, with gradient accumulation"),
-    Check(name="FSDP2", kind="parallel", run=_processes("FSDP2", "gloo"), nearest="DDP"),
+    Check("fp32", "precision", partial(_cast, torch.float32, 1e-5)),
+    Check("tf32", "precision", _tf32, "fp32"),
+    Check("bf16", "precision", partial(_cast, torch.bfloat16, 1e-2), "fp32"),
+    Check("fp16", "precision", partial(_cast, torch.float16, 1e-2),
+          "bf16, which needs no loss scaling"),
+    Check("fp8", "precision", partial(_recipe, "fp8-tensorwise"),
+          "fp8 by emulation: the same numbers, without the speed"),
+    Check("mxfp8", "precision", partial(_recipe, "mxfp8"), "mxfp8 by emulation"),
+    Check("nvfp4", "precision", partial(_recipe, "nvfp4"), "nvfp4 by emulation"),
+    Check("int8", "precision", partial(_recipe, "int8"), "bf16"),
+    Check("sdpa flash", "attention", partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+          "sdpa efficient or math"),
+    Check("sdpa efficient", "attention", partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+          "sdpa flash"),
+    Check("sdpa cudnn", "attention", partial(_sdpa, SDPBackend.CUDNN_ATTENTION), "sdpa flash"),
+    Check("sdpa math", "attention", partial(_sdpa, SDPBackend.MATH)),
+    Check("flash-attn", "attention", _flash_attn, "sdpa flash, the same algorithm inside torch"),
+    Check("flex", "attention", _flex, "sdpa math with a mask"),
+    Check("triton", "compiler", _triton,
+          "plain PyTorch, which every kernel of the kit has beside it"),
+    Check("gloo", "parallel", partial(_processes, "all-reduce", "gloo"), "one process"),
+    Check("nccl", "parallel", partial(_processes, "all-reduce", "nccl"),
+          "gloo: the same program, on CPUs"),
+    Check("DDP", "parallel", partial(_processes, "DDP", "gloo"),
+          "one process, with gradient accumulation"),
+    Check("FSDP2", "parallel", partial(_processes, "FSDP2", "gloo"), "DDP"),
 )
 
 
@@ -344,43 +330,29 @@ CHECKS: tuple[Check, ...] = (
 
 def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
-    import psutil
-
-    flags = cpu_flags()
+    flags, memory = cpu_flags(), psutil.virtual_memory()
+    driver = Path("/sys/module/nvidia/version")
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in flags],
-            "cores": cores(), "memory_bytes": psutil.virtual_memory().total,
-            "memory_available_bytes": psutil.virtual_memory().available,
+            "cores": cores(), "memory_bytes": memory.total,
+            "memory_available_bytes": memory.available,
             "memory_limit_bytes": memory_limit_bytes(),
-            "gpus": _gpus(), "driver": _driver(), "cuda": torch.version.cuda,
-            "hip": torch.version.hip,
+            "gpus": [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
+                      "memory_bytes": gpu.total_memory,
+                      "multiprocessors": gpu.multi_processor_count} for gpu in gpus],
+            "driver": driver.read_text().strip() if driver.exists() else None,
+            "cuda": torch.version.cuda, "hip": torch.version.hip,
             "libraries": versions(LIBRARIES)}
-
-
-def _gpus() -> list[dict[str, Any]]:
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
-             "memory_bytes": gpu.total_memory, "multiprocessors": gpu.multi_processor_count}
-            for gpu in gpus]
-
-
-def _driver() -> str | None:
-    path = Path("/sys/module/nvidia/version")
-    return path.read_text().strip() if path.exists() else None
 
 
 def techniques() -> list[Probe]:
     """Whether the implementation of every row can be imported here, also of rows from outside."""
-    found = []
-    for field, table in families().items():
-        for name, row in table.items():
-            check = Check(name=f"{field}={name}", kind="technique", run=lambda device,
-                          row=row: _loaded(row))
-            found.append(probe(check, torch.device("cpu")))
-    return found
+    return [probe(Check(f"{field}={name}", "technique", partial(_loaded, row)), torch.device("cpu"))
+            for field, table in families().items() for name, row in table.items()]
 
 
-def _loaded(row: Row) -> str:
+def _loaded(row: Row, device: torch.device) -> str:
     if not row.implementation:
         return "in the row itself"
     row.load()

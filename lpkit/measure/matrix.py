@@ -20,11 +20,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lpkit.measure.doctor import reason
 from lpkit.precision.backends import BACKENDS, HARDWARE, Library
@@ -47,10 +48,8 @@ HERE = "run on this machine"
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {   # https://developer.nvidia.com/cuda-gpus
     "cpu": None, "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0), "l4": (8, 9), "l40s": (8, 9),
-    "rtx-4090": (8, 9),
-    "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb200": (10, 0),
-    "rtx-5090": (12, 0),
-    "mi300x": None,
+    "rtx-4090": (8, 9), "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "b200": (10, 0),
+    "gb200": (10, 0), "rtx-5090": (12, 0), "mi300x": None,
 }
 
 
@@ -68,71 +67,28 @@ class Cell:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Departure:
-    """Where a library's own list departs from its least compute capability."""
-
-    backend: str
-    recipe: str
-    capability: Capability
-    status: str
-    why: str
-    source: str
-
-
-DEPARTURES = (
-    Departure(backend="transformer-engine", recipe="mxfp8", capability=(12, 0), status="no",
-              source=TE, why="Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0"),
-    Departure(backend="transformer-engine", recipe="nvfp4", capability=(12, 0), status="no",
-              source=TE, why="Transformer Engine lists NVFP4 on 12.0 as partial"),
-    Departure(backend="scaled_mm", recipe="fp8-rowwise", capability=(12, 0), status="no",
-              why="with torch 2.10 a scale a row ends in CUBLAS_STATUS_NOT_SUPPORTED on 12.0",
-              source="https://github.com/pytorch/pytorch/issues/192707"),
-    Departure(backend="torchao", recipe="fp8-rowwise", capability=(12, 0), status="no",
-              why="it calls torch._scaled_mm, which with torch 2.10 has no scale a row on 12.0",
-              source="https://github.com/pytorch/pytorch/issues/192707"),
-)
+# Where a library's own list departs from its least compute capability: why not, and the source.
+ISSUE = "https://github.com/pytorch/pytorch/issues/192707"
+DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
+    ("transformer-engine", "mxfp8", (12, 0)): (
+        "Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0", TE),
+    ("transformer-engine", "nvfp4", (12, 0)): (
+        "Transformer Engine lists NVFP4 on 12.0 as partial", TE),
+    ("scaled_mm", "fp8-rowwise", (12, 0)): (
+        "with torch 2.10 a scale a row ends in CUBLAS_STATUS_NOT_SUPPORTED on 12.0", ISSUE),
+    ("torchao", "fp8-rowwise", (12, 0)): (
+        "it calls torch._scaled_mm, which with torch 2.10 has no scale a row on 12.0", ISSUE),
+}
 SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_mm": TORCH,
            "transformer-engine": TE, "torchao": AO, "emulated": "lpkit.precision.scaled"}
 FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it works
     ("emulated", "compile"): "the Linear itself runs outside the graph",
     ("scaled_mm", "compile"): "with a history or stochastic rounding, the Linear itself runs "
-    "outside the graph",
+                              "outside the graph",
     ("torchao", "compile"): "and needs it to be fast: without, its casts are separate kernels",
     ("transformer-engine", "compile"): "te.Linear runs outside the graph",
     ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
 }
-
-
-def nearest(machine: str, recipe: str, capability: Capability) -> str:
-    """Another backend that runs `recipe` natively, or the native recipe most like it, or
-    emulation."""
-    for backend in BACKENDS:
-        if backend != "emulated" and _rule(backend, recipe, machine, capability)[0] == "native":
-            return f"{recipe} with {backend}"
-    if not RECIPES[recipe].products:
-        return "fp32"
-    for other in ("mxfp8", "fp8-blockwise", "fp8-rowwise", "fp8-tensorwise"):
-        if any(_rule(backend, other, machine, capability)[0] == "native" for backend in BACKENDS):
-            return f"{other}, or {recipe} emulated"
-    return f"{recipe} emulated: the same numbers, without the speed"
-
-
-def by_rule(machine: str) -> tuple[Cell, ...]:
-    """Every recipe, backend and feature on a machine of the catalogue, or on "cpu"."""
-    capability, cells = CAPABILITY[machine], []
-    for recipe in RECIPES:
-        for backend in backends_of(RECIPES[recipe]):
-            status, why, source = _rule(backend, recipe, machine, capability)
-            for feature in FEATURES:
-                said, instead = why, ""
-                if status == "no":
-                    instead = nearest(machine, recipe, capability)
-                elif (backend, feature) in FEATURE_RULES:
-                    said = f"{why}; {FEATURE_RULES[backend, feature]}".removeprefix("; ")
-                cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
-                                  status=status, why=said, source=source, nearest=instead))
-    return tuple(cells)
 
 
 def backends_of(recipe: Recipe) -> tuple[str, ...]:
@@ -140,82 +96,101 @@ def backends_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if (name == "pytorch") != bool(recipe.products))
 
 
+def by_rule(machine: str) -> tuple[Cell, ...]:
+    """Every recipe, backend and feature on a machine of the catalogue, or on "cpu"."""
+    cells = []
+    for recipe in RECIPES:
+        for backend in backends_of(RECIPES[recipe]):
+            status, why, source = _rule(machine, recipe, backend)
+            instead = nearest(machine, recipe) if status == "no" else ""
+            for feature in FEATURES:
+                words = [why]
+                if status != "no" and (backend, feature) in FEATURE_RULES:
+                    words.append(FEATURE_RULES[backend, feature])
+                cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
+                                  status=status, why="; ".join(words), source=source,
+                                  nearest=instead))
+    return tuple(cells)
+
+
+def _native(machine: str, recipe: str) -> list[str]:
+    return [backend for backend in backends_of(RECIPES[recipe])
+            if _rule(machine, recipe, backend)[0] == "native"]
+
+
+def nearest(machine: str, recipe: str) -> str:
+    """Another backend that runs `recipe` natively, or the native recipe most like it, or
+    emulation."""
+    for backend in _native(machine, recipe):
+        return f"{recipe} with {backend}"
+    for other in ("mxfp8", "fp8-blockwise", "fp8-rowwise", "fp8-tensorwise"):
+        if _native(machine, other):
+            return f"{other}, or {recipe} emulated"
+    return f"{recipe} emulated: the same numbers, without the speed"
+
+
 @cache
-def _rule(backend: str, name: str, machine: str, capability: Capability) -> tuple[str, str, str]:
+def _rule(machine: str, recipe: str, backend: str) -> tuple[str, str, str]:
     """Status, why, source."""
-    recipe, source = RECIPES[name], SOURCES[backend]
-    for one in DEPARTURES:
-        if (one.backend, one.recipe, one.capability) == (backend, name, capability):
-            return one.status, one.why, one.source
-    return _RULES[type(BACKENDS[backend]).__name__](BACKENDS[backend], name, recipe, machine,
-                                                    capability, source)
+    capability, source = CAPABILITY[machine], SOURCES[backend]
+    if (backend, recipe, capability) in DEPARTURES:
+        return "no", *DEPARTURES[backend, recipe, capability]
+    if backend == "emulated":
+        return "emulated", "the same numbers in bf16 or float32 products", source
+    if backend == "pytorch":
+        return _pytorch(machine, RECIPES[recipe].dtype)
+    if backend == "scaled_mm":
+        return _scaled_mm(machine, RECIPES[recipe])
+    return *_library(machine, recipe, BACKENDS[backend]), source
 
 
-def _pytorch(backend, name: str, recipe: Recipe, machine: str, capability: Capability, source: str):
-    if recipe.products:
-        return "no", "nn.Linear casts no operands", source
+def _pytorch(machine: str, dtype: str) -> tuple[str, str, str]:
     if machine == "cpu":
         return ("native", "fast where the CPU has instructions for it (AVX-512 BF16, AMX); `auto` "
-                "holds a race", source)
-    if recipe.dtype in CATALOGUE[machine].flops:
-        return "native", f"the datasheet lists {recipe.dtype}", CATALOGUE[machine].source
-    return ("emulated", f"no {recipe.dtype} units; PyTorch converts and computes in float32",
+                "holds a race", SOURCES["pytorch"])
+    if dtype in CATALOGUE[machine].flops:
+        return "native", f"the datasheet lists {dtype}", CATALOGUE[machine].source
+    return ("emulated", f"no {dtype} units; PyTorch converts and computes in float32",
             CATALOGUE[machine].source)
 
 
-def _emulated(backend, name: str, recipe: Recipe, machine: str, capability: Capability,
-              source: str):
-    return ("emulated", "the same numbers in bf16 or float32 products",
-            source) if recipe.products else (
-        "no", "it casts nothing", source)
-
-
-def _scaled_mm(backend, name: str, recipe: Recipe, machine: str, capability: Capability,
-               source: str):
-    if not recipe.products:
-        return "no", "it casts nothing", source
+def _scaled_mm(machine: str, recipe: Recipe) -> tuple[str, str, str]:
+    capability = CAPABILITY[machine]
     for product, (a, b) in recipe.products.items():
-        found = HARDWARE.get(a.format, {}).get((a.block, b.block))
-        if found is None:
+        if (a.block, b.block) not in HARDWARE.get(a.format, {}):
             return ("no", f"PyTorch has no product of {a.format} {a.block} and {b.format} "
-                    f"{b.block}, as {product} needs", source)
-        needed, on_cpu, what = found
+                    f"{b.block}, as {product} needs", TORCH)
+        needed, on_cpu, what = HARDWARE[a.format][a.block, b.block]
         if machine == "cpu":
             if not on_cpu:
-                return "no", f"{what}: PyTorch has it on GPUs alone", source
-            continue
-        if capability is None:
+                return "no", f"{what}: PyTorch has it on GPUs alone", TORCH
+        elif capability is None:
             return ("no", "MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN",
                     AO)
-        if capability < needed:
-            return "no", f"{what}: needs compute capability {_dotted(needed)}", source
-        if a.block == (1, 128) and capability >= (10, 0):
+        elif capability < needed:
+            return "no", f"{what}: needs compute capability {_dotted(needed)}", TORCH
+        elif a.block == (1, 128) and capability >= (10, 0):
             return ("no", f"{what}: PyTorch has them on 9.0 alone",
                     "https://github.com/pytorch/pytorch/pull/158037")
     if machine == "cpu":
-        return "emulated", "PyTorch's CPU kernel takes these formats and converts them", source
-    return "native", f"compute capability {_dotted(capability)}", source
+        return "emulated", "PyTorch's CPU kernel takes these formats and converts them", TORCH
+    return "native", f"compute capability {_dotted(capability)}", TORCH
 
 
-def _library(backend: Library, name: str, recipe: Recipe, machine: str, capability: Capability,
-             source: str):
-    if name not in backend.rows:
-        return "no", f"it has no {name}; it has {', '.join(backend.rows)}", source
-    needed = backend.rows[name].capability
+def _library(machine: str, recipe: str, library: Library) -> tuple[str, str]:
+    if recipe not in library.rows:
+        return "no", f"it has no {recipe}; it has {', '.join(library.rows)}"
+    capability, needed = CAPABILITY[machine], library.rows[recipe].capability
     if machine == "cpu":
-        if "cpu" not in backend.devices:
-            return "no", "it needs an NVIDIA GPU", source
-        return "emulated", "its CPU path converts", source
+        if "cpu" not in library.devices:
+            return "no", "it needs an NVIDIA GPU"
+        return "emulated", "its CPU path converts"
     if capability is None:
-        return "no", "its AMD path uses the FNUZ formats, which the kit's rows do not name", source
+        return "no", "its AMD path uses the FNUZ formats, which the kit's rows do not name"
     if capability < needed:
-        return "no", f"it needs compute capability {_dotted(needed)}", source
-    return ("native",
-            f"when {backend.package} is installed; compute capability {_dotted(capability)}",
-            source)
-
-
-_RULES = {"PyTorch": _pytorch, "Emulated": _emulated, "ScaledMM": _scaled_mm, "Library": _library}
+        return "no", f"it needs compute capability {_dotted(needed)}"
+    return ("native", f"when {library.package} is installed; compute capability "
+            f"{_dotted(capability)}")
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -232,69 +207,72 @@ def probe(device: torch.device | str | None = None, *, seconds: float = PROBE_SE
     and a fresh process goes on behind it.
     """
     device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    waiting = list(only if only is not None else [(recipe, backend) for recipe in RECIPES
-                                                  for backend in backends_of(RECIPES[recipe])])
+    waiting = list(only or ((recipe, backend) for recipe in RECIPES
+                            for backend in backends_of(RECIPES[recipe])))
     cells: list[Cell] = []
     while waiting:
         command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", device,
                    json.dumps(waiting)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            done = subprocess.run(command, capture_output=True, timeout=seconds)
             out, why = done.stdout, f"the process that tried it ended with {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            out = (late.stdout if isinstance(late.stdout, str)
-                   else (late.stdout or b"").decode(errors="replace"))
-            why = f"no answer within {seconds:g} s"
-        answered = [json.loads(line) for line in out.splitlines() if line.startswith("[{")]
-        cells += [Cell(**cell) for answer in answered for cell in answer]
-        waiting = waiting[len(answered):]
+            out, why = late.stdout or b"", f"no answer within {seconds:g} s"
+        for line in out.decode(errors="replace").splitlines():
+            if line.startswith("[{"):
+                cells += [Cell(**cell) for cell in json.loads(line)]
+                waiting.pop(0)
         if waiting:
-            cells += _refused(*waiting.pop(0), device, why)
+            cells += _refused(*waiting.pop(0), why)
     return tuple(cells)
 
 
-def _refused(recipe: str, backend: str, device: str, why: str) -> list[Cell]:
-    instead = (f"{recipe} emulated: the same numbers, without the speed" if RECIPES[recipe].products
-               else "fp32")
-    return [Cell(machine="this", recipe=recipe, backend=backend, feature=feature, status="no",
-                 why=why, nearest=instead, source=HERE) for feature in FEATURES]
+_here = partial(Cell, machine="this", source=HERE)
+
+
+def _refused(recipe: str, backend: str, why: str) -> list[Cell]:
+    instead = "fp32"
+    if RECIPES[recipe].products:
+        instead = f"{recipe} emulated: the same numbers, without the speed"
+    return [_here(recipe=recipe, backend=backend, feature=feature, status="no", why=why,
+                  nearest=instead) for feature in FEATURES]
 
 
 def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
     """One pair, here and now. Whatever it raises is the reason why not."""
     row = RECIPES[recipe]
     if why := BACKENDS[backend].why_not(recipe, row, device):
-        return _refused(recipe, backend, str(device), why)
-    native = ("emulated" if backend == "emulated" or (row.products and device.type == "cpu")
-              else "native")
+        return _refused(recipe, backend, why)
+    emulated = backend == "emulated" or (row.products and device.type == "cpu")
     cells, trial = [], Trial(recipe, backend, device)
     for feature in FEATURES:
         try:
-            why, status, instead = getattr(trial, feature)(), native, ""
+            why, instead = getattr(trial, feature)(), ""
+            status = "emulated" if emulated else "native"
         except Exception as error:
             why, status, instead = reason(error), "no", f"{recipe} emulated"
-        cells.append(Cell(machine="this", recipe=recipe, backend=backend, feature=feature,
-                          status=status, why=why, nearest=instead, source=HERE))
+        cells.append(_here(recipe=recipe, backend=backend, feature=feature, status=status, why=why,
+                           nearest=instead))
     return cells
 
 
-def _input(device: torch.device, seed: int = 1) -> torch.Tensor:
+def _input(device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SIZE, SIZE, generator=generator).to(device)
 
 
-def _gradients(model: nn.Module, x: torch.Tensor, recipe: Recipe,
-               call: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """y, dx, dw of one micro-batch, whose gradient of y is known."""
-    x = x.detach().requires_grad_()
+def _gradients(model: nn.Module, x: Tensor, recipe: Recipe,
+               call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """y, dx, dw of one micro-batch through `call`, whose gradient of y is known."""
+    x.requires_grad_()
     with autocast(recipe, x.device):
-        y = model(x) if call is None else call(x)     # a compiled module has no truth value
+        y = call(x)
     y.backward(_input(x.device, seed=3).to(y.dtype))
     advance(model)
     return [y.detach(), x.grad, model.weight.grad]
 
 
-def _compare(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], limit: float) -> str:
+def _compare(got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:
     errors = [float((a.double() - b.double()).norm() / b.double().norm())
               for a, b in zip(got, want, strict=True)]
     if not all(error <= limit for error in errors):
@@ -308,11 +286,11 @@ class Definition:
 
     traceable, alignment = False, 0
 
-    def cast(self, x: torch.Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise) -> Scaled:
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise) -> Scaled:
         return quantise(x, cast, amax=amax, noise=noise)
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: torch.Tensor | None = None) -> torch.Tensor:
+                bias: Tensor | None = None) -> Tensor:
         y = reference(a, b)
         return (y if bias is None else y + bias).to(dtype)
 
@@ -332,60 +310,62 @@ class Trial:
         torch.manual_seed(0)
         return nn.Linear(SIZE, SIZE, device=self.device)
 
-    def warm(self, model: nn.Module | None = None) -> nn.Module:
+    def model(self) -> nn.Module:
+        return self.warm(self.backend.wrap(self.linear(), self.recipe, name="probe", seed=0))
+
+    def warm(self, model: nn.Module) -> nn.Module:
         """With a history, the first micro-batch only fills it."""
-        model = model or self.backend.wrap(self.linear(), self.recipe, name="probe", seed=0)
         self.gradients(model)
         model.weight.grad = None
         return model
 
     def gradients(self, model: nn.Module, seed: int = 1,
-                  call: Callable | None = None) -> list[torch.Tensor]:
+                  call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+        # a compiled module has no truth value
+        call = model if call is None else call
         return _gradients(model, _input(self.device, seed), self.recipe, call)
 
-    def definition(self) -> list[torch.Tensor]:
+    def definition(self) -> list[Tensor]:
         """What y, dx and dw should be; for a recipe that casts nothing, in float64."""
-        if not self.recipe.products:
-            return _gradients(self.linear().double(), _input(self.device).double(), RECIPES["fp32"])
-        return self.gradients(self.warm(ScaledLinear.wrap(self.linear(), self.recipe, Definition(),
-                                                          name="probe")))
+        if self.recipe.products:
+            return self.gradients(self.warm(ScaledLinear.wrap(self.linear(), self.recipe,
+                                                              Definition(), name="probe")))
+        model = self.linear().double()
+        return _gradients(model, _input(self.device, 1).double(), RECIPES["fp32"], model)
 
     def forward(self) -> str:
-        return _compare(self.gradients(self.warm())[:1], self.definition()[:1], self.limit)
+        return _compare(self.gradients(self.model())[:1], self.definition()[:1], self.limit)
 
     def backward(self) -> str:
-        return _compare(self.gradients(self.warm())[1:], self.definition()[1:], self.limit)
+        return _compare(self.gradients(self.model())[1:], self.definition()[1:], self.limit)
 
     def compile(self) -> str:
         """Traced and run, forward and backward. Code is not generated, which would take minutes for
         all of them; the doctor's row for Triton says whether that works."""
-        model, plain = self.warm(), self.warm()
+        model, plain = self.model(), self.model()
         torch._dynamo.reset()
         got = self.gradients(model, call=torch.compile(model, backend="aot_eager"))
         return f"traced, {_compare(got, self.gradients(plain), self.limit)}"
 
     def recompute(self) -> str:
         """Forward twice, the same numbers, and a history that moves on once."""
-        from torch.utils.checkpoint import checkpoint
-
-        model, plain = self.warm(), self.warm()
-        got = self.gradients(model, call=lambda x: checkpoint(model, x, use_reentrant=False))
+        model, plain = self.model(), self.model()
+        got = self.gradients(model, call=partial(checkpoint, model, use_reentrant=False))
         want = self.gradients(plain)
         for ours, theirs in zip(scaled_linears(model), scaled_linears(plain), strict=True):
-            for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
-                if not torch.equal(a, b):
-                    raise ArithmeticError("its state moved twice")
+            if not all(map(torch.equal, ours.buffers(), theirs.buffers())):
+                raise ArithmeticError("its state moved twice")
         return _compare(got, want, ERROR if self.library else 1e-6)
 
     def accumulate(self) -> str:
         """Two micro-batches, one gradient: the sum of what each gives."""
-        model, apart = self.warm(), self.warm()
-        parts = []
+        model, apart = self.model(), self.model()
+        total = 0
         for seed in (1, 2):
             apart.weight.grad = None
-            parts.append(self.gradients(apart, seed)[2].clone())
+            total = total + self.gradients(apart, seed)[2]
             self.gradients(model, seed)
-        return _compare([model.weight.grad], [sum(parts)], 1e-3)
+        return _compare([model.weight.grad], [total], 1e-3)
 
 
 # Shown
@@ -393,67 +373,71 @@ class Trial:
 def grid(cells: Iterable[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Heads, and a row a recipe: one word a backend, with the features that fail. For a notebook:
     `html_table(*grid(cells))`."""
-    cells = list(cells)
-    columns = [name for name in BACKENDS if any(cell.backend == name for cell in cells)]
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in cells:
+        pairs.setdefault((cell.recipe, cell.backend), {})[cell.feature] = cell.status
+    columns = [name for name in BACKENDS if name in {backend for _, backend in pairs}]
     rows = []
-    for recipe in dict.fromkeys(cell.recipe for cell in cells):
-        row = [recipe]
-        for backend in columns:
-            found = {cell.feature: cell.status for cell in cells
-                     if (cell.recipe, cell.backend) == (recipe, backend)}
-            works = [status for status in found.values() if status != "no"]
-            missing = [feature for feature, status in found.items() if status == "no"]
-            word = works[0] if works else "-" if found else ""
-            row.append(word + (f", no {', '.join(missing)}" if works and missing else ""))
-        rows.append(tuple(row))
+    for recipe in dict.fromkeys(recipe for recipe, _ in pairs):
+        words = [_word(pairs.get((recipe, backend), {})) for backend in columns]
+        rows.append((recipe, *words))
     return ("recipe", *columns), rows
+
+
+def _word(statuses: dict[str, str]) -> str:
+    works = [status for status in statuses.values() if status != "no"]
+    missing = [feature for feature, status in statuses.items() if status == "no"]
+    if not works:
+        return "-" if missing else ""
+    return works[0] + (f", no {', '.join(missing)}" if missing else "")
+
+
+INTRODUCTION = """\
+# What runs where
+
+Which precision recipe runs on which machine, and through which backend. This page is made from the rules that
+the kit itself uses (`lpkit.measure.matrix`). On the machine at hand nothing is looked up: `lpkit doctor` runs
+every recipe with every backend and compares the numbers.
+
+- **native**: the device multiplies these formats itself.
+- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss curves, never faster.
+- **no**: the reason is below; the recipe can still be emulated.
+
+The best of each, with the backends that give it:
+"""
+ON_FEATURES = """
+## Features
+
+Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe does.
+Worth knowing:
+"""
 
 
 def page() -> str:
     """docs/matrix.md: every machine by rule. Regenerate with `python -m lpkit.measure.matrix --page
     > docs/matrix.md`."""
-    lines = [
-        "# What runs where", "", "Which precision recipe runs on which machine, and through which "
-        "backend. This page is made from the rules that", "the kit itself uses "
-        "(`lpkit.measure.matrix`). On the machine at hand nothing is looked up: `lpkit doctor` "
-        "runs", "every recipe with every backend and compares the numbers.", "",
-        "- **native**: the device multiplies these formats itself.", "- **emulated**: the same "
-        "numbers, in bf16 or float32 products. Good for learning and for loss curves, never "
-        "faster.", "- **no**: the reason is below; the recipe can still be emulated.", "",
-        "The best of each, with the backends that give it:", ""]
-    every = {machine: by_rule(machine) for machine in CAPABILITY}
-    best = [(_title(machine), *(_best(cells, recipe) for recipe in RECIPES))
-            for machine, cells in every.items()]
-    lines += [markdown_table(("machine", *RECIPES), best), "", "## Why not", ""]
-    machines: dict[tuple[str, ...], list[str]] = {}
-    for machine, cells in every.items():
-        for cell in cells:
+    best, machines = [], {}
+    for machine in CAPABILITY:
+        title = CATALOGUE[machine].title if machine in CATALOGUE else "any CPU"
+        best.append((title, *(_best(machine, recipe) for recipe in RECIPES)))
+        for cell in by_rule(machine):
             if cell.status == "no" and cell.feature == "forward":
-                link = (f"[source]({cell.source})" if cell.source.startswith("https")
-                        else cell.source)
-                machines.setdefault((cell.recipe, cell.backend, cell.why, cell.nearest, link),
-                                    []).append(machine)
-    refusals = [("all" if len(named) == len(CAPABILITY) else ", ".join(named), *row)
-                for row, named in machines.items()]
-    lines.append(markdown_table(("machine", "recipe", "backend", "why", "nearest", "source"),
-                                refusals))
-    lines += ["", "## Features", "", "Forward, backward, `torch.compile`, recomputation and "
-              "gradient accumulation work wherever the recipe does.", "Worth knowing:", ""]
-    lines += [f"- {backend}, {feature}: {why}."
-              for (backend, feature), why in FEATURE_RULES.items()]
-    return "\n".join(lines) + "\n"
+                link = f"[source]({cell.source})" if cell.source.startswith("https") else cell.source
+                refusal = (cell.recipe, cell.backend, cell.why, cell.nearest, link)
+                machines.setdefault(refusal, []).append(machine)
+    refusals = [("all" if len(named) == len(CAPABILITY) else ", ".join(named), *refusal)
+                for refusal, named in machines.items()]
+    heads = ("machine", "recipe", "backend", "why", "nearest", "source")
+    rules = [f"- {backend}, {feature}: {why}." for (backend, feature), why in FEATURE_RULES.items()]
+    return "\n".join([INTRODUCTION, markdown_table(("machine", *RECIPES), best), "\n## Why not\n",
+                      markdown_table(heads, refusals), ON_FEATURES, *rules, ""])
 
 
-def _title(machine: str) -> str:
-    return CATALOGUE[machine].title if machine in CATALOGUE else "any CPU"
-
-
-def _best(cells: Iterable[Cell], recipe: str) -> str:
-    here = [cell for cell in cells if cell.recipe == recipe and cell.feature == "forward"]
-    native = [cell.backend for cell in here if cell.status == "native"]
-    if native:
-        return "**native**" if native == ["pytorch"] else f"**native** ({', '.join(native)})"
-    return "emulated" if any(cell.status == "emulated" for cell in here) else "no"
+def _best(machine: str, recipe: str) -> str:
+    native = _native(machine, recipe)
+    if not native:
+        return "emulated"
+    return "**native**" if native == ["pytorch"] else f"**native** ({', '.join(native)})"
 
 
 def to_dicts(cells: Iterable[Cell]) -> list[dict[str, Any]]:

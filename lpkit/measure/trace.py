@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,9 @@ from lpkit.training.build import Decisions, decide
 
 # what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
 ASSUMED_RECIPE = "bf16"
+# other updates read a parameter's bits, which a shard's wrapper does not give
+WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32",
+               "memory.optimizer_state": "device"}
 
 
 def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None = None,
@@ -79,26 +83,28 @@ def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None 
         raise ConfigError(f"a trace shards by FSDP2, over data and shard with ZeRO 2 or 3, and the "
                           f"layout is {layout}; the closed form, lpkit.predict.memory, has the "
                           f"other axes")
-    if layout.devices > 1:
-        _refuse_what_does_not_shard(config)
+    for key, only in WHOLE_ALONE.items():
+        if layout.devices > 1 and (asked := flat(config)[key]) != only:
+            raise ConfigError(f"{key}={asked} updates whole parameters; set {key}={only}, or trace "
+                              f"one device")
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     config = config.replace({"global_batch": sequences * pieces, "grad_accum_steps": pieces})
     decisions = _decide(config, device)
     with _world(layout, device) as mesh, _fake_step(device):
-        shard, recipe = (), decisions.recipe
+        shard = ()
         if mesh is not None:
-            entry = rows_of(config)["cross_entropy"].entry
-            shard = (Shard(mesh=mesh, compute=compute_dtype(recipe), zero=layout.zero, entry=entry),)
+            shard = (Shard(mesh=mesh, compute=compute_dtype(decisions.recipe), zero=layout.zero,
+                           entry=rows_of(config)["cross_entropy"].entry),)
             # parameters are gathered in the compute dtype, so autocast would have nothing to do
-            recipe = replace(recipe, compute=None)
-        bench = measure.Bench(config, decisions=replace(decisions, recipe=recipe), more=shard)
+            decisions = replace(decisions, recipe=replace(decisions.recipe, compute=None))
+        bench = measure.Bench(config, decisions=decisions, more=shard)
         bench.train()
         with bench.tracker() as tracker:
             tracker.hold(bench.batch.tensors, "batch")
             tracker.hold(_gathered(bench.model), "gathered weights")
             bench.train(tracker)
-        return tracker.footprint(chosen=decisions.choices, where=f"traced on {layout}, {device}, "
-                                 f"{bench.how}")
+        return tracker.footprint(chosen=decisions.choices,
+                                 where=f"traced on {layout}, {device}, {bench.how}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,7 @@ class Shard(Transform):
     def __call__(self, model: nn.Module) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
         # None: blocks are gathered once more for backward, the rest stays
-        again = (None if self.zero == 3 else False)
+        again = None if self.zero == 3 else False
         for module in (*model.blocks, model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
         if self.entry:
@@ -123,25 +129,12 @@ class Shard(Transform):
         return model
 
 
-WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32",
-               "memory.optimizer_state": "device"}
-
-
-def _refuse_what_does_not_shard(config: Config) -> None:
-    """Updates that read a parameter's bits, which a shard's wrapper does not give."""
-    for key, only in WHOLE_ALONE.items():
-        if (asked := flat(config)[key]) != only:
-            raise ConfigError(f"{key}={asked} updates whole parameters; set {key}={only}, or trace "
-                              f"one device")
-
-
 def _gathered(model: nn.Module) -> Iterator[Tensor]:
     """What FSDP gathers whole parameters into; without memory between reshard and unshard."""
     for module in model.modules():
-        group = (module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule)
-                 else None)
-        for parameter in group.fsdp_params if group else ():
-            yield from parameter.all_gather_outputs
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
 
 
 def _decide(config: Config, device: str) -> Decisions:
@@ -152,19 +145,19 @@ def _decide(config: Config, device: str) -> Decisions:
         raise ConfigError("this PyTorch is built without CUDA, whose operations it cannot trace; "
                           "use device=cpu, which keeps the same tensors but for RMSNorm's, or "
                           "install a CUDA build (it needs no GPU)")
-    asked = config.precision.recipe.name
-    used = ASSUMED_RECIPE if asked == "auto" else asked
+    asked = used = config.precision.recipe.name
+    if asked == "auto":
+        used = ASSUMED_RECIPE
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
                                        "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
     if asked == "auto":
-        chosen["precision"] = Choice(asked=asked, used=used, why="assumed: a run decides by a race "
-                                     "where it runs")
+        chosen["precision"] = Choice(asked=asked, used=used,
+                                     why="assumed: a run decides by a race where it runs")
     if device == "cuda":
-        chosen["attention"] = attention.choose(config.model.attention, device_type=device,
-                                               context=config.model.context,
-                                               recipe="fp32" if decisions.recipe.compute is None
-                                               else "bf16")
+        chosen["attention"] = attention.choose(
+            config.model.attention, device_type=device, context=config.model.context,
+            recipe=decisions.recipe.compute or "fp32")
         if config.precision.backend == "auto":
             chosen["backend"] = Choice(asked="auto",
                                        used="scaled_mm" if decisions.recipe.products else "pytorch",
@@ -183,13 +176,12 @@ def _world(layout: Layout, device: str) -> Iterator[DeviceMesh | None]:
                           "own; trace before it is made, or in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    axes = {"data": layout.data, "shard": layout.shard}
+    if layout.data == 1:
+        del axes["data"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices)
     try:
-        if layout.data == 1:
-            yield init_device_mesh(device, (layout.shard,), mesh_dim_names=("shard",))
-        else:
-            yield init_device_mesh(device, (layout.data, layout.shard),
-                                   mesh_dim_names=("data", "shard"))
+        yield init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         dist.destroy_process_group()
 
@@ -214,31 +206,22 @@ def _instead(fake: FakeTensorMode) -> Iterator[None]:
     """What would lie in a file lies nowhere, or on PyTorch's device without memory; FSDP's shards
     are cut when asked for."""
 
-    def write(self: Slots, t: Tensor) -> Slot:
-        return self.slot(len(t))
+    def mapped(self: Scratch, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def read(self: Slots, slot: Slot) -> Tensor:
         # pages of the system, which nobody tracks in a real step either
         with _disable_current_modes(), fake:
             return torch.empty(slot.nbytes, dtype=torch.uint8)
 
-    instead = {
-        (Scratch, "mapped"): lambda self, shape,
-        dtype: torch.empty(shape, dtype=dtype, device="meta"),
-        (Scratch, "let_go"): lambda self, t: None,
-        (Slots, "slot"): lambda self, nbytes: Slot(0, nbytes), (Slots, "expect"): lambda self,
-        slot: None,
-        (Slots, "write"): write, (Slots, "read"): read,
-        (_fsdp_param, "_chunk_with_empty"): _Chunks,
-    }
-    originals = {(owner, name): getattr(owner, name) for owner, name in instead}
-    try:
-        for (owner, name), by in instead.items():
-            setattr(owner, name, by)
+    def nothing(*_: object) -> None:
+        pass
+
+    with (mock.patch.multiple(Scratch, mapped=mapped, let_go=nothing),
+          mock.patch.multiple(Slots, slot=lambda self, nbytes: Slot(0, nbytes), expect=nothing,
+                              write=lambda self, t: self.slot(len(t)), read=read),
+          mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)):
         yield
-    finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
 
 
 class _Chunks:
@@ -262,8 +245,9 @@ class _Healthy(TorchDispatchMode):
         if wrapped(types):
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+            if args[0].dtype == torch.bool:
+                return True
+            return 1.0 if args[0].dtype.is_floating_point else 0
         return func(*args, **(kwargs or {}))
 
 
@@ -283,42 +267,51 @@ class Reconciled:
 
     def comparison(self, of: str = "formula") -> Comparison:
         """`of`, "formula" or "trace", beside the measurement, or where there is none the trace."""
-        said = {"formula": self.formula, "trace": self.traced.rows}[of]
-        return Comparison.of_rows({**said, "peak": sum(said.values())},
-                                  {**self.truth.rows, "peak": self.truth.peak_bytes}, unit="bytes",
+        said = self.formula if of == "formula" else self.traced.rows
+        return Comparison.of_rows(_with_peak(said), _with_peak(self.truth.rows), unit="bytes",
                                   where=self.truth.where)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """How far off the formula and the trace are, and which row explains it."""
-        return tuple(map(self._sentence, ("formula", "trace") if self.measured else ("formula",)))
+        if not self.measured:
+            return (self._sentence("formula", self.formula_moment, "traced"),)
+        return (self._sentence("formula", self.formula_moment, "measured"),
+                self._sentence("trace", _moment(self.traced), "measured"))
 
-    def _sentence(self, of: str) -> str:
+    def _sentence(self, of: str, moment: str, truth: str) -> str:
         rows = {row.name: row for row in self.comparison(of)}
-        peak, there = rows.pop("peak"), "measured" if self.measured else "traced"
+        peak = rows.pop("peak")
         off = peak.formula - peak.measured
+        size = quantity(abs(off), "bytes")
         if not off:
-            return f"The {of}'s peak is the {there} one, to the byte."
+            return f"The {of}'s peak is the {truth} one, to the byte."
         if abs(peak.error) < 0.001:
-            return f"The {of}'s peak is the {there} one within 0.1%: {quantity(abs(off), 'bytes')} off."
+            return f"The {of}'s peak is the {truth} one within 0.1%: {size} off."
         widest = max(rows.values(), key=lambda row: (row.formula - row.measured) * off)
-        moment = (self.formula_moment if of == "formula" else f"in {self.traced.phase}, "
-                  f"{self.traced.module}")
-        return (f"The {of}'s peak is {quantity(abs(off), 'bytes')} ({percent(peak.error)}) "
-                f"{'above' if off > 0 else 'below'} the {there} one; {widest.name!r} explains most "
+        return (f"The {of}'s peak is {size} ({percent(peak.error)}) "
+                f"{'above' if off > 0 else 'below'} the {truth} one; {widest.name!r} explains most "
                 f"of it: {quantity(widest.formula, 'bytes')} against "
                 f"{quantity(widest.measured, 'bytes')}. The {of}'s moment is: {moment}; the "
-                f"{there} one: in {self.truth.phase}, {self.truth.module}.")
+                f"{truth} one: {_moment(self.truth)}.")
 
     def _repr_html_(self) -> str:
-        sides = {"formula": self.formula, "traced": self.traced.rows} | (
-            {"measured": self.measured.rows} if self.measured else {})
-        columns = [{**rows, "peak": sum(rows.values())} for rows in sides.values()]
-        names = [name for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
+        sides = {"formula": self.formula, "traced": self.traced.rows}
+        if self.measured:
+            sides["measured"] = self.measured.rows
+        columns = [_with_peak(rows) for rows in sides.values()]
         lines = [(name, *(quantity(rows.get(name, 0), "bytes") for rows in columns))
-                 for name in names]
+                 for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
         said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
         return html_table(("", *sides), lines) + said
+
+
+def _with_peak(rows: dict[str, float]) -> dict[str, float]:
+    return {**rows, "peak": sum(rows.values())}
+
+
+def _moment(footprint: Footprint) -> str:
+    return f"in {footprint.phase}, {footprint.module}"
 
 
 def reconcile(config: Config, world_size: int = 1, *, layout: Layout | None = None,
@@ -328,24 +321,24 @@ def reconcile(config: Config, world_size: int = 1, *, layout: Layout | None = No
     Raises ConfigError."""
     measured = measure.memory(config, device=device) if world_size == 1 else None
     if measured:
-        used = {key: choice.used for key, choice in measured.chosen.items()}
-        device = torch.device(used["device"]).type
-        config = config.replace({"precision.recipe": used["precision"],
-                                 "precision.backend": used["backend"],
-                                 "model.attention": used["attention"]})
+        device = torch.device(measured.chosen["device"].used).type
+        config = config.replace({"precision.recipe": measured.chosen["precision"].used,
+                                 "precision.backend": measured.chosen["backend"].used,
+                                 "model.attention": measured.chosen["attention"].used})
     traced = predict_trace(config, world_size, layout=layout, device=device or "cpu")
     used = {key: choice.used for key, choice in traced.chosen.items()}
     said = memory(config.replace({"precision.recipe": used["precision"]}),
-                  _machine(torch.device(used["device"])), world_size,
-                  layout=layout or Layout(shard=world_size), attention=used["attention"])
+                  _machine(torch.device(used["device"])), layout=layout or Layout(shard=world_size),
+                  attention=used["attention"])
     return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
                       traced=traced, measured=measured)
 
 
 def _machine(device: torch.device) -> Machine:
     """What the ledger asks of this one: kind and size. Its speeds are not measured."""
-    there = device.type == "cpu" or torch.cuda.is_available()
-    return Machine(name="this", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
-                   flops={}, memory_bytes=hardware.memory_bytes(device if there else "cpu"),
-                   bytes_per_second=math.nan, link_bytes_per_second=None, watts=None,
-                   price_per_hour=None, source="this machine")
+    gpu = device.type == "cuda"
+    there = device if not gpu or torch.cuda.is_available() else "cpu"
+    return Machine(name="this", title=str(device), kind="gpu" if gpu else "cpu", flops={},
+                   memory_bytes=hardware.memory_bytes(there), bytes_per_second=math.nan,
+                   link_bytes_per_second=None, watts=None, price_per_hour=None,
+                   source="this machine")

@@ -18,9 +18,11 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,18 +63,22 @@ ROWS = {
     "optimizer temporaries": "made and dropped by clipping and the update",
     "allocator": "CUDA: each storage rounded up to 512 bytes",
 }
+WORKING = ("temporaries", "attention workspace", "recomputed block")
+IN_FLIGHT = (*WORKING, "communication buffers")
+SAVED = ("activations", "logits and loss", "low-precision weights", "scales")
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # where no module is at work
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """A storage, from its making on."""
 
-    __slots__ = ("kept_by", "module", "nbytes", "phase", "row")
-
-    def __init__(self, nbytes: int, row: str, phase: str, module: str):
-        self.nbytes, self.row, self.phase, self.module = nbytes, row, phase, module
-        self.kept_by: str | None = None     # the module whose operation saved it first
+    nbytes: int
+    row: str
+    phase: str
+    module: str
+    kept_by: str | None = None      # the module whose operation saved it first
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,6 @@ class Footprint:
     # activations, logits and loss when the last backward began, by what kept them first
     operations: dict[str, int]
     timeline: tuple[Point, ...]     # thinned: of neighbours the largest, the peak itself among them
-    changes: int                    # how many there were
     offloaded_bytes: int = 0        # the most that lay on another device, or in a file
     # the peak by the allocator's own count, what kernels take for themselves included
     counted_bytes: int | None = None
@@ -134,34 +139,33 @@ class Tracker(TorchDispatchMode):
         self.records: dict[int, Record] = {}
         self.refs: dict[int, weakref.ref] = {}
         self.log: list[tuple[Record, int, str, str]] = []       # record, bytes, phase, module
-        self.modules: list[str] = []  # at work in forward, the innermost last
+        self.modules: list[str] = []    # at work in forward, the innermost last
         # from this autograd sequence number on, the module
         self.marks: list[tuple[int, str]] = [(0, LOSS)]
         self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
         self.elsewhere: dict[int, int] = {}     # bytes of what is on another device or in a file
         self.most_offloaded = 0
-        self.undo: list[Callable[[], None]] = []
+        self.exits = ExitStack()
 
     # ---- what is held, and where we are
 
     def hold(self, tensors: Iterable[Tensor | None], row: str) -> None:
         """These exist: they get this row, whatever it was."""
-        for tensor in tensors:
-            for t in _inner(tensor):
-                record = self._record(t, row, "before", "")
-                if record is not None:
-                    record.row = row
+        for t in _tensors(list(tensors)):
+            record = self._record(t, row, "before", "")
+            if record is not None:
+                record.row = row
 
     def _hold_states(self) -> None:
         for name, buffer in self.model.named_buffers():
             self.hold([buffer], "amax histories" if name.endswith("amax_history") else "scales")
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
-                if self.place.in_memory:
-                    self.hold([value], "master weights" if "master" in name else "optimizer state")
-                else:
+                if not self.place.in_memory:
                     self._offload(value)
+                else:
+                    self.hold([value], "master weights" if "master" in name else "optimizer state")
         self._hold_gradients()
 
     def _hold_gradients(self) -> None:
@@ -179,43 +183,48 @@ class Tracker(TorchDispatchMode):
     def _optimizing(self, change: int, *_: Any) -> None:
         self.optimizers += change
 
+    @property
+    def _at_work(self) -> str:
+        return self.modules[-1] if self.modules else LOSS
+
     def _where(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
-        at_work = self.modules[-1] if self.modules else LOSS
+        phase, module = "forward", self._at_work
         if self.optimizers:
             phase, module = "optimizer", ""
-        elif self.inside:                       # gradients that a forward pass makes for itself
-            phase, module = "forward", at_work
+        elif self.inside:       # gradients that a forward pass makes for itself
+            pass
         elif node is not None:
-            phase, module = "backward", at_work if self.modules else self._module_of(node)
+            phase = "backward"
+            if not self.modules:
+                module = self._module_of(node)
         elif self.phase == "backward" and not self.modules:
             phase, module = "backward", ""  # after the last node: callbacks, histories that move on
-        else:
-            phase, module = "forward", at_work
         if phase != self.phase:
             self._enter(phase)
         return phase, module
 
     def _module_of(self, node: Any) -> str:
         number = node._sequence_nr()
-        return (self.marks[bisect_right(self.marks, number, key=lambda mark: mark[0]) - 1][1]
-                if number < 2**62 else "gradient")
+        if number >= 2**62:
+            return "gradient"
+        return self.marks[bisect_right(self.marks, number, key=itemgetter(0)) - 1][1]
 
     def _enter(self, phase: str) -> None:
         before, self.phase = self.phase, phase
-        if before == "forward" and phase == "backward":
-            operations: Counter[str] = Counter()
-            for record in self.records.values():
-                if record.phase == "forward" and record.row in ("temporaries",
-                                                                "attention workspace"):
-                    record.row = "activations"
-                if record.row in ("activations", "logits and loss"):
-                    name = (LOSS if record.row == "logits and loss"
-                            else _short(record.kept_by or record.module))
-                    operations[name] += record.nbytes
-            self.operations = dict(operations)
-        elif before == "backward":
+        if before == "backward":
             self._hold_gradients()
+        if (before, phase) != ("forward", "backward"):
+            return
+        operations: Counter[str] = Counter()
+        for record in self.records.values():
+            if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
+                record.row = "activations"
+            if record.row == "activations":
+                operations[_short(record.kept_by or record.module)] += record.nbytes
+            elif record.row == "logits and loss":
+                operations[LOSS] += record.nbytes
+        self.operations = dict(operations)
 
     # ---- makings and ends
 
@@ -232,17 +241,20 @@ class Tracker(TorchDispatchMode):
         made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
         if made:
             phase, module = self._where()
+            row = self._row(phase, module)
+            if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
+                row = "weight copies"
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-            source = args[0] if args else None
-            copied = (func is torch.ops.aten._to_copy.default
-                      and self.row_of(source) in ("weights", "weight copies"))
             for t in made:
                 if t.untyped_storage()._cdata not in given:  # else it was there before us: nobody's
-                    self._record(t, "weight copies" if copied else self._row(phase, module), phase,
-                                 module)
+                    self._record(t, row, phase, module)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._relabel(_tensors((args, kwargs, out)), "communication buffers")
+            self._relabel((args, kwargs, out), "communication buffers", WORKING)
         return out
+
+    def _is_weight(self, t: Tensor) -> bool:
+        record = self.records.get(t.untyped_storage()._cdata)
+        return record is not None and record.row in ("weights", "weight copies")
 
     def _row(self, phase: str, module: str) -> str:
         """What a storage is that nothing else is known of."""
@@ -262,7 +274,7 @@ class Tracker(TorchDispatchMode):
         if not nbytes and phase != "before":
             return None
         if t.device.type != self.kind:
-            self._offload(t)
+            self._away(storage, key, nbytes)
             return None
         record = self.records[key] = Record(nbytes, row, phase, module)
         self.refs[key] = weakref.ref(storage, partial(self._gone, key))
@@ -272,58 +284,28 @@ class Tracker(TorchDispatchMode):
     def _gone(self, key: int, _: Any) -> None:
         record = self.records.pop(key)
         del self.refs[key]
-        self.log.append((record, -record.nbytes, self.phase,
-                         self.modules[-1] if self.modules else ""))
+        module = self.modules[-1] if self.modules else ""
+        self.log.append((record, -record.nbytes, self.phase, module))
 
-    def _resize(self, resize: Callable, storage: torch.UntypedStorage,
-                size: int) -> torch.UntypedStorage:
-        """FSDP frees and takes again the memory of a storage that stays."""
-        out = resize(storage, size)
-        if (
-                record := self.records.get(
-                    storage._cdata)) is not None and storage.nbytes() != record.nbytes:
-            change, record.nbytes = storage.nbytes() - record.nbytes, storage.nbytes()
-            self.log.append((record, change, *self._where()))
-        return out
-
-    def _grad(self, grad: Callable, *args: Any, **kwargs: Any) -> Any:
-        self.inside += 1
-        try:
-            return grad(*args, **kwargs)
-        finally:
-            self.inside -= 1
-
-    def _offload(self, tensor: Any) -> None:
-        for t in _inner(tensor):
+    def _offload(self, value: Any) -> None:
+        for t in _tensors(value):
             storage = t.untyped_storage()
             self._away(storage, storage._cdata, storage.nbytes())
 
-    def _slot(self, slot: Callable, slots: Slots, nbytes: int) -> Slot:
-        taken = slot(slots, nbytes)
-        self._away(taken, id(taken), nbytes)
-        return taken
-
     def _away(self, thing: Any, key: int, nbytes: int) -> None:
         if key not in self.elsewhere:
-            self.elsewhere[key], self.refs[key] = (nbytes,
-                                                   weakref.ref(thing, partial(self._back, key)))
+            self.elsewhere[key] = nbytes
+            self.refs[key] = weakref.ref(thing, partial(self._back, key))
             self.most_offloaded = max(self.most_offloaded, sum(self.elsewhere.values()))
 
     def _back(self, key: int, _: Any) -> None:
         del self.elsewhere[key], self.refs[key]
 
-    def row_of(self, t: Any) -> str | None:
-        record = self.records.get(t.untyped_storage()._cdata) if isinstance(t, Tensor) else None
-        return record and record.row
-
-    def _relabel(self, tensors: Iterable[Tensor | None], row: str,
-                 among: tuple[str, ...] = ("temporaries", "attention workspace",
-                                           "recomputed block")) -> None:
-        for tensor in tensors:
-            for t in _inner(tensor):
-                record = self.records.get(t.untyped_storage()._cdata)
-                if record is not None and record.row in among:
-                    record.row = row
+    def _relabel(self, tensors: Any, row: str, among: tuple[str, ...]) -> None:
+        for t in _tensors(tensors):
+            record = self.records.get(t.untyped_storage()._cdata)
+            if record is not None and record.row in among:
+                record.row = row
 
     # ---- hooks: they look, and change nothing
 
@@ -342,10 +324,9 @@ class Tracker(TorchDispatchMode):
                         self.optimizer.register_step_post_hook(partial(self._optimizing, -1)))
         for layer in scaled_linears(self.model):
             layer.cast = partial(self._cast, layer.cast)
-            self.undo.append(partial(layer.__dict__.pop, "cast"))
-        saved = torch.autograd.graph.saved_tensors_hooks(self._kept, lambda t: t)
-        saved.__enter__()
-        self.undo.append(lambda: saved.__exit__(None, None, None))
+            self.exits.callback(layer.__dict__.pop, "cast")
+        self.exits.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self._kept, lambda t: t))
         self._replace(torch.UntypedStorage, "resize_", self._resize)
         self._replace(torch.autograd, "grad", self._grad)
         self._replace(Slots, "slot", self._slot)
@@ -354,57 +335,79 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, *error):
         super().__exit__(*error)
         self._hold_states()
-        while self.undo:
-            self.undo.pop()()
+        self.exits.close()
+
+    def _hooks(self, *handles: Any) -> None:
+        for handle in handles:
+            self.exits.callback(handle.remove)
 
     def _replace(self, owner: Any, name: str, by: Callable) -> None:
         """For as long as we look, `by(original, ...)` is called instead."""
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: by(original, *args, **kwargs))
-        self.undo.append(partial(setattr, owner, name, original))
+        self.exits.callback(setattr, owner, name, original)
 
-    def _hooks(self, *handles: Any) -> None:
-        self.undo += [handle.remove for handle in handles]
+    def _resize(self, resize: Callable, storage: torch.UntypedStorage,
+                size: int) -> torch.UntypedStorage:
+        """FSDP frees and takes again the memory of a storage that stays."""
+        out = resize(storage, size)
+        record = self.records.get(storage._cdata)
+        if record is not None and storage.nbytes() != record.nbytes:
+            change, record.nbytes = storage.nbytes() - record.nbytes, storage.nbytes()
+            self.log.append((record, change, *self._where()))
+        return out
+
+    def _grad(self, grad: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.inside += 1
+        try:
+            return grad(*args, **kwargs)
+        finally:
+            self.inside -= 1
+
+    def _slot(self, slot: Callable, slots: Slots, nbytes: int) -> Slot:
+        taken = slot(slots, nbytes)
+        self._away(taken, id(taken), nbytes)
+        return taken
 
     def _enter_module(self, name: str, *_: Any) -> None:
         self.modules.append(name)
-        self._mark(name)
+        self._mark()
 
     def _leave_module(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         self.modules.pop()
-        self._mark(self.modules[-1] if self.modules else LOSS)
+        self._mark()
         if name == "head":
-            self._relabel(_tensors(out), "logits and loss")
+            self._relabel(out, "logits and loss", WORKING)
 
-    def _mark(self, name: str) -> None:
+    def _mark(self) -> None:
         # a forward that runs again has nodes of its own, never used
         if torch._C._current_autograd_node() is None:
-            self.marks.append((torch._C._autograd._get_sequence_nr(), name))
+            self.marks.append((torch._C._autograd._get_sequence_nr(), self._at_work))
 
     def _kept(self, t: Tensor) -> Tensor:
-        for inner in _inner(t):
+        forward = self.phase == "forward" and not self.inside
+        for inner in _tensors(t):
             record = self._record(inner, "activations", "before", LOSS)
-            if record is not None and record.kept_by is None and self.phase == "forward" and not self.inside:
-                record.kept_by = self.modules[-1] if self.modules else LOSS
+            if forward and record is not None and record.kept_by is None:
+                record.kept_by = self._at_work
                 if record.row in ("temporaries", "attention workspace"):
                     record.row = "activations"
         return t
 
     def _gradient(self, parameter: Callable[[], nn.Parameter], gradient: Tensor) -> None:
         if parameter().grad is None:     # else it is added to the one that is there
-            self._relabel([gradient], "gradients",
-                          among=(*_IN_FLIGHT, "logits' gradients", "logits and loss"))
+            self._relabel(gradient, "gradients",
+                          (*IN_FLIGHT, "logits' gradients", "logits and loss"))
 
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
               first: bool = False) -> Any:
         """What ScaledLinear casts: its `first` cast, or once more for another product."""
         made = cast(product, role, x, dtype, first=first)
-        row = ("low-precision weights" if role == "w" else None if first else "transposed copies"
-               if role == "g" else None)
-        if row and self.row_of(made.data) in _IN_FLIGHT:
-            self._relabel([made.data], row, among=_IN_FLIGHT)
-        self._relabel([t for t in (made.scale, made.tensor, made.amax, made.nonfinite)
-                       if t is not None], "scales")
+        if role == "w":
+            self._relabel(made.data, "low-precision weights", IN_FLIGHT)
+        elif role == "g" and not first:
+            self._relabel(made.data, "transposed copies", IN_FLIGHT)
+        self._relabel((made.scale, made.tensor, made.amax, made.nonfinite), "scales", WORKING)
         return made
 
     # ---- the answer
@@ -421,7 +424,7 @@ class Tracker(TorchDispatchMode):
         first."""
         saved: Counter[str] = Counter()
         for record in self.records.values():
-            if record.kept_by is not None and record.row in _SAVED:
+            if record.kept_by is not None and record.row in SAVED:
                 saved[_short(record.kept_by)] += record.nbytes
         return dict(saved)
 
@@ -432,23 +435,20 @@ class Tracker(TorchDispatchMode):
         for rows in self._rows():
             most |= rows        # the larger of each
             totals.append(rows.total())
-        began = (next((i for i, (_, _, phase, _) in enumerate(self.log) if phase != "before"),
-                      len(self.log)) - 1)
-        moments = range(max(0, began), len(totals))
+        held = takewhile(lambda entry: entry[2] == "before", self.log)
+        moments = range(max(0, len(list(held)) - 1), len(totals))
         size = max(1, -(-len(moments) // points))
         shown = {max(moments[i:i + size], key=totals.__getitem__)
                  for i in range(0, len(moments), size)}
-        timeline = tuple(self._points(shown))
+        timeline = []
+        for i, ((_, _, phase, module), rows) in enumerate(zip(self.log, self._rows())):
+            if i in shown:
+                phase = "forward" if phase == "before" else phase
+                timeline.append(Point(phase, module, _ordered(rows)))
         peak = max(timeline, key=lambda point: point.bytes)
         return Footprint(rows=peak.rows, phase=peak.phase, module=peak.module, most=_ordered(most),
-                         operations=self.operations, timeline=timeline, changes=len(moments),
+                         operations=self.operations, timeline=tuple(timeline),
                          offloaded_bytes=self.most_offloaded, **more)
-
-    def _points(self, moments: set[int]) -> Iterator[Point]:
-        for i, rows in enumerate(self._rows()):
-            if i in moments:
-                _, _, phase, module = self.log[i]
-                yield Point("forward" if phase == "before" else phase, module, _ordered(rows))
 
     def _rows(self) -> Iterator[Counter[str]]:
         """Live bytes by row after each entry of the log: one Counter, which changes."""
@@ -456,12 +456,9 @@ class Tracker(TorchDispatchMode):
         for record, change, _, _ in self.log:
             rows[record.row] += change
             if self.kind == "cuda":
-                rows["allocator"] += _rounding(change)
+                rounding = -abs(change) % SEGMENT
+                rows["allocator"] += rounding if change > 0 else -rounding
             yield rows
-
-
-_SAVED = ("activations", "logits and loss", "low-precision weights", "scales")
-_IN_FLIGHT = ("temporaries", "attention workspace", "recomputed block", "communication buffers")
 
 
 def wrapped(types: Iterable[type]) -> bool:
@@ -469,11 +466,6 @@ def wrapped(types: Iterable[type]) -> bool:
     operations inside."""
     return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor)
                for t in types)
-
-
-def _rounding(change: int) -> int:
-    size = abs(change)
-    return (-(-size // SEGMENT) * SEGMENT - size) * (1 if change > 0 else -1)
 
 
 def _ordered(rows: dict[str, int]) -> dict[str, int]:
@@ -485,18 +477,10 @@ def _short(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
 
 
-def _inner(t: Any) -> Iterator[Tensor]:
-    """The tensors that have storages: a wrapper holds others."""
-    if not isinstance(t, Tensor):
-        return
-    if is_traceable_wrapper_subclass(t):
-        for name in t.__tensor_flatten__()[0]:
-            yield from _inner(getattr(t, name))
-    else:
-        yield t
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """In nested lists, tuples and dicts of an operation's arguments or results."""
+    """Those that have storages, in nested lists, tuples and dicts: a wrapper holds others."""
     for leaf in tree_leaves(value):
-        yield from _inner(leaf)
+        if is_traceable_wrapper_subclass(leaf):
+            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            yield leaf
