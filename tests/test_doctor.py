@@ -52,11 +52,11 @@ def test_without_a_gpu_the_gpu_rows_say_so(report):
 
 
 def test_a_wrong_product_does_not_count_as_working():
-    a, b = (x.double() for x in doctor._operands(CPU))
+    a, b = doctor._operands(CPU)
     with pytest.raises(doctor.UnavailableError, match="wrong: relative error"):
-        doctor._close("product", a @ b, a @ b.T, 1e-2)
+        doctor.compare("the product is wrong", [a @ b], [a @ b.T], 1e-2)      # not transposed
     with pytest.raises(doctor.UnavailableError, match="nan"):
-        doctor._close("product", torch.full((64, 64), torch.nan), a @ b.T, 1e-2)
+        doctor.compare("the product is wrong", [torch.full((64, 64), torch.nan)], [a @ b.T], 1e-2)
     with pytest.raises(doctor.UnavailableError, match="wrong"):
         doctor._attended(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), CPU)   # not causal
 

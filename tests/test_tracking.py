@@ -88,7 +88,6 @@ def test_the_peak_is_the_allocators(name):
         warnings.simplefilter("ignore")     # the profiler's own
         found = measure.memory(SMALL.replace(CONFIGS[name]), device="cpu", count=True)
     assert found.peak_bytes <= found.counted_bytes <= 1.04 * found.peak_bytes
-    assert found.inside_bytes == found.counted_bytes - found.peak_bytes
     assert set(found.most) <= set(ROWS) and found.rows == max(found.timeline, key=lambda point: point.bytes).rows
     assert all(n <= found.most[row] for point in found.timeline for row, n in point.rows.items())
 

@@ -78,15 +78,25 @@ def reason(error: Exception) -> str:
 
 
 def probe(check: Check, device: torch.device) -> Probe:
+    found = partial(Probe, name=check.name, kind=check.kind)
     try:
         with warnings.catch_warnings():
             # torch explains at length why it will not; the reason is asked below
             warnings.simplefilter("ignore")
-            detail = check.run(device)
+            return found(works=True, detail=check.run(device))
     except Exception as error:
-        return Probe(name=check.name, kind=check.kind, works=False, why=reason(error),
-                     nearest=check.nearest)
-    return Probe(name=check.name, kind=check.kind, works=True, detail=detail)
+        return found(works=False, why=reason(error), nearest=check.nearest)
+
+
+def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:
+    """The largest relative error. Raises UnavailableError, which says `what`, beyond `limit`."""
+    errors = []
+    for a, b in zip(got, want, strict=True):
+        a, b = a.detach().double().cpu(), b.detach().double().cpu()
+        errors.append(float((a - b).norm() / b.norm()))
+    if not all(error <= limit for error in errors):
+        raise UnavailableError(f"{what}: relative error {', '.join(f'{e:.1e}' for e in errors)}")
+    return f"relative error {max(errors):.0e}"
 
 
 def _need(device: torch.device, kind: str, why: str) -> None:
@@ -108,19 +118,10 @@ def _operands(device: torch.device, size: int = 64) -> list[Tensor]:
             for _ in range(2)]
 
 
-def _close(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
-    """The relative error of got against want (float64), or UnavailableError when it is too
-    large."""
-    error = float((got.detach().double().cpu() - want).norm() / want.norm())
-    if not error <= tolerance:
-        raise UnavailableError(f"the {what} is wrong: relative error {error:.1e}")
-    return f"relative error {error:.0e}"
-
-
 def _cast(dtype: torch.dtype, tolerance: float, device: torch.device) -> str:
     a, b = _operands(device)
-    return _close("product", a.to(dtype) @ b.to(dtype).T, a.double().cpu() @ b.double().cpu().T,
-                  tolerance)
+    return compare("the product is wrong", [a.to(dtype) @ b.to(dtype).T],
+                   [a.cpu().double() @ b.cpu().double().T], tolerance)
 
 
 def _tf32(device: torch.device) -> str:
@@ -154,8 +155,9 @@ def _attended(attend: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.
                for _ in range(3))
     got = attend(q, k, v)
     got.sum().backward()
-    close = _close("result", got, plain(*(x.detach().double().cpu() for x in (q, k, v))), 2e-2)
-    if not all(bool(x.grad.isfinite().all()) for x in (q, k, v)):
+    want = plain(*(x.detach().double().cpu() for x in (q, k, v)))
+    close = compare("the result is wrong", [got], [want], 2e-2)
+    if not all(x.grad.isfinite().all() for x in (q, k, v)):
         raise UnavailableError("a gradient is not finite")
     return f"forward and backward in {str(dtype).removeprefix('torch.')}, {close}"
 

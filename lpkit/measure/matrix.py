@@ -19,6 +19,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lpkit.measure.doctor import reason
+from lpkit.measure.doctor import compare, reason
 from lpkit.precision.backends import BACKENDS, HARDWARE, Library
 from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
@@ -256,29 +257,7 @@ def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
     return cells
 
 
-def _input(device: torch.device, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(SIZE, SIZE, generator=generator).to(device)
-
-
-def _gradients(model: nn.Module, x: Tensor, recipe: Recipe,
-               call: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """y, dx, dw of one micro-batch through `call`, whose gradient of y is known."""
-    x.requires_grad_()
-    with autocast(recipe, x.device):
-        y = call(x)
-    y.backward(_input(x.device, seed=3).to(y.dtype))
-    advance(model)
-    return [y.detach(), x.grad, model.weight.grad]
-
-
-def _compare(got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:
-    errors = [float((a.double() - b.double()).norm() / b.double().norm())
-              for a, b in zip(got, want, strict=True)]
-    if not all(error <= limit for error in errors):
-        raise ArithmeticError(f"the numbers are not the recipe's: relative errors "
-                              f"{', '.join(f'{e:.1e}' for e in errors)}")
-    return f"relative error {max(errors):.0e}"
+_compare = partial(compare, "the numbers are not the recipe's")
 
 
 class Definition:
@@ -310,28 +289,34 @@ class Trial:
         torch.manual_seed(0)
         return nn.Linear(SIZE, SIZE, device=self.device)
 
-    def model(self) -> nn.Module:
-        return self.warm(self.backend.wrap(self.linear(), self.recipe, name="probe", seed=0))
-
-    def warm(self, model: nn.Module) -> nn.Module:
+    def model(self, wrap: Callable[..., nn.Module] | None = None) -> nn.Module:
         """With a history, the first micro-batch only fills it."""
+        wrap = wrap or self.backend.wrap
+        model = wrap(self.linear(), self.recipe, name="probe", seed=0)
         self.gradients(model)
         model.weight.grad = None
         return model
 
-    def gradients(self, model: nn.Module, seed: int = 1,
+    def input(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(SIZE, SIZE, generator=generator).to(self.device)
+
+    def gradients(self, model: nn.Module, *, seed: int = 1,
                   call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-        # a compiled module has no truth value
-        call = model if call is None else call
-        return _gradients(model, _input(self.device, seed), self.recipe, call)
+        """y, dx, dw of one micro-batch, whose gradient of y is known."""
+        x = self.input(seed).to(model.weight.dtype).requires_grad_()
+        with autocast(self.recipe, self.device) if x.dtype == torch.float32 else nullcontext():
+            y = model(x) if call is None else call(x)     # a compiled module has no truth value
+        y.backward(self.input(3).to(y.dtype))
+        advance(model)
+        return [y.detach(), x.grad, model.weight.grad]
 
     def definition(self) -> list[Tensor]:
         """What y, dx and dw should be; for a recipe that casts nothing, in float64."""
-        if self.recipe.products:
-            return self.gradients(self.warm(ScaledLinear.wrap(self.linear(), self.recipe,
-                                                              Definition(), name="probe")))
         model = self.linear().double()
-        return _gradients(model, _input(self.device, 1).double(), RECIPES["fp32"], model)
+        if self.recipe.products:
+            model = self.model(partial(ScaledLinear.wrap, arithmetic=Definition()))
+        return self.gradients(model)
 
     def forward(self) -> str:
         return _compare(self.gradients(self.model())[:1], self.definition()[:1], self.limit)
@@ -363,8 +348,8 @@ class Trial:
         total = 0
         for seed in (1, 2):
             apart.weight.grad = None
-            total = total + self.gradients(apart, seed)[2]
-            self.gradients(model, seed)
+            total = total + self.gradients(apart, seed=seed)[2]
+            self.gradients(model, seed=seed)
         return _compare([model.weight.grad], [total], 1e-3)
 
 
@@ -395,12 +380,13 @@ def _word(statuses: dict[str, str]) -> str:
 INTRODUCTION = """\
 # What runs where
 
-Which precision recipe runs on which machine, and through which backend. This page is made from the rules that
-the kit itself uses (`lpkit.measure.matrix`). On the machine at hand nothing is looked up: `lpkit doctor` runs
-every recipe with every backend and compares the numbers.
+Which precision recipe runs on which machine, and through which backend. This page is made from the
+rules that the kit itself uses (`lpkit.measure.matrix`). On the machine at hand nothing is looked
+up: `lpkit doctor` runs every recipe with every backend and compares the numbers.
 
 - **native**: the device multiplies these formats itself.
-- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss curves, never faster.
+- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss
+  curves, never faster.
 - **no**: the reason is below; the recipe can still be emulated.
 
 The best of each, with the backends that give it:
@@ -408,8 +394,8 @@ The best of each, with the backends that give it:
 ON_FEATURES = """
 ## Features
 
-Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe does.
-Worth knowing:
+Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe
+does. Worth knowing:
 """
 
 
@@ -422,7 +408,9 @@ def page() -> str:
         best.append((title, *(_best(machine, recipe) for recipe in RECIPES)))
         for cell in by_rule(machine):
             if cell.status == "no" and cell.feature == "forward":
-                link = f"[source]({cell.source})" if cell.source.startswith("https") else cell.source
+                link = cell.source
+                if link.startswith("https"):
+                    link = f"[source]({link})"
                 refusal = (cell.recipe, cell.backend, cell.why, cell.nearest, link)
                 machines.setdefault(refusal, []).append(machine)
     refusals = [("all" if len(named) == len(CAPABILITY) else ", ".join(named), *refusal)

@@ -33,7 +33,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,7 @@ from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
 from lpkit.training.runs import read_metrics
-
-if TYPE_CHECKING:
-    from lpkit.training.training import Training
+from lpkit.training.training import Training
 
 FILE = "telemetry.jsonl"
 ROWS = 32               # of each tensor, for the statistics that are not exact over all of it

@@ -314,21 +314,21 @@ def _moment(footprint: Footprint) -> str:
     return f"in {footprint.phase}, {footprint.module}"
 
 
-def reconcile(config: Config, world_size: int = 1, *, layout: Layout | None = None,
-              device: str | None = None) -> Reconciled:
+def reconcile(config: Config, world_size: int = 1) -> Reconciled:
     """Formula and trace side by side by row, as `predict_trace`; and on one device a step that is
     measured on this machine, whose choices (recipe, attention, backend) then hold for all three.
     Raises ConfigError."""
-    measured = measure.memory(config, device=device) if world_size == 1 else None
-    if measured:
+    measured, device = None, "cpu"
+    if world_size == 1:
+        measured = measure.memory(config)
         device = torch.device(measured.chosen["device"].used).type
         config = config.replace({"precision.recipe": measured.chosen["precision"].used,
                                  "precision.backend": measured.chosen["backend"].used,
                                  "model.attention": measured.chosen["attention"].used})
-    traced = predict_trace(config, world_size, layout=layout, device=device or "cpu")
+    traced = predict_trace(config, world_size, device=device)
     used = {key: choice.used for key, choice in traced.chosen.items()}
     said = memory(config.replace({"precision.recipe": used["precision"]}),
-                  _machine(torch.device(used["device"])), layout=layout or Layout(shard=world_size),
+                  _machine(torch.device(device)), layout=Layout(shard=world_size),
                   attention=used["attention"])
     return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
                       traced=traced, measured=measured)

@@ -7,7 +7,7 @@ was a temporary if not. So a storage keeps one record, whose row may change, and
 and ends is read when everything is known.
 
 Bytes are those of storages. What a kernel takes and gives back inside one operation is not seen:
-`Footprint.inside_bytes` says how much that was at the peak, where something else counted too.
+where something else counted too, `Footprint.counted_bytes` are more than `peak_bytes` by that.
 Sources: the method is that of PyTorch's torch.distributed._tools.mem_tracker; rows by phase, module
 and use are ours.
 """
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _pop_mode,
@@ -116,11 +117,6 @@ class Footprint:
     def peak_bytes(self) -> int:
         return sum(self.rows.values())
 
-    @property
-    def inside_bytes(self) -> int | None:
-        """What kernels took and gave back inside an operation, as far as it raised the peak."""
-        return None if self.counted_bytes is None else self.counted_bytes - self.peak_bytes
-
 
 class Tracker(TorchDispatchMode):
     """`with Tracker(model, optimizer, device) as tracker: ...one step...`, then
@@ -189,17 +185,16 @@ class Tracker(TorchDispatchMode):
 
     def _where(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
-        phase, module = "forward", self._at_work
         if self.optimizers:
             phase, module = "optimizer", ""
         elif self.inside:       # gradients that a forward pass makes for itself
-            pass
+            phase, module = "forward", self._at_work
         elif node is not None:
-            phase = "backward"
-            if not self.modules:
-                module = self._module_of(node)
+            phase, module = "backward", self._at_work if self.modules else self._module_of(node)
         elif self.phase == "backward" and not self.modules:
             phase, module = "backward", ""  # after the last node: callbacks, histories that move on
+        else:
+            phase, module = "forward", self._at_work
         if phase != self.phase:
             self._enter(phase)
         return phase, module
@@ -242,8 +237,10 @@ class Tracker(TorchDispatchMode):
         if made:
             phase, module = self._where()
             row = self._row(phase, module)
-            if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
-                row = "weight copies"
+            if func is torch.ops.aten._to_copy.default:
+                source = self._find(args[0])
+                if source is not None and source.row in ("weights", "weight copies"):
+                    row = "weight copies"
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
             for t in made:
                 if t.untyped_storage()._cdata not in given:  # else it was there before us: nobody's
@@ -252,9 +249,8 @@ class Tracker(TorchDispatchMode):
             self._relabel((args, kwargs, out), "communication buffers", WORKING)
         return out
 
-    def _is_weight(self, t: Tensor) -> bool:
-        record = self.records.get(t.untyped_storage()._cdata)
-        return record is not None and record.row in ("weights", "weight copies")
+    def _find(self, t: Tensor) -> Record | None:
+        return self.records.get(t.untyped_storage()._cdata)
 
     def _row(self, phase: str, module: str) -> str:
         """What a storage is that nothing else is known of."""
@@ -303,7 +299,7 @@ class Tracker(TorchDispatchMode):
 
     def _relabel(self, tensors: Any, row: str, among: tuple[str, ...]) -> None:
         for t in _tensors(tensors):
-            record = self.records.get(t.untyped_storage()._cdata)
+            record = self._find(t)
             if record is not None and record.row in among:
                 record.row = row
 
@@ -312,21 +308,23 @@ class Tracker(TorchDispatchMode):
     def __enter__(self):
         self.hold(self.model.parameters(), "weights")
         self._hold_states()
+        handles = []
         for name, module in self.model.named_modules():
-            enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
-            self._hooks(module.register_forward_pre_hook(enter),
-                        module.register_forward_hook(leave, always_call=True))
+            leave = partial(self._leave_module, name)
+            handles += [module.register_forward_pre_hook(partial(self._enter_module, name)),
+                        module.register_forward_hook(leave, always_call=True)]
         for p in self.model.parameters():
             if p.requires_grad:
-                self._hooks(p.register_hook(partial(self._gradient, weakref.ref(p))))
+                handles.append(p.register_hook(partial(self._gradient, weakref.ref(p))))
         if self.optimizer is not None:      # in backward it steps once a parameter
-            self._hooks(self.optimizer.register_step_pre_hook(partial(self._optimizing, 1)),
-                        self.optimizer.register_step_post_hook(partial(self._optimizing, -1)))
+            handles += [self.optimizer.register_step_pre_hook(partial(self._optimizing, 1)),
+                        self.optimizer.register_step_post_hook(partial(self._optimizing, -1))]
+        for handle in handles:
+            self.exits.callback(handle.remove)
         for layer in scaled_linears(self.model):
             layer.cast = partial(self._cast, layer.cast)
             self.exits.callback(layer.__dict__.pop, "cast")
-        self.exits.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(self._kept, lambda t: t))
+        self.exits.enter_context(saved_tensors_hooks(self._kept, lambda t: t))
         self._replace(torch.UntypedStorage, "resize_", self._resize)
         self._replace(torch.autograd, "grad", self._grad)
         self._replace(Slots, "slot", self._slot)
@@ -336,10 +334,6 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*error)
         self._hold_states()
         self.exits.close()
-
-    def _hooks(self, *handles: Any) -> None:
-        for handle in handles:
-            self.exits.callback(handle.remove)
 
     def _replace(self, owner: Any, name: str, by: Callable) -> None:
         """For as long as we look, `by(original, ...)` is called instead."""

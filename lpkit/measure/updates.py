@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 
 import psutil
 import torch
@@ -95,22 +96,19 @@ BY_OPERATION = {    # by the start of its name; what is none of these is pointwi
 }
 
 
-def seconds(config: Config, *, device: str | None = None, rounds: int = 3) -> Seconds:
+def seconds(config: Config, *, rounds: int = 3) -> Seconds:
     """Where the time of an update goes, by PyTorch's profiler: each operation's own time, a product
     by its sizes.
 
     A profiled step is slower than others; its rows are scaled so that they add up to the clock's.
     Raises ConfigError.
     """
-    bench = Bench(config, device)
+    bench = Bench(config)
     bench.train()
     clock = statistics.median([bench.seconds() for _ in range(rounds)])
-    kinds = [ProfilerActivity.CPU]
-    if bench.device.type == "cuda":
-        kinds.append(ProfilerActivity.CUDA)
     each: list[Counter[str]] = []
     for _ in range(rounds):
-        with profile(activities=kinds, record_shapes=True) as profiler:
+        with profile(record_shapes=True) as profiler:
             whole = bench.seconds()
         each.append(_rows_of(profiler, config, bench.device, whole))
     rows = {name: statistics.median([one[name] for one in each]) for name in set().union(*each)}
@@ -124,10 +122,12 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
              whole: float) -> Counter[str]:
     """Seconds by row, of a step that took `whole`."""
     same_sizes = _products_by_sizes(config)
-    on = "device" if device.type == "cuda" else "cpu"
+    own_time = attrgetter("self_cpu_time_total")
+    if device.type == "cuda":
+        own_time = attrgetter("self_device_time_total")
     rows: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):
-        spent = getattr(event, f"self_{on}_time_total") / 1e6
+        spent = own_time(event) / 1e6
         if not event.key.startswith("aten::") or not spent:
             continue
         name = OTHER
@@ -152,11 +152,10 @@ def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
     return names
 
 
-def reconcile_seconds(config: Config, *, device: str | None = None, rounds: int = 3) -> Comparison:
+def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
     """Rooflines at this machine's ceilings beside a profiled update, row by row. Raises
     ConfigError, also for a recipe that this machine emulates: there is no ceiling for it."""
-    said = step_time(config, hardware.machine(device))
-    found = seconds(config, device=device, rounds=rounds)
+    said, found = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
     label = {}
     for names in _products_by_sizes(config).values():
         label |= dict.fromkeys(names, ", ".join(names))
@@ -178,7 +177,6 @@ class RooflineMeasurement:
     phases: tuple[tuple[float, float, float], ...]   # seconds of each of PHASES by round
     other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
     precision: Choice
-    attention: Choice
     where: str
 
     @property
@@ -215,7 +213,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
     phases = []
     times, other_cpu_share = _take_turns(
         [*squares.values(), *alone.values(), sweep, lambda: phases.append(bench.update())], rounds)
-    # the model's own products count too: a shape of theirs may suit the machine better than a square
+    # the model's own products count too: their shapes may suit the machine better than squares
     flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
     sweeps = [moved / seconds for seconds in times[len(flops)]]
@@ -227,7 +225,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
         product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares):])},
         floors=tuple(step_floor(config, one, precision=dtype) for one in each),
         phases=tuple(phases[1:]), other_cpu_share=other_cpu_share,
-        precision=bench.precision, attention=bench.attention, where=bench.where)
+        precision=bench.precision, where=bench.where)
 
 
 def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:
@@ -258,20 +256,14 @@ def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int =
 
 def _take_turns(runners: Sequence[Callable[[], object]],
                 rounds: int) -> tuple[list[list[float]], float]:
-    """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile."""
-    others, begun = _others_seconds(), time.perf_counter()
+    """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile, time
+    stolen from a virtual machine included."""
+    psutil.cpu_percent()        # it counts from its last call
+    began, ours = time.perf_counter(), time.process_time()
     times = interleaved_seconds(runners, rounds=rounds)
-    passed = (time.perf_counter() - begun) * psutil.cpu_count()
-    return times, max(0.0, _others_seconds() - others) / passed
-
-
-def _others_seconds() -> float:
-    """CPU time that was not this process's, since the machine began; time stolen from a virtual
-    machine included."""
-    t = psutil.cpu_times()
-    # guests are in user too
-    unused = sum(getattr(t, name, 0) for name in ("idle", "iowait", "guest", "guest_nice"))
-    return sum(t) - unused - time.process_time()
+    passed = (time.perf_counter() - began) * psutil.cpu_count()
+    busy = psutil.cpu_percent() / 100
+    return times, max(0.0, busy - (time.process_time() - ours) / passed)
 
 
 def refuse_compiled(config: Config) -> None:
