@@ -137,8 +137,7 @@ def _tf32(device: torch.device) -> str:
 
 
 def _recipe(name: str, device: torch.device) -> str:
-    """The forward product of a recipe, held to its definition in float64, as the table of recipes
-    has it."""
+    """The forward product of a recipe against its definition in float64, as in the matrix."""
     from lpkit.measure import matrix
 
     if why := BACKENDS["scaled_mm"].why_not(name, RECIPES[name], device):
@@ -258,8 +257,7 @@ def _rank(program: str, backend: str, rank: int, world: int, folder: str) -> Non
 
 
 def _fork_server() -> Any:
-    """One process that has imported torch, and forks each rank: torch is loaded once, and this
-    process stays whole."""
+    """A process with torch forks each rank: torch is loaded once, and this process stays whole."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -286,11 +284,10 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
                 waiting = [rank for rank in ranks if rank.exitcode is None]
                 if time.monotonic() > deadline:
                     raise UnavailableError(f"no answer within {PROCESS_SECONDS:.0f} s")
-            for bad in sorted(Path(folder).glob("*.error")):
-                raise UnavailableError(bad.read_text())
-            for rank in ranks:
-                if rank.exitcode:
-                    raise UnavailableError(f"a process ended with {rank.exitcode}")
+            failures = [file.read_text() for file in sorted(Path(folder).glob("*.error"))]
+            failures += [f"a process ended with {rank.exitcode}" for rank in ranks if rank.exitcode]
+            if failures:
+                raise UnavailableError(failures[0])
         finally:
             for rank in ranks:
                 rank.kill()

@@ -100,18 +100,20 @@ def backends_of(recipe: Recipe) -> tuple[str, ...]:
 def by_rule(machine: str) -> tuple[Cell, ...]:
     """Every recipe, backend and feature on a machine of the catalogue, or on "cpu"."""
     cells = []
-    for recipe in RECIPES:
-        for backend in backends_of(RECIPES[recipe]):
-            status, why, source = _rule(machine, recipe, backend)
-            instead = nearest(machine, recipe) if status == "no" else ""
-            for feature in FEATURES:
-                words = [why]
-                if status != "no" and (backend, feature) in FEATURE_RULES:
-                    words.append(FEATURE_RULES[backend, feature])
-                cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
-                                  status=status, why="; ".join(words), source=source,
-                                  nearest=instead))
+    for recipe, backend in _pairs():
+        status, why, source = _rule(machine, recipe, backend)
+        instead = nearest(machine, recipe) if status == "no" else ""
+        for feature in FEATURES:
+            words = [why]
+            if status != "no" and (backend, feature) in FEATURE_RULES:
+                words.append(FEATURE_RULES[backend, feature])
+            cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
+                              status=status, why="; ".join(words), source=source, nearest=instead))
     return tuple(cells)
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return [(name, backend) for name, recipe in RECIPES.items() for backend in backends_of(recipe)]
 
 
 def _native(machine: str, recipe: str) -> list[str]:
@@ -120,8 +122,7 @@ def _native(machine: str, recipe: str) -> list[str]:
 
 
 def nearest(machine: str, recipe: str) -> str:
-    """Another backend that runs `recipe` natively, or the native recipe most like it, or
-    emulation."""
+    """A backend that runs `recipe` natively, or the native recipe most like it, or emulation."""
     for backend in _native(machine, recipe):
         return f"{recipe} with {backend}"
     for other in ("mxfp8", "fp8-blockwise", "fp8-rowwise", "fp8-tensorwise"):
@@ -208,8 +209,7 @@ def probe(device: torch.device | str | None = None, *, seconds: float = PROBE_SE
     and a fresh process goes on behind it.
     """
     device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    waiting = list(only or ((recipe, backend) for recipe in RECIPES
-                            for backend in backends_of(RECIPES[recipe])))
+    waiting = list(only or _pairs())
     cells: list[Cell] = []
     while waiting:
         command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", device,
@@ -275,8 +275,7 @@ class Definition:
 
 
 class Trial:
-    """One recipe with one backend on one device, tried in every way. Each way raises when the
-    numbers are wrong."""
+    """One recipe with one backend on one device. Each way to try it raises for wrong numbers."""
 
     def __init__(self, recipe: str, backend: str, device: torch.device):
         self.recipe, self.backend, self.device = RECIPES[recipe], BACKENDS[backend], device

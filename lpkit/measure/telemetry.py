@@ -110,8 +110,7 @@ def _quality(values: dict[str, Any]) -> Quality:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Rows of an operand, and one more group that is cast along because it holds the largest
-    magnitude."""
+    """Rows of an operand, and one more group, cast along because it holds the largest magnitude."""
 
     x: Tensor                   # (rows [+ group], contracted axis) float32
     rows: int                   # of x that count
@@ -143,8 +142,7 @@ class Drawn:
 
 def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
          generator: torch.Generator | None = None) -> Drawn:
-    """`rows` rows of x (M, K), all when None; padded with zeros until every one of `casts`
-    tiles."""
+    """`rows` rows of x (M, K), None: all; padded with zeros until every one of `casts` tiles."""
     tiles = [cast.tile for cast in casts]
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     along = max((side for tile in tiles for side in tile[1:]), default=1)
@@ -155,7 +153,7 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
     by_column = any(cast.block[0] == ALL != cast.block[1] for cast in casts)
     found = kernel.amax(x, (group, 0))
     tops, groups, wanted = found.values.view(-1), len(x) // group, -(-(rows or total) // group)
-    count = len(x)
+    count = len(x)              # rows that count
     if wanted < groups and not by_column:       # else scales reach over all rows
         picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
         picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
@@ -165,8 +163,7 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
-    """Sums and counts for `quality`, (12,) float64 on the tensor's device. `amax`: as in
-    `quantise`."""
+    """Sums and counts for `quality`, (12,) float64 on x's device. `amax`: as in `quantise`."""
     mixed = drawn.mixed(cast.transform)
     made = quantise(mixed, replace(cast, transform="none"), amax=amax,
                     noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
@@ -211,8 +208,7 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
 
 
 def exponents(x: Tensor) -> dict[int, int]:
-    """How many elements of x (float32) have each floor(log2 |x|); what is below 2^-126 is left
-    out."""
+    """How many of x (float32) have each floor(log2 |x|); what is below 2^-126 is left out."""
     codes = (x.contiguous().view(torch.int32) >> 23) & 0xFF
     counts = torch.bincount(codes.flatten(), minlength=256)[1:255].tolist()
     return {exponent: count for exponent, count in enumerate(counts, -126) if count}
@@ -284,11 +280,10 @@ class Telemetry:
         if step % self.every:
             yield
             return
-        self.step, before, done = step + 1, len(self.samples), set()
+        self.step, self._seen, before = step + 1, set(), len(self.samples)
         with ExitStack() as stack:
             for name, module in self._linears.items():
-                handle = module.register_forward_hook(self._forward(name, done))
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(self._forward(name)).remove)
             # what was compiled, the model or a method of it, does not call a later hook
             if self.model._compiled_call_impl or any(
                     hasattr(value, "_torchdynamo_orig_callable")
@@ -297,24 +292,24 @@ class Telemetry:
             yield
         self._write(self.samples[before:])
 
-    def _forward(self, name: str, done: set[tuple[str, str]]) -> Callable[..., None]:
-        """The first micro-batch counts; a forward that is recomputed is the first one again."""
+    def _forward(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable     # what looks is not part of any graph
         def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
             # alone: a closure over `out` would keep it until backward, and itself in a cycle
             dtype = out.dtype
-            for tensor, value in (("x", args[0]), ("w", module.weight)):
-                if (name, tensor) not in done:
-                    done.add((name, tensor))
-                    self._sample(name, module, tensor, value, dtype)
-            if out.requires_grad and (name, "dy") not in done:
-                done.add((name, "dy"))
+            self._sample(name, module, "x", args[0], dtype)
+            self._sample(name, module, "w", module.weight, dtype)
+            if out.requires_grad:
                 out.register_hook(lambda dy: self._sample(name, module, "dy", dy, dtype))
 
         return look
 
     def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor,
                 dtype: torch.dtype) -> None:
+        """The first micro-batch counts; a forward that is recomputed is the first one again."""
+        if (name, tensor) in self._seen:
+            return
+        self._seen.add((name, tensor))
         x = value.detach().reshape(-1, value.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             for role in self.roles:
@@ -332,8 +327,8 @@ class Telemetry:
         by_height = defaultdict(list)       # of blocks: a draw for each
         for cast in casts.values():
             by_height[max(GROUP, cast.tile[0])].append(cast)
-        draws = {height: draw(x, alike, self.rows, torch.Generator().manual_seed(self.step))
-                 for height, alike in by_height.items()}
+        draws = {height: draw(x, same, self.rows, torch.Generator().manual_seed(self.step))
+                 for height, same in by_height.items()}
         drawn = draws[min(draws)]
         alike, counted = {}, {}             # recipes that cast alike are measured once
         for key, cast in casts.items():
@@ -359,8 +354,7 @@ class Telemetry:
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
                  drawn: Drawn) -> Tensor | None:
-        """What delayed scaling would scale by: the layer's own history; in other runs, what earlier
-        samples have seen."""
+        """What delayed scaling would scale by: the layer's history, or what earlier samples saw."""
         product, operand = ROLES[role]
         if recipe.delayed is None or getattr(recipe, product) is None:
             return None
@@ -378,8 +372,7 @@ class Telemetry:
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
-    """Watch `training`: `fit` it into the same `run_dir`. Settings are those of `Telemetry`. Raises
-    ConfigError."""
+    """Watch `training`: `fit` it into the same `run_dir`. `settings`, errors: as `Telemetry`."""
     path = None if run_dir is None else Path(run_dir) / FILE
     telemetry = Telemetry(model=training.model, path=path, **settings)
     training.watchers.append(telemetry.watch)
@@ -387,9 +380,8 @@ def attach(training: Training, run_dir: str | Path | None = None, **settings: An
 
 
 def read(path: str | Path) -> list[Sample]:
-    """The samples of a run folder, in the order of the steps. A step that was done again counts
-    once, the last time; a last line torn by a kill is left out. Raises ConfigError when there are
-    none."""
+    """The samples of a run folder by step. A step that was done again counts once, the last time;
+    a last line torn by a kill is left out. Raises ConfigError when there are none."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
@@ -401,8 +393,7 @@ def read(path: str | Path) -> list[Sample]:
 
 
 def lost(sample: Sample) -> float:
-    """Share of a tensor's elements that its cast did not keep: became zero, saturated, or were NaN
-    or Inf already."""
+    """Share of elements that the cast did not keep: now zero, saturated, or NaN or Inf before."""
     return 1.0 if sample.own is None else sample.own.underflow + sample.own.saturated
 
 

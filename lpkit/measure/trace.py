@@ -58,8 +58,6 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.training.build import Decisions, decide
 
-# what precision.recipe=auto stands for: the run decides by a race, which a trace cannot hold
-ASSUMED_RECIPE = "bf16"
 # other updates read a parameter's bits, which a shard's wrapper does not give
 WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32",
                "memory.optimizer_state": "device"}
@@ -147,7 +145,7 @@ def _decide(config: Config, device: str) -> Decisions:
                           "install a CUDA build (it needs no GPU)")
     asked = used = config.precision.recipe.name
     if asked == "auto":
-        used = ASSUMED_RECIPE
+        used = "bf16"       # a run decides by a race, which a trace cannot hold
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
                                        "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
@@ -225,8 +223,7 @@ def _instead(fake: FakeTensorMode) -> Iterator[None]:
 
 
 class _Chunks:
-    """torch.chunk, a piece at a time: FSDP takes one of 1,024, and making a fake tensor takes 0.1
-    ms."""
+    """torch.chunk, a piece at a time: FSDP takes one of 1,024, and a fake tensor takes 0.1 ms."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int):
         self.tensor, self.dim, self.length = tensor, dim, -(-tensor.shape[dim] // count)
@@ -253,8 +250,7 @@ class _Healthy(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """Three answers to what one device holds at the peak of a step: bytes by row, each at its own
-    peak."""
+    """What one device holds at the peak of a step, three times: bytes by row, each at its peak."""
 
     formula: dict[str, float]
     formula_moment: str             # of ledger.MOMENTS

@@ -414,8 +414,7 @@ class Tracker(TorchDispatchMode):
         return _ordered(rows)
 
     def kept(self) -> dict[str, int]:
-        """Live bytes that autograd keeps for backward, by the module whose operation kept them
-        first."""
+        """Live bytes that autograd keeps for backward, by the module that kept them first."""
         saved: Counter[str] = Counter()
         for record in self.records.values():
             if record.kept_by is not None and record.row in SAVED:
@@ -456,8 +455,7 @@ class Tracker(TorchDispatchMode):
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """Whether an operation is on tensors made of others. A mode that leaves it alone sees the
-    operations inside."""
+    """Whether an operation is on tensors made of others: left alone, those inside are seen."""
     return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor)
                for t in types)
 

@@ -78,8 +78,7 @@ def memory(config: Config, *, device: str | None = None, count: bool = False) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """One update, by the rows of `lpkit.predict.time`; products of the same three sizes share a
-    row."""
+    """One update, by the rows of `lpkit.predict.time`; products of the same sizes share a row."""
 
     # median over the rounds; "the rest": between operations, and where no operation is PyTorch's
     rows: dict[str, float]
@@ -143,8 +142,7 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
 
 
 def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
-    """Names of the Linears by the three sizes of their product, in order of size: its two gradients
-    have the same."""
+    """Names of the Linears by the sorted sizes of their product, which its gradients share."""
     names: dict[tuple[int, ...], list[str]] = {}
     for p in products(config.model, batch=config.micro_batch):
         if not p.pairs:
@@ -236,8 +234,7 @@ def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Updates of several models that took turns, so that a slow moment of the machine met all of
-    them."""
+    """Updates of several models that took turns: a slow moment of the machine met all of them."""
 
     seconds: tuple[float, ...]  # of each model's update: the best of its turns
     other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
@@ -350,8 +347,8 @@ class Bench:
 
 
 def _counted_peak(update: Callable[[], object]) -> int:
-    """The most that the CPU's allocator gave out beyond what was there, by PyTorch's profiler: it
-    sees into kernels."""
+    """The most that the CPU's allocator gave out in an update, by PyTorch's profiler, which sees
+    into kernels."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         update()
     events = [event for event in profiler.profiler.kineto_results.events()
