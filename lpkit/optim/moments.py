@@ -8,7 +8,6 @@ https://arxiv.org/abs/2110.02861, section 2).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import cache
 
 import torch
@@ -20,38 +19,24 @@ from lpkit.techniques.optimizers import BLOCK
 DECADES = 7
 
 
-class MomentCodec(ABC):
-    """A checkpoint holds the tensors of a slot under its name and one of `suffixes`."""
+class Float32:
+    """What every format does. A checkpoint names the tensors of a slot with these `suffixes`."""
 
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...] = ("",)
 
-    @abstractmethod
     def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
         """The tensors of a slot of zeros, on the device of p."""
-
-    @abstractmethod
-    def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
-        """float32, to be updated in place."""
-
-    @abstractmethod
-    def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
-        """Write it back into `tensors`."""
-
-
-class Float32(MomentCodec):
-    suffixes = ("",)
-
-    def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
         return [torch.zeros_like(p, dtype=torch.float32)]
 
     def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
+        """float32, to be updated in place."""
         return tensors[0]
 
     def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
-        pass  # it is the tensor
+        """Write it back into `tensors`; here it is the tensor."""
 
 
-class BlockwiseInt8(MomentCodec):
+class BlockwiseInt8(Float32):
     suffixes = ("", "_scale")
 
     def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
@@ -74,19 +59,13 @@ def to_blocks(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     scale = blocks.abs().amax(1)
     ratio = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     codes = torch.bucketize(ratio, midpoints(signed).to(x.device), out_int32=True).to(torch.uint8)
-    return codes.flatten()[: len(flat)].view(x.shape), scale
+    return codes.flatten()[:len(flat)].view(x.shape), scale
 
 
 def from_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     values = levels(signed).to(codes.device)[codes.flatten().int()]
-    short = -len(values) % BLOCK
-    return (
-        F.pad(values, (0, short))
-        .view(-1, BLOCK)
-        .mul_(scale[:, None])
-        .flatten()[: codes.numel()]
-        .view(codes.shape)
-    )
+    blocks = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK).mul_(scale[:, None])
+    return blocks.flatten()[:codes.numel()].view(codes.shape)
 
 
 @cache
@@ -95,8 +74,8 @@ def levels(signed: bool) -> Tensor:
     (0.1, 1), twice as many as for the decade below; and 0 and 1."""
     found = [0.0, 1.0]
     for i in range(DECADES):
-        edges = torch.linspace(0.1, 1, 2 ** (i + (not signed)) + 1, dtype=torch.float32)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - DECADES + 1)).tolist()
+        edges = torch.linspace(0.1, 1, 2**(i + (not signed)) + 1, dtype=torch.float32)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0**(i - DECADES + 1)).tolist()
         found += middles + ([-x for x in middles] if signed else [])
     return torch.tensor(sorted(found))
 

@@ -15,16 +15,14 @@ DROPPED = 16    # bits of a float32 that bf16 has not
 
 
 def to_bf16(w: Tensor, generator: torch.Generator | None) -> Tensor:
-    """float32 -> bf16, in expectation the same number: noise in the bits that are dropped, then
-    they are."""
-    noise = torch.randint(1 << DROPPED, w.shape, dtype=torch.int32, device=w.device,
-                          generator=generator)
-    return noise.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED)).view(
-        torch.float32).bfloat16()
+    """float32 -> bf16, in expectation the same number: noise is added to the bits that drop."""
+    bits = torch.randint(1 << DROPPED, w.shape, dtype=torch.int32, device=w.device,
+                         generator=generator)
+    bits.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED))
+    return bits.view(torch.float32).bfloat16()
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
-    """Its numbers follow from `key` (seed, parameter, update) alone, so a run that goes on draws
-    what it would have."""
+    """Its numbers follow from `key` (seed, parameter, update) alone, also in a resumed run."""
     high, low = (zlib.crc32(repr((word, *key)).encode()) for word in ("high", "low"))
     return torch.Generator(device).manual_seed(high << 32 | low)

@@ -34,30 +34,17 @@ def adamw(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: i
 
 def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
     """PyTorch's fused kernel on one parameter: one pass over memory, the bits of `adamw_fused`."""
+    m, v = slots
     before = torch.full((), update - 1.0, device=w.device)  # the kernel adds one
-    torch_adamw(
-        [w],
-        [g],
-        [slots[0]],
-        [slots[1]],
-        [],
-        [before],
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-    )
+    torch_adamw([w], [g], [m], [v], [], [before], fused=True, amsgrad=False, maximize=False,
+                beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps, lr=settings.lr,
+                weight_decay=settings.weight_decay)
 
 
 def adamw_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
     """All parameters at once."""
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True
-    )
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2),
+                             eps=settings.eps, fused=True)
 
 
 def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int) -> None:

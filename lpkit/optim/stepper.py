@@ -23,14 +23,8 @@ from lpkit.techniques import optimizers
 from lpkit.techniques.optimizers import OptimizerSettings
 
 
-def build(
-    model: nn.Module,
-    settings: OptimizerSettings,
-    *,
-    moment_format: str = "float32",
-    placement: StatePlacement | None = None,
-    seed: int = 0,
-) -> torch.optim.Optimizer:
+def build(model: nn.Module, settings: OptimizerSettings, *, moment_format: str = "float32",
+          placement: StatePlacement | None = None, seed: int = 0) -> torch.optim.Optimizer:
     """The optimizer of `settings.name`. `placement` None: on the device. `seed`: of rounding.
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
@@ -40,20 +34,14 @@ def build(
     stays = placement is None or placement.name == StatePlacement.name
     plain = stays and not optimizers.find_format(moment_format).encoding_bytes
     if not row.slots and not plain:
-        raise ConfigError(
-            f"optimizer={settings.name} keeps no state, so that memory.moment_format "
-            f"and memory.optimizer_state change nothing; leave them at their defaults"
-        )
+        raise ConfigError(f"optimizer={settings.name} keeps no state, so that memory.moment_format "
+                          f"and memory.optimizer_state change nothing; leave them at their "
+                          f"defaults")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = []
     for group in optimizers.parameter_groups(list(named), settings):
-        groups.append(
-            {
-                "params": [named[name] for name in group.names],
-                "lr": group.lr,
-                "weight_decay": group.weight_decay,
-            }
-        )
+        groups.append({"params": [named[name] for name in group.names], "lr": group.lr,
+                       "weight_decay": group.weight_decay})
     if row.fused and plain and all(p.dtype == torch.float32 for p in named.values()):
         return resolve_name(row.fused)(groups, settings)
     return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed)
@@ -65,26 +53,18 @@ class Stepper(torch.optim.Optimizer):
     The noise of rounding depends on the seed, the parameter and the update alone.
     """
 
-    def __init__(
-        self,
-        groups: list[dict],
-        settings: OptimizerSettings,
-        *,
-        moment_format: str = "float32",
-        placement: StatePlacement | None = None,
-        seed: int = 0,
-    ):
+    def __init__(self, groups: list[dict], settings: OptimizerSettings, *,
+                 moment_format: str = "float32", placement: StatePlacement | None = None,
+                 seed: int = 0):
         super().__init__(groups, {"lr": settings.lr, "weight_decay": settings.weight_decay})
         row = optimizers.find(settings.name)
         self.settings, self.slots = settings, row.slots
         self.rule = resolve_name(row.kernel or row.implementation)
         self.moment_format = moment_format
-        self.codec = resolve_name(optimizers.find_format(moment_format).implementation)()
+        self.codec = optimizers.find_format(moment_format).load()()
         self.placement, self.seed = placement or StatePlacement(), seed
-        self.number = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.number[p] = len(self.number)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.number = {p: i for i, p in enumerate(parameters)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -102,12 +82,8 @@ class Stepper(torch.optim.Optimizer):
         stored = [self._stored(p) for p in parameters]
         coming = []
         for i, tensors in enumerate(stored):
-            # this one's and the next one's
-            while len(coming) < 2 and i + len(coming) < len(stored):
-                following = i + len(coming)
-                coming.append(
-                    self.placement.prefetch(stored[following], parameters[following].device)
-                )
+            for j in range(i + len(coming), min(i + 2, len(stored))):   # this one and the next one
+                coming.append(self.placement.prefetch(stored[j], parameters[j].device))
             used = coming.pop(0)()
             yield used
             self.placement.write_back(tensors, used)
@@ -125,10 +101,9 @@ class Stepper(torch.optim.Optimizer):
 
     def _update(self, p: nn.Parameter, group: dict, tensors: list[Tensor], update: int) -> None:
         each = len(self.codec.suffixes)
-        parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
-        slots = [
-            self.codec.decode(part, signed=slot.signed) for part, slot in zip(parts, self.slots)
-        ]
+        parts = [tensors[i:i + each] for i in range(0, len(tensors), each)]
+        slots = [self.codec.decode(part, signed=slot.signed)
+                 for part, slot in zip(parts, self.slots)]
         w = p.detach() if p.dtype == torch.float32 else p.float()
         of_group = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         now = SimpleNamespace(**vars(self.settings) | of_group)
@@ -142,13 +117,10 @@ class Stepper(torch.optim.Optimizer):
 def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
     """`chosen` as the built `optimizer` carries it out: where its state is, its format, and how
     weights of 16 bits are rounded. What it does otherwise than decided replaces the decision."""
-    does = {"optimizer_state": StatePlacement.name, "moment_format": "float32"}
-    rounding = "nearest"
+    does, rounding = {"optimizer_state": StatePlacement.name, "moment_format": "float32"}, "nearest"
     if isinstance(optimizer, Stepper):
-        does = {
-            "optimizer_state": optimizer.placement.name,
-            "moment_format": optimizer.moment_format,
-        }
+        does = {"optimizer_state": optimizer.placement.name,
+                "moment_format": optimizer.moment_format}
         rounding = "stochastic"
     found = dict(chosen)
     for key in does.keys() & found.keys():
@@ -157,10 +129,7 @@ def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> 
             found[key] = replace(found[key], used=does[key], why=why)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.dtype != torch.float32 for p in parameters):
-        found["rounding"] = Choice(
-            asked="stochastic",
-            used=rounding,
-            why="of bf16 weights after their update in float32: small "
-            "updates survive on average (Zamirai et al. 2020, arXiv:2010.06192)",
-        )
+        why = ("of bf16 weights after their update in float32: small updates survive on average "
+               "(Zamirai et al. 2020, arXiv:2010.06192)")
+        found["rounding"] = Choice(asked="stochastic", used=rounding, why=why)
     return found
