@@ -1,11 +1,11 @@
-"""Every seam of lpkit on one page. To add a technique, implement one of these and add
-one row to its family's table in `presets`. Nothing here imports an implementation.
+"""Every seam of lpkit on one page. To add a technique, implement one of these and add one row to
+its family in `lpkit.techniques`. Nothing here imports an implementation.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,12 +14,10 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
 
-# q (B,H,T,E), k and v (B,G,T,E) -> (B,H,T,E), causal
+# q (B, H, T, E), k and v (B, G, T, E) -> (B, H, T, E), causal
 Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-Init = Callable[["nn.Module"], None]                          # fills every parameter in place
-Schedule = Callable[[int], float]  # step, from 0 -> multiplier of the learning rate
-# -> mean nats per token, weighted where it has weights
-Loss = Callable[["nn.Module", "Batch"], "Tensor"]
+Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
+Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
 
 
 class Stage(IntEnum):
@@ -68,8 +66,7 @@ class StatePlacement:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one update reads. Every tensor is (B, T); a technique that needs more than tokens adds
-    it here."""
+    """What one update reads, (B, T) each. A technique that needs more than tokens adds it here."""
 
     tokens: Tensor                      # int64
     targets: Tensor                     # int64, `tokens` shifted by one
@@ -77,35 +74,28 @@ class Batch:
     weights: Tensor | None = None       # of each target in the loss; None: all alike
 
     @property
+    def present(self) -> dict[str, Tensor]:
+        return {name: t for name, t in vars(self).items() if t is not None}
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in vars(self).values() if t is not None)
+        return tuple(self.present.values())
 
     def to(self, device: torch.device) -> Batch:
-        moved = {name: t.to(device, non_blocking=True) for name, t in vars(self).items()
-                 if t is not None}
-        return Batch(**moved)
+        return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.present.items()})
 
     def chunk(self, parts: int) -> list[Batch]:
         """Micro-batches: `parts` of B / `parts` sequences each."""
-        pieces = {name: t.chunk(parts) for name, t in vars(self).items() if t is not None}
-        return [Batch(**dict(zip(pieces, one))) for one in zip(*pieces.values(), strict=True)]
+        pieces = [t.chunk(parts) for t in self.tensors]
+        return [Batch(**dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
 
 
 class DataPolicy(ABC):
-    """Which tokens are seen, in what order.
-
-    `batch(step)` depends on nothing but the policy's settings and `step`: a resumed run needs no
-    loader state.
-    """
+    """Which tokens are seen, in what order. A batch depends on nothing but the policy's settings
+    and `step`: a resumed run needs no loader state."""
 
     @abstractmethod
     def batch(self, step: int) -> Batch: ...
-
-    def batches(self, start: int = 0) -> Iterator[Batch]:
-        step = start
-        while True:
-            yield self.batch(step)
-            step += 1
 
 
 class Tokenizer(Protocol):
@@ -133,8 +123,7 @@ class StepRecord:
     step_seconds: float
     peak_bytes: int         # the most held since the run began: of `hardware.peak_bytes`
     val_loss: float | None = None   # only after an evaluation
-    # what techniques report: the name is theirs
-    extra: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)   # what techniques report, by their names
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, {})}

@@ -17,22 +17,19 @@ def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
         model=ModelConfig(layers=layers, width=width, heads=heads, vocab=50_304, context=1024),
         data=DataConfig(tokenizer="bpe"),
         optimizer={"name": "adamw", "lr": lr}, schedule={"name": "cosine", "warmup_steps": 700},
-        steps=19_000, global_batch=512, grad_accum_steps=32, eval_every=500, checkpoint_every=1000,
-    )
+        steps=19_000, global_batch=512, grad_accum_steps=32, eval_every=500, checkpoint_every=1000)
 
 
 def _llama(layers: int, width: int, heads: int, mlp_width: int, lr: float, *,
            tied: bool = False) -> Config:
     return Config(
         model=ModelConfig(layers=layers, width=width, heads=heads, kv_heads=8, mlp_width=mlp_width,
-                          vocab=128_256, context=8192, norm="rmsnorm", position="rope",
-                          rope_theta=500_000.0, mlp="swiglu",
-                          bias=False, tied=tied, init="llama"),
+                          vocab=128_256, context=8192, norm="rmsnorm", position="rope", bias=False,
+                          rope_theta=500_000.0, mlp="swiglu", tied=tied, init="llama"),
         data=DataConfig(tokenizer="bpe"),
         optimizer={"name": "adamw", "lr": lr}, schedule={"name": "cosine", "warmup_steps": 2000},
         steps=100_000, global_batch=512, grad_accum_steps=512, eval_every=1000,
-        checkpoint_every=1000,
-    )
+        checkpoint_every=1000)
 
 
 PRESETS = {

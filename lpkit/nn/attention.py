@@ -34,16 +34,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Blocks of queries in the inputs' own dtype, for CPUs and short contexts; see
-    `kernels.blocked_attention`."""
+    """Blocks of queries in the inputs' own dtype, for CPUs; see `kernels.blocked_attention`."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
     return BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view(q.shape)
 
 
 def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query (B, H, 1, E) against every key so far (B, G, T, E): a decoding step, where nothing
-    is in the future."""
+    """One query (B, H, 1, E) against every key so far (B, G, T, E); nothing is in the future."""
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 

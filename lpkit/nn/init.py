@@ -8,8 +8,7 @@ from torch import nn
 
 @torch.no_grad()
 def _normal(model: nn.Module, *, std: float, residual_std: float) -> None:
-    """Matrices and embeddings from N(0, std), biases 0, norm gains 1; `residual_std` where the
-    residual stream is written."""
+    """Biases 0, gains 1, else N(0, std); `residual_std` where the residual stream is written."""
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(p)
@@ -21,13 +20,10 @@ def _normal(model: nn.Module, *, std: float, residual_std: float) -> None:
 
 
 def gpt2(model: nn.Module) -> None:
-    """N(0, 0.02); layers that write to the residual stream are 1/sqrt(2L) smaller (GPT-2 paper,
-    section 2.3)."""
+    """Where the residual stream is written, 1/sqrt(2L) smaller (GPT-2 paper, section 2.3)."""
     _normal(model, std=0.02, residual_std=0.02 / math.sqrt(2 * len(model.blocks)))
 
 
 def llama(model: nn.Module) -> None:
     """N(0, 0.02) everywhere, as transformers' Llama (initializer_range)."""
     _normal(model, std=0.02, residual_std=0.02)
-
-

@@ -34,8 +34,7 @@ class GeluMLP(nn.Module):
 
 
 class SwigluMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202), gate and up in
-    one product."""
+    """down(silu(gate(x)) * up(x)), gate and up in one product (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -75,8 +74,7 @@ class RotaryPositions(nn.Module):
         return x
 
     def rotation(self, T: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (T, E), in the dtype of `like`. Made anew: T*E numbers are cheaper to
-        make than to keep."""
+        """cos and sin, (T, E) each, as `like`: cheaper to compute again than to keep."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
         places = torch.arange(start, start + T, device=like.device).float()
         angles = torch.outer(places, self.theta ** (-i / self.E))

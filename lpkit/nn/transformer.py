@@ -1,8 +1,6 @@
-"""One decoder-only transformer, configured and not forked: GPT-2 style and Llama style are rows of
-settings.
+"""One decoder-only transformer, configured and not forked: GPT-2 and Llama are settings of it.
 
-Which technique sits where is decided by what the model is given; it does not know that it is
-quantised or sharded.
+What it is given decides which technique sits where; it does not know what is quantised or sharded.
 """
 
 import torch
@@ -18,8 +16,7 @@ from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
 class KVCache:
-    """Keys and values of the tokens so far, (L, B, G, T, E) each, so that a new token costs one
-    position."""
+    """Keys and values so far, (L, B, G, T, E) each, so that a new token costs one position."""
 
     def __init__(self, config: ModelConfig, batch: int, *, dtype: torch.dtype,
                  device: torch.device | str):
@@ -81,8 +78,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype. Raises ConfigError when T
-    exceeds the context."""
+    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype."""
 
     def __init__(self, config: ModelConfig, attend: Attend = sdpa):
         super().__init__()
@@ -96,8 +92,8 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    # (B, T) -> (B, T, D), normalised
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T) -> (B, T, D), normalised. Raises ConfigError when T exceeds the context."""
         start, T = (0 if cache is None else cache.length), tokens.shape[1]
         if start + T > self.config.T:
             raise ConfigError(f"{start + T} tokens do not fit model.context={self.config.T}")
