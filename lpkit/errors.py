@@ -35,20 +35,25 @@ def pick(table: Mapping[str, T], name: str, what: str = "entry") -> T:
     return table[name]
 
 
-def positive(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{where}{name} must be positive, got {value}")
+# Checks of one setting, by its dotted name.
+
+def positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be positive, got {value}")
 
 
-def at_least_zero(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{where}{name} must be 0 or more, got {value}")
+def at_least_zero(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} must be 0 or more, got {value}")
 
 
-def share(where: str, **values: float) -> None:
+def share(name: str, value: float) -> None:
     """From 0 to 1, both included."""
-    for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{where}{name} must be between 0 and 1, got {value}")
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be between 0 and 1, got {value}")
+
+
+def below_one(name: str, value: float) -> None:
+    """The rate of a moving average: one that forgets nothing (1) takes in no gradient."""
+    if not 0 <= value < 1:
+        raise ConfigError(f"{name} must be 0 or more and below 1, got {value}")

@@ -6,6 +6,7 @@ is named by this module. Then the toy is predicted, planned, trained, traced, me
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.layers import GeluMLP
 from lpkit.predict import memory, predict
 from lpkit.predict.plan import plan
-from lpkit.techniques import blocks, changes, data, families, inits, optimizers, recipes, schedules
+from lpkit.techniques import FAMILIES, blocks, changes, data, inits, optimizers, recipes, schedules
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.row import Row, Settings
 from lpkit.training.runs import Run
@@ -168,7 +169,7 @@ def toy(request, corpus, monkeypatch):
     table, row, changed = TOYS[request.param]
     if row is None:     # E5M2 with a scale for each row of 16: a recipe is a function of its settings
         made = dict(recipes.RECIPES)
-        recipes.add("toy", recipes._fp8((1, 16)), recipes.Fp8Settings(gradient_format="e5m2"), "this file")
+        recipes.add("toy", partial(recipes._fp8, block=(1, 16)), recipes.Fp8Settings(gradient_format="e5m2"), "this file")
         row = recipes.RECIPES["toy"]
         recipes.RECIPES.clear()
         recipes.RECIPES.update(made)
@@ -220,6 +221,6 @@ def test_the_page_of_techniques_is_made_of_the_rows():
 
 
 def test_every_row_of_the_kit_can_be_loaded():
-    for field, table in families().items():
+    for field, table in FAMILIES.items():
         for name, row in table.items():
             assert not row.implementation or callable(row.load()), f"{field}={name}"

@@ -68,7 +68,7 @@ def test_settings_win_over_the_row():
                                   history_rule="most-recent", margin=2, gradient_rounding="stochastic", high_precision_layers=("first",))
     assert [cast.format for cast in row.dx] == ["e4m3fn", "e4m3fn"] and row.dx[0].rounding == "stochastic"
     assert {cast.scale for casts in row.products.values() for cast in casts} == {"power-of-two"}
-    assert (row.delayed.history, row.delayed.rule, row.delayed.margin, row.high_precision_layers) == (4, "most-recent", 2, ("first",))
+    assert (row.delayed.history, row.delayed.history_rule, row.delayed.margin, row.high_precision_layers) == (4, "most-recent", 2, ("first",))
     assert resolve("mxfp8") == RECIPES["mxfp8"]
     assert resolve("nvfp4", transform="none", gradient_rounding="nearest-even").stochastic is False
 

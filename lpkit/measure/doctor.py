@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.nn.attention import plain
 from lpkit.precision.backends import BACKENDS
-from lpkit.techniques import families
+from lpkit.techniques import FAMILIES
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Row
 
@@ -348,7 +348,7 @@ def machine() -> dict[str, Any]:
 def techniques() -> list[Probe]:
     """Whether the implementation of every row can be imported here, also of rows from outside."""
     return [probe(Check(f"{field}={name}", "technique", partial(_loaded, row)), torch.device("cpu"))
-            for field, table in families().items() for name, row in table.items()]
+            for field, table in FAMILIES.items() for name, row in table.items()]
 
 
 def _loaded(row: Row, device: torch.device) -> str:

@@ -362,7 +362,7 @@ class Telemetry:
         if history is None:
             return self._amaxes.get((name, role), drawn.amax) * 2.0**recipe.delayed.margin
         delayed = module.recipe.delayed
-        amax = HISTORY_RULES[delayed.rule](history[OPERANDS.index(operand), 1:])
+        amax = HISTORY_RULES[delayed.history_rule](history[OPERANDS.index(operand), 1:])
         return amax * 2.0**delayed.margin
 
     def _write(self, samples: Iterable[Sample]) -> None:

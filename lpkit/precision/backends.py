@@ -330,7 +330,7 @@ def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Modul
     settings = {}
     if delayed := recipe.delayed:
         settings = {"margin": delayed.margin, "amax_history_len": delayed.history,
-                    "amax_compute_algo": delayed.rule.replace("-", "_")}
+                    "amax_compute_algo": delayed.history_rule.replace("-", "_")}
     return TransformerEngineLinear(linear, getattr(rows, row)(**settings))
 
 

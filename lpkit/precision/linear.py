@@ -108,7 +108,8 @@ class ScaledLinear(nn.Linear):
         cast, i = casts[PRODUCTS[product].index(role)], ROLES.index(role)
         amax = noise = None
         if (delayed := self.recipe.delayed) is not None:
-            amax = HISTORY_RULES[delayed.rule](self.amax_history[i, 1:]) * 2.0**delayed.margin
+            latest = HISTORY_RULES[delayed.history_rule](self.amax_history[i, 1:])
+            amax = latest * 2.0**delayed.margin
         if cast.rounding == "stochastic":
             key = zlib.crc32(f"{self.name} {product} {role}".encode())
             noise = Noise(seed=self.seed << 32 | key, counter=int(self.draws) << 32)

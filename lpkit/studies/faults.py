@@ -69,7 +69,7 @@ def _stale(layer: ScaledLinear) -> None:
 
 
 def _forgetful(layer: ScaledLinear) -> None:
-    delayed = replace(layer.recipe.delayed, history=1, rule="most-recent")
+    delayed = replace(layer.recipe.delayed, history=1, history_rule="most-recent")
     # the micro-batch at hand, and the one before
     layer.amax_history = layer.amax_history[:, :2].clone()
     layer.recipe = replace(layer.recipe, delayed=delayed)

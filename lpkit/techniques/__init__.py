@@ -1,34 +1,28 @@
 """Rows: what anybody needs to know of a technique without running it. No torch.
 
-    python -m lpkit.techniques      every family with its rows and settings: docs/techniques.md
+    python -m lpkit.techniques      prints docs/techniques.md: every family, row and setting
 
 A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and
-documentation read the same row, so a technique is added by one row here, or from outside, and one
-implementation.
+documentation read the same row, so a technique is one row, here or outside, and one implementation.
 """
 
-import importlib
-from collections.abc import Mapping
-from typing import Any
+from lpkit.techniques import blocks, changes, data, inits, memory, optimizers, recipes, schedules
 
-_FAMILIES = {       # by the field of a Config that names a row
-    "optimizer": "optimizers:OPTIMIZERS", "schedule": "schedules:SCHEDULES",
-    "model.init": "inits:INITS",
-    "model.block": "blocks:BLOCKS", "model.attention": "blocks:ATTENTION",
-    "data.policy": "data:POLICIES",
-    "precision.recipe": "recipes:RECIPES", "memory.recompute": "memory:RECOMPUTE",
-    "memory.activation_offload": "memory:ACTIVATION_OFFLOAD",
-    "memory.cross_entropy": "memory:CROSS_ENTROPY",
-    "memory.param_dtype": "memory:PARAM_DTYPE", "memory.optimizer_state": "memory:OPTIMIZER_STATE",
-    "memory.moment_format": "optimizers:MOMENT_FORMATS",
-    "memory.optimizer_step": "memory:OPTIMIZER_STEP",
-    "transforms": "changes:MODEL_TRANSFORMS", "governors": "changes:GOVERNORS"}
-
-
-def families() -> dict[str, Mapping[str, Any]]:
-    """Every family of rows, by the field of a Config that names one."""
-    found = {}
-    for field, where in _FAMILIES.items():
-        module, _, table = where.partition(":")
-        found[field] = getattr(importlib.import_module(f"{__name__}.{module}"), table)
-    return found
+FAMILIES = {        # by the field of a Config that names a row
+    "optimizer": optimizers.OPTIMIZERS,
+    "schedule": schedules.SCHEDULES,
+    "model.init": inits.INITS,
+    "model.block": blocks.BLOCKS,
+    "model.attention": blocks.ATTENTION,
+    "data.policy": data.POLICIES,
+    "precision.recipe": recipes.RECIPES,
+    "memory.recompute": memory.RECOMPUTE,
+    "memory.activation_offload": memory.ACTIVATION_OFFLOAD,
+    "memory.cross_entropy": memory.CROSS_ENTROPY,
+    "memory.param_dtype": memory.PARAM_DTYPE,
+    "memory.optimizer_state": memory.OPTIMIZER_STATE,
+    "memory.moment_format": optimizers.MOMENT_FORMATS,
+    "memory.optimizer_step": memory.OPTIMIZER_STEP,
+    "transforms": changes.MODEL_TRANSFORMS,
+    "governors": changes.GOVERNORS,
+}

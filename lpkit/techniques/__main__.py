@@ -1,21 +1,20 @@
 """Every family with its rows, in Markdown: docs/techniques.md."""
 
-import dataclasses
 from typing import Any
 
-from lpkit.techniques import families
+from lpkit.techniques import FAMILIES
 
 HEAD = """# Techniques
 
-Every row that a Config can name, with its settings and their defaults. `--set FIELD=NAME` chooses one, and
-`--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD: {name: NAME, SETTING: VALUE}`. This page is made by
-`python -m lpkit.techniques`.
+Every row that a Config can name, with its settings and their defaults. `--set FIELD=NAME` chooses
+one, and `--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD: {name: NAME,
+SETTING: VALUE}`. This page is made by `python -m lpkit.techniques`.
 """
 
 
 def page() -> str:
     parts = [HEAD]
-    for field, table in families().items():
+    for field, table in FAMILIES.items():
         parts.append(f"\n## `{field}`\n")
         if not table:
             parts.append("\nNone yet: rows come from outside.\n")
@@ -28,25 +27,25 @@ def page() -> str:
 
 
 def what(row: Any) -> str:
-    """Why a run has it; of a block, what its operations say of themselves; of a recipe, its
-    casts."""
-    said = (row.why or (getattr(row, "operations", None).__doc__ if hasattr(row, "operations")
-                        else "") or "")
-    casts = getattr(row, "products", {})
-    if casts:
-        formats = dict.fromkeys(cast.format for pair in casts.values() for cast in pair)
-        blocks = dict.fromkeys("x".join(str(side or "all") for side in cast.block)
-                               for pair in casts.values() for cast in pair)
-        said = f"{', '.join(formats)}, a scale for {', '.join(blocks)}"
-    return " ".join(said.partition(". ")[0].split()).rstrip(".")
+    """Why a run has it; of a block, what its operations say; of a recipe, its casts."""
+    text = row.why
+    if hasattr(row, "operations"):
+        text = text or row.operations.__doc__
+    if casts := getattr(row, "all_casts", ()):
+        formats = dict.fromkeys(cast.format for cast in casts)
+        sides = [(cast.block[0] or "all", cast.block[1] or "all") for cast in casts]
+        blocks = dict.fromkeys(f"{rows}x{along}" for rows, along in sides)
+        text = f"{', '.join(formats)}, a scale for {', '.join(blocks)}"
+    return " ".join(text.partition(". ")[0].split()).rstrip(".")
 
 
 def settings(defaults: Any) -> str:
     """'`every`=1, ...'"""
-    values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)
-              if f.name != "name"}
-    return ", ".join(f"`{name}`={','.join(value) if isinstance(value, tuple) else value}"
-                     for name, value in values.items())
+    texts = []
+    for name, value in vars(defaults).items():
+        if name != "name":
+            texts.append(f"`{name}`={','.join(value) if isinstance(value, tuple) else value}")
+    return ", ".join(texts)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""A transformer as a list of operations: written once, and everything about its size is a sum over
-it.
+"""A transformer as a list of operations, written once: everything about its size is a sum over it.
 
 Parameters, FLOPs, what autograd saves, what moves through memory, what each backward holds, which
 weights tensor parallelism cuts: an `Op` says all of it, and `lpkit.predict` folds the list
@@ -26,8 +25,7 @@ QUERY_BLOCK = 128           # queries that blocked attention takes at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """A product over pairs of tokens, (M, K) with (K, N), `group` of them at once: heads times
-    sequences."""
+    """A product over pairs of tokens, (M, K) with (K, N), `group` at once: heads x sequences."""
 
     name: str
     M: int
@@ -38,9 +36,8 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """A moment of an operation's backward: something of `nbytes` is there for a moment; then a
-    share of what the operation saved is freed, and the gradients of activations that wait grow by
-    `grows`."""
+    """A moment of an operation's backward: `nbytes` are there for a while; then a share of what it
+    saved is freed, and the gradients that wait grow by `grows`."""
 
     nbytes: float = 0.0
     frees: float = 0.0
@@ -98,13 +95,17 @@ class MicroBatch:
         return self.batch * self.model.T
 
     @functools.cached_property
+    def stream_bytes(self) -> int:
+        """Of the residual stream."""
+        return self.tokens * self.model.D * self.residual_bytes
+
+    @functools.cached_property
     def mixed(self) -> bool:
         return self.compute_bytes < self.residual_bytes
 
     @property
     def heads_are_views(self) -> bool:
-        """(B, H, T, E) lies in memory as (B, T, H, E): batch and heads merge without a copy only if
-        one of them is 1."""
+        """(B, H, T, E) lies as (B, T, H, E): B and H merge without a copy only if one is 1."""
         return self.batch == 1 or self.model.H == 1
 
     @property
@@ -144,39 +145,32 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
 
 def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
     """Saves its input, and a mean and a deviation of each token."""
-    m, stream = s.model, s.tokens * s.model.D * s.residual_bytes
-    return Op(name=name, part="norms", params=m.D * (1 + m.bias),
-              saved_bytes=stream + 2 * s.tokens * s.residual_bytes,
-              saved_itemsize=s.residual_bytes, moved_bytes=_norm_moves(s),
-              backward=(Hold(nbytes=stream, frees=1.0), *_meets_residual(s, residual)))
+    m, stream = s.model, s.stream_bytes
+    return _norm(name, s, params=m.D * (1 + m.bias), saved=stream + 2 * s.tokens * s.residual_bytes,
+                 backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
 
 
 def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """A GPU's is one kernel. A CPU's is made of others, in float32, and saves two tensors of its
-    input's size."""
-    stream, wide = s.tokens * s.model.D * s.residual_bytes, s.tokens * s.model.D * FP32
+    """One kernel on a GPU; on a CPU several, in float32, that save two tensors of its size."""
+    stream, wide = s.stream_bytes, s.tokens * s.model.D * FP32
     if s.kind == "gpu":
-        saved, first = stream + s.tokens * FP32, (Hold(nbytes=stream, frees=1.0),)
+        saved, backward = stream + s.tokens * FP32, (Hold(nbytes=stream, frees=1.0),)
     else:
         saved = 2 * wide + s.tokens * FP32
-        first = (Hold(nbytes=2 * wide, frees=wide / saved),
-                 Hold(nbytes=(3 if residual else 4) * wide, frees=1 - wide / saved))
-    return Op(name=name, part="norms", params=s.model.D, saved_bytes=saved,
-              saved_itemsize=s.residual_bytes, moved_bytes=_norm_moves(s),
-              backward=(*first, *_meets_residual(s, residual)))
+        backward = (Hold(nbytes=2 * wide, frees=wide / saved),
+                    Hold(nbytes=(3 if residual else 4) * wide, frees=1 - wide / saved))
+    return _norm(name, s, params=s.model.D, saved=saved, backward=backward, residual=residual)
 
 
-def _norm_moves(s: MicroBatch) -> int:
-    """Reads and writes; and once more for the cast of its result."""
+def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tuple[Hold, ...],
+          residual: bool) -> Op:
+    """Reads and writes, once more for the cast of its result. At the end of backward, the gradient
+    of its input is added to that of the residual stream, which went round the norm."""
     cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
-    return s.tokens * s.model.D * (2 * s.residual_bytes + cast)
-
-
-def _meets_residual(s: MicroBatch, residual: bool) -> tuple[Hold, ...]:
-    """The gradient of a norm's input is added to that of the residual stream, which went round the
-    norm."""
-    stream = s.tokens * s.model.D * s.residual_bytes
-    return (Hold(nbytes=stream, grows=-stream), Hold()) if residual else (Hold(),)
+    added = (Hold(nbytes=s.stream_bytes, grows=-s.stream_bytes),) if residual else ()
+    return Op(name=name, part="norms", params=params, saved_bytes=saved,
+              saved_itemsize=s.residual_bytes, backward=(*backward, *added, Hold()),
+              moved_bytes=s.tokens * s.model.D * (2 * s.residual_bytes + cast))
 
 
 def residual_add(name: str, s: MicroBatch) -> Op:
@@ -233,8 +227,7 @@ def _attention(s: MicroBatch, *, numbers: int, saved: float, work: float, out: f
 
 
 def sdpa(s: MicroBatch) -> Op:
-    """A flash kernel: q, k, v, the output, and one float32 log-sum per query instead of T
-    scores."""
+    """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores."""
     m = s.model
     numbers = _kept_qkv(s) + m.H * m.E
     if s.turns or 1 < m.G < m.H:
@@ -286,8 +279,7 @@ def _qkv(m: Any) -> int:
 
 
 def _kept_qkv(s: MicroBatch) -> int:
-    """Numbers of a token that attention saves of the product of q, k and v, as the first that
-    does."""
+    """Numbers of a token's q, k and v that attention is the first to save."""
     return 0 if s.norms_save_qkv else _qkv(s.model)
 
 
@@ -316,8 +308,7 @@ def learned(s: MicroBatch) -> Op:
 
 
 def rope(s: MicroBatch) -> Op:
-    """cos and sin, made once for all blocks; what the turning itself saves and moves is
-    attention's."""
+    """cos and sin, made once for all blocks; what turning saves and moves is attention's."""
     return Op(name="attention", part="positions",
               saved_bytes=2 * s.model.T * s.model.E * s.residual_bytes)
 
@@ -395,8 +386,7 @@ class Operations:
 def operations(s: MicroBatch) -> Operations:
     """The model of `s`, as its settings name the rows of the tables above."""
     m, N = s.model, s.tokens
-    # The logits in float32, and their log-probabilities; and the logits as autocast gives them, and
-    # cast.
+    # logits in float32 and their log-probabilities; before them, logits of autocast, and their cast
     logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
     return Operations(
         # read, written; and with the positions added, read, read and written
@@ -415,8 +405,7 @@ def operations(s: MicroBatch) -> Operations:
 
 def choose_attention(asked: str, *, device: str, low_precision: bool,
                      context: int) -> tuple[str, str]:
-    """The backend that `model.attention` means on a kind of device, and why. See `lpkit bench
-    attention-cpu`."""
+    """The backend on a kind of device, and why. See `lpkit bench attention-cpu`."""
     if asked != "auto":
         return asked, "asked for"
     if device == "cpu" and low_precision and context <= BLOCKED_CONTEXT:

@@ -1,8 +1,7 @@
 """What changes a model: once, when it is built (MODEL_TRANSFORMS), or between updates (GOVERNORS).
 
 A transform's implementation is f(settings) -> contracts.Transform; a governor's is f(settings) ->
-contracts.Governor. Both families are for techniques that come from outside as well: add a row, and
-name it in a Config.
+contracts.Governor. Rows come from outside: add one, and name it in a Config.
 """
 
 from lpkit.techniques.row import Row

@@ -1,5 +1,5 @@
 """Data policies: which tokens are seen, in what order. The implementation is a
-contracts.DataPolicy, made of (tokens, batch, context, seed, settings)."""
+contracts.DataPolicy, made of (tokens, batch, context, seed)."""
 
 from lpkit.techniques.row import Row
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from lpkit.errors import pick
 
 IEEE = "IEEE 754-2019, https://doi.org/10.1109/IEEESTD.2019.8766229"
-OFP8 = "OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"
-MX = "OCP Microscaling Formats (MX) Specification 1.0; Rouhani et al. 2023, https://arxiv.org/abs/2310.10537"
+OFP8 = ("OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022, "
+        "https://arxiv.org/abs/2209.05433")
+MX = ("OCP Microscaling Formats (MX) Specification 1.0; Rouhani et al. 2023, "
+      "https://arxiv.org/abs/2310.10537")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,7 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Of two, below which the spacing no longer shrinks. Without a mantissa there are no
-        subnormals."""
+        """Of two, below which the spacing no longer shrinks; no mantissa means no subnormals."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property
@@ -79,8 +80,7 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
            nan=0x7FC00000, torch_dtype="float32", source=IEEE),
     Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127,
            largest=(2 - 2.0**-10) * 2.0**127, has_infinities=True, first_nan=0x3FC01, nan=0x3FE00,
-           source="NVIDIA A100 Tensor Core GPU Architecture, 2020; kept in 32 bits, of which 19 "
-           "count"),
+           source="NVIDIA A100 Tensor Core GPU Architecture, 2020; 19 of its 32 bits count"),
     Format(name="bf16", exponent_bits=8, mantissa_bits=7, bias=127,
            largest=(2 - 2.0**-7) * 2.0**127, has_infinities=True, first_nan=0x7F81, nan=0x7FC0,
            torch_dtype="bfloat16", source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
@@ -95,8 +95,7 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
     Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, source=MX),
     Format(name="e8m0", exponent_bits=8, mantissa_bits=0, bias=127, largest=2.0**127, signed=False,
            first_nan=0xFF, nan=0xFF, torch_dtype="float8_e8m0fnu", source=MX),
-    # bias = 2 - bits: the spacing 2^(1 - bias - mantissa_bits) is one, and no code reaches the
-    # first normal.
+    # bias = 2 - bits: the spacing 2^(1 - bias - mantissa_bits) is one, and no code is normal
     Format(name="int8", exponent_bits=0, mantissa_bits=7, bias=-6, largest=127.0,
            torch_dtype="int8", source="two's complement"),
     Format(name="int4", exponent_bits=0, mantissa_bits=3, bias=-2, largest=7.0,

@@ -1,5 +1,4 @@
-"""Initialisations. The implementation is f(model, settings), which fills every parameter in
-place."""
+"""Initialisations. The implementation is f(model), which fills every parameter in place."""
 
 from lpkit.techniques.row import Row
 

@@ -16,7 +16,8 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
           model states as `shard` ranks do
 """
 
-import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from lpkit.config import Config
 
 AXES = ("data", "shard", "tensor", "pipeline", "context")
+FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes. `interleave` is the chunks of layers that each stage holds (virtual
-    stages)."""
+    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds."""
 
     data: int = 1
     shard: int = 1
@@ -52,19 +53,13 @@ class Layout:
 
     @property
     def state_ranks(self) -> int:
-        """Ranks over which ZeRO spreads model states: those of a context group hold the same
-        weights."""
+        """Ranks over which ZeRO spreads model states; a context group holds the same weights."""
         return self.shard * self.context
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along an axis."""
-        faster = {"tensor": (), "context": ("tensor",), "shard": ("tensor", "context"),
-                  "data": ("tensor", "context", "shard"),
-                  "pipeline": ("tensor", "context", "shard", "data")}
-        stride = 1
-        for other in faster[axis]:
-            stride *= getattr(self, other)
-        return stride
+        faster = FASTEST_FIRST[:FASTEST_FIRST.index(axis)]
+        return math.prod(getattr(self, other) for other in faster)
 
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
@@ -90,37 +85,36 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     if devices is not None and layout.devices != devices:
         raise ConfigError(_wrong_world(layout, devices))
     m, t, c = config.model, layout.tensor, layout.context
-    zigzag = 2 * c if c > 1 else 1
-    if m.T % zigzag:
-        fits = lambda n: m.T % (2 * n if n > 1 else 1) == 0
+    splits = lambda n: n == 1 or m.T % (2 * n) == 0
+    if not splits(c):
         raise ConfigError(f"model.context={m.T} does not split into 2 x context={c} pieces "
                           f"(zig-zag deals each rank an early and a late one); "
-                          f"{_nearest(c, m.T, fits, 'context')}")
+                          f"{_nearest(c, m.T, splits, 'context')}")
     parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
              "a context rank's share of model.context": m.T // c}
+    splits = lambda n: all(count % n == 0 for count in parts.values())
     for what, count in parts.items():
         if count % t:
-            fits = lambda n: all(count % n == 0 for count in parts.values())
             raise ConfigError(f"{what}={count} does not split over tensor={t} ranks; "
-                              f"{_nearest(t, m.H, fits, 'tensor')}")
-    if layout.interleave > 1 and layout.pipeline == 1:
-        raise ConfigError(f"interleave={layout.interleave} chunks of layers need pipeline stages; "
-                          f"set interleave=1, or pipeline to 2 or more")
-    if not stages_fit(m.L, layout.pipeline, layout.interleave):
-        fits = lambda n: stages_fit(m.L, n, layout.interleave)
-        chunks = f" x interleave={layout.interleave}" if layout.interleave > 1 else ""
-        raise ConfigError(f"model.layers={m.L} does not split over "
-                          f"pipeline={layout.pipeline}{chunks} stages, not even with one layer "
-                          f"fewer in the first and the last; "
-                          f"{_nearest(layout.pipeline, m.L, fits, 'pipeline')}")
-    if config.global_batch % layout.batch_ranks:
-        below = config.global_batch // layout.batch_ranks * layout.batch_ranks
-        fits = lambda n: config.global_batch % n == 0
-        raise ConfigError(f"global_batch={config.global_batch} sequences does not split over "
-                          f"data={layout.data} x shard={layout.shard} = {layout.batch_ranks} "
-                          f"ranks; set global_batch to "
-                          f"{f'{below} or ' if below else ''}{below + layout.batch_ranks}, or "
-                          f"{_nearest(layout.batch_ranks, config.global_batch, fits, 'data x shard')}")
+                              f"{_nearest(t, m.H, splits, 'tensor')}")
+    chunks = layout.interleave
+    if chunks > 1 and layout.pipeline == 1:
+        raise ConfigError(f"interleave={chunks} chunks of layers need pipeline stages; set "
+                          f"interleave=1, or pipeline to 2 or more")
+    splits = lambda n: stages_fit(m.L, n, chunks)
+    if not splits(layout.pipeline):
+        times = f" x interleave={chunks}" if chunks > 1 else ""
+        raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}"
+                          f"{times} stages, not even with one layer fewer in the first and the "
+                          f"last; {_nearest(layout.pipeline, m.L, splits, 'pipeline')}")
+    batch, ranks = config.global_batch, layout.batch_ranks
+    if batch % ranks:
+        splits = lambda n: batch % n == 0
+        below = batch // ranks * ranks
+        near = " or ".join(str(size) for size in (below, below + ranks) if size)
+        raise ConfigError(f"global_batch={batch} sequences does not split over data={layout.data} "
+                          f"x shard={layout.shard} = {ranks} ranks; set global_batch to {near}, or "
+                          f"{_nearest(ranks, batch, splits, 'data x shard')}")
 
 
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
@@ -133,15 +127,13 @@ def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
 
 
 def stages_fit(layers: int, stages: int, chunks: int) -> bool:
-    """Whether as many chunks of layers can be equal, or would be with one layer fewer in the first
-    and the last."""
+    """Whether the chunks of layers are equal, or are with one layer fewer in the first and last."""
     return (layers % (stages * chunks) == 0
             or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
 
 
-def _nearest(asked: int, most: int, fits, name: str) -> str:
-    """'tensor may be 4 or 8': the next size that can be below `asked` and, up to `most`, the next
-    above."""
+def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:
+    """'tensor may be 4 or 8': the next size that fits below `asked`, and above up to `most`."""
     below = next((n for n in range(min(asked - 1, most), 0, -1) if fits(n)), None)
     above = next((n for n in range(asked + 1, most + 1) if fits(n)), None)
     return f"{name} may be {' or '.join(str(n) for n in (below, above) if n is not None)}"
@@ -164,4 +156,4 @@ def divisors(count: int) -> list[int]:
 
 def powers_of_two(first: int, last: int) -> list[int]:
     """From `first` (a power of two) to at most `last`."""
-    return list(itertools.takewhile(lambda n: n <= last, (first << i for i in itertools.count())))
+    return [first << i for i in range((last // first).bit_length())]

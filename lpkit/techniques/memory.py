@@ -1,28 +1,27 @@
-"""What a step keeps, where and in how many bits: a family for each field of `config.memory`, the
-plain way first.
+"""What a step keeps, where and in how many bits: a family for each field of `config.memory`.
 
-A row says what the predictor needs of it: bytes, and what is recomputed. `problem` says why it
-cannot be beside the rest of a Config, and the way out; empty: it can. Implementations are in
-`lpkit.memory`.
+The first row of each is the plain way. A row says what the predictor needs of it: bytes, and what
+is recomputed. `problem` says why it cannot be beside the rest of a Config, and the way out.
+Implementations are in `lpkit.memory`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from lpkit.errors import ConfigError, pick, positive, share
+from lpkit.errors import ConfigError
 from lpkit.techniques.recipes import Recipe
-from lpkit.techniques.row import Settings, Technique
+from lpkit.techniques.row import Count, Settings, Share, Technique, chosen
 
 # Activations that backward computes again. The implementation is f(settings) ->
 # lpkit.memory.recompute.Recomputation.
 
 @dataclass(frozen=True, kw_only=True)
 class EveryBlock(Settings):
-    every: int = 1          # every n-th block
+    where = "memory.recompute."
 
-    def __post_init__(self):
-        positive("memory.recompute.", every=self.every)
+    every: Count = 1        # every n-th block
 
     def __str__(self) -> str:
         return self.name if self.every == 1 else f"{self.name}, every {self.every}"
@@ -30,28 +29,25 @@ class EveryBlock(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Settings):
-    budget: float = 0.5     # the share of the activations that torch.compile may keep
+    where = "memory.recompute."
 
-    def __post_init__(self):
-        share("memory.recompute.", budget=self.budget)
+    budget: Share = 0.5     # of the activations, what torch.compile may keep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Technique):
     """`repeats`: what runs once more in backward, of products, attention, pointwise and tensor (its
-    messages); "unfused attention" where scores are kept in pieces. `keeps_results`: of products and
-    fused attention. `blocks(settings)`: which."""
+    messages); "unfused attention" where scores are kept in pieces."""
 
     repeats: frozenset[str] = frozenset()
-    keeps_results: bool = False
-    every: Callable[[Settings], int] = lambda settings: 1  # of the blocks that run again: each n-th
+    keeps_results: bool = False     # of products and fused attention
+    every: Callable[[Settings], int] = lambda settings: 1   # each n-th block runs again
     # of what is saved; the compiler decides which. An estimate
     kept_share: Callable[[Settings], float] | None = None
 
     def again_bytes(self, input_bytes: float, saved_bytes: float, result_bytes: float,
                     settings: Settings) -> float:
-        """What a block keeps that runs again, of its input, of all that it saves and of its
-        products' results."""
+        """What a block keeps that runs again, of its input, all it saves and its results."""
         if self.kept_share is not None:
             return max(input_bytes, self.kept_share(settings) * saved_bytes)
         return input_bytes + (result_bytes if self.keeps_results else 0)
@@ -65,25 +61,25 @@ class Recompute(Technique):
         return -(-layers // self.every(settings)) / layers
 
 
+WHOLE_BLOCK = frozenset({"products", "attention", "pointwise", "tensor"})
+
 RECOMPUTE = {
     "none": Recompute(why="everything is kept", implementation="lpkit.memory.recompute:nothing"),
     "selective": Recompute(
         why="results of weight products and of fused attention are kept, what is cheap is computed "
-        "again", source="Korthikanti et al. 2022, arXiv:2205.05198",
-        implementation="lpkit.memory.recompute:selective", settings=EveryBlock(),
+        "again", source="Korthikanti et al. 2022, arXiv:2205.05198", settings=EveryBlock(),
         repeats=frozenset({"pointwise", "unfused attention"}), keeps_results=True,
-        every=lambda settings: settings.every),
+        every=attrgetter("every"), implementation="lpkit.memory.recompute:selective"),
     "block": Recompute(
         why="a block keeps its input alone and runs again in backward",
-        source="Chen et al. 2016, arXiv:1604.06174", implementation="lpkit.memory.recompute:block",
-        settings=EveryBlock(), repeats=frozenset({"products", "attention", "pointwise", "tensor"}),
-        every=lambda settings: settings.every), "budget": Recompute(
+        source="Chen et al. 2016, arXiv:1604.06174", settings=EveryBlock(), repeats=WHOLE_BLOCK,
+        every=attrgetter("every"), implementation="lpkit.memory.recompute:block"),
+    "budget": Recompute(
         why="torch.compile chooses what to compute again",
-        source="https://pytorch.org/blog/activation-checkpointing-techniques/",
-        implementation="lpkit.memory.recompute:within_budget", settings=Budget(),
+        source="https://pytorch.org/blog/activation-checkpointing-techniques/", settings=Budget(),
+        repeats=WHOLE_BLOCK, kept_share=attrgetter("budget"),
         needs_compile="whose graph it divides",
-        repeats=frozenset({"products", "attention", "pointwise", "tensor"}),
-        kept_share=lambda settings: settings.budget),
+        implementation="lpkit.memory.recompute:within_budget"),
 }
 
 
@@ -91,11 +87,11 @@ RECOMPUTE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Technique):
-    """`number_bytes`: for each number that blocks keep on the device, by kind of machine; absent:
-    as it is."""
+    """`number_bytes`: of each number kept on the device, by kind of machine; absent: as it is."""
 
     number_bytes: Mapping[str, float] = field(default_factory=dict)
-    eager: str = "its hooks move what each operation saves, and a compiled model has other operations"
+    eager: str = ("its hooks move what each operation saves, and a compiled model has other "
+                  "operations")
 
 
 GROUP = 256     # numbers of a quantized activation that share a least and a largest
@@ -104,19 +100,20 @@ GROUP = 256     # numbers of a quantized activation that share a least and a lar
 def _quantized(bits: int) -> Offload:
     return Offload(why=f"{bits} bits a number and 8 bytes for each {GROUP}, rounded stochastically",
                    source="Chen et al. 2021, arXiv:2104.14129",
-                   implementation=f"lpkit.memory.saved:int{bits}",
-                   number_bytes=dict.fromkeys(("cpu", "gpu"), bits / 8 + 8 / GROUP))
+                   number_bytes=dict.fromkeys(("cpu", "gpu"), bits / 8 + 8 / GROUP),
+                   implementation=f"lpkit.memory.saved:int{bits}")
 
 
 ACTIVATION_OFFLOAD = {
     "device": Offload(why="where they were made", eager="",
                       implementation="lpkit.memory.saved:on_device"),
-    "cpu": Offload(why="pinned memory, copied beside the computation and brought back before "
-                   "backward asks", source="Ren et al. 2021, arXiv:2101.06840",
-                   implementation="lpkit.memory.saved:on_host", number_bytes={"gpu": 0.0}),
-    "disk": Offload(why="a file", source="Rajbhandari et al. 2021, arXiv:2104.07857",
-                    implementation="lpkit.memory.saved:on_disk",
-                    number_bytes={"cpu": 0.0, "gpu": 0.0}),
+    "cpu": Offload(
+        why="pinned memory, copied beside the computation and brought back before backward asks",
+        source="Ren et al. 2021, arXiv:2101.06840", number_bytes={"gpu": 0.0},
+        implementation="lpkit.memory.saved:on_host"),
+    "disk": Offload(
+        why="a file", source="Rajbhandari et al. 2021, arXiv:2104.07857",
+        number_bytes={"cpu": 0.0, "gpu": 0.0}, implementation="lpkit.memory.saved:on_disk"),
     "int8": _quantized(8), "int4": _quantized(4), "int2": _quantized(2),
 }
 
@@ -125,29 +122,27 @@ ACTIVATION_OFFLOAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Settings):
-    chunk_tokens: int = 1024        # at a time
+    where = "memory.cross_entropy."
 
-    def __post_init__(self):
-        positive("memory.cross_entropy.", chunk_tokens=self.chunk_tokens)
+    chunk_tokens: Count = 1024      # at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Technique):
-    """`entry`: the method of the model that the loss calls, which is the one to compile; None: the
-    model."""
+    """`entry`: the model's method that the loss calls, and that is compiled; None: the model."""
 
     entry: str | None = None
-    chunk_tokens: Callable[[Settings], int] = lambda settings: 0       # 0: all logits at once
+    chunk_tokens: Callable[[Settings], int] = lambda settings: 0    # 0: all logits at once
 
 
 CROSS_ENTROPY = {
     "full": CrossEntropy(why="all logits at once", implementation="lpkit.memory.loss:full"),
     "chunked": CrossEntropy(
         why="gradients of hidden states and head are made in the forward pass, some of the tokens "
-        "at a time", source="Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, "
-        "arXiv:2411.09009", settings=Chunked(), entry="hidden",
-        implementation="lpkit.memory.loss:chunked",
-        chunk_tokens=lambda settings: settings.chunk_tokens),
+        "at a time",
+        source="Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009",
+        settings=Chunked(), entry="hidden", chunk_tokens=attrgetter("chunk_tokens"),
+        implementation="lpkit.memory.loss:chunked"),
 }
 
 
@@ -155,18 +150,16 @@ CROSS_ENTROPY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParamDtype(Technique):
-    """Bytes of a parameter and of its gradient, and of a number in the residual stream; None: as
-    the recipe has it."""
-
-    param_bytes: int
-    residual_bytes: int | None = None
-    rounded: bool = False       # stochastically, after an update in float32
+    param_bytes: int                    # of a parameter, and of its gradient
+    residual_bytes: int | None = None   # of a number in the residual stream; None: as the recipe
 
 
 def _needs_bf16(config: Any, recipe: Recipe) -> str:
     if recipe.compute == "bfloat16":
         return ""
-    return "needs a recipe that computes in bf16, because the rest of the model computes in the dtype of its parameters; set precision.recipe=bf16 or one of 8 or 4 bits, or memory.param_dtype=fp32"
+    return ("needs a recipe that computes in bf16, because the rest of the model computes in the "
+            "dtype of its parameters; set precision.recipe=bf16 or one of 8 or 4 bits, or "
+            "memory.param_dtype=fp32")
 
 
 PARAM_DTYPE = {
@@ -174,14 +167,12 @@ PARAM_DTYPE = {
                        implementation="lpkit.memory.parameters:as_built"),
     "bf16": ParamDtype(
         why="weights, gradients and residual stream in 2 bytes",
-        source="Zamirai et al. 2020, arXiv:2010.06192",
-        implementation="lpkit.memory.parameters:in_bf16", param_bytes=2, residual_bytes=2,
-        rounded=True, problem=_needs_bf16),
+        source="Zamirai et al. 2020, arXiv:2010.06192", param_bytes=2, residual_bytes=2,
+        problem=_needs_bf16, implementation="lpkit.memory.parameters:in_bf16"),
 }
 
 
-# Where the optimizer's state is stored between updates. f(device) -> contracts.StatePlacement, or
-# None: on the device.
+# Where the optimizer's state is stored between updates. f(device) -> contracts.StatePlacement.
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState(Technique):
@@ -191,17 +182,17 @@ class OptimizerState(Technique):
 OPTIMIZER_STATE = {
     "device": OptimizerState(why="beside the parameters",
                              implementation="lpkit.memory.state:on_device"),
-    "cpu": OptimizerState(why="pinned memory, copied beside the computation",
-                          source="Ren et al. 2021, arXiv:2101.06840",
-                          implementation="lpkit.memory.state:on_host", leaves=("gpu",)),
-    "disk": OptimizerState(why="a memory-mapped file", source="Rajbhandari et al. 2021, "
-                           "arXiv:2104.07857", implementation="lpkit.memory.state:on_disk",
-                           leaves=("cpu", "gpu")),
+    "cpu": OptimizerState(
+        why="pinned memory, copied beside the computation", leaves=("gpu",),
+        source="Ren et al. 2021, arXiv:2101.06840", implementation="lpkit.memory.state:on_host"),
+    "disk": OptimizerState(
+        why="a memory-mapped file", leaves=("cpu", "gpu"),
+        source="Rajbhandari et al. 2021, arXiv:2104.07857",
+        implementation="lpkit.memory.state:on_disk"),
 }
 
 
-# When a parameter is updated. f(optimizer, parameters, clip) -> optimizer_step() -> the norm of the
-# gradients.
+# When a parameter is updated. f(optimizer, parameters, clip) -> f() -> the norm of the gradients.
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStep(Technique):
@@ -210,52 +201,54 @@ class OptimizerStep(Technique):
 
 def _in_backward_problem(config: Any, recipe: Recipe) -> str:
     if config.grad_accum_steps > 1:
-        return f"uses a gradient before the next micro-batch adds to it, but grad_accum_steps=" \
-               f"{config.grad_accum_steps}; set grad_accum_steps=1, or memory.optimizer_step=after"
+        return (f"uses a gradient before the next micro-batch adds to it, but "
+                f"grad_accum_steps={config.grad_accum_steps}; set grad_accum_steps=1, or "
+                f"memory.optimizer_step=after")
     if config.optimizer.clip:
-        return f"frees each gradient at once, but clipping needs the norm of all of them and optimizer.clip={config.optimizer.clip}; set optimizer.clip=0, or memory.optimizer_step=after"
+        return (f"frees each gradient at once, but clipping needs the norm of all of them and "
+                f"optimizer.clip={config.optimizer.clip}; set optimizer.clip=0, or "
+                f"memory.optimizer_step=after")
     if recipe.loss_scaling:
-        return "has updated parameters before an overflow is known, and cannot skip the update; choose precision.recipe=bf16, or memory.optimizer_step=after"
+        return ("has updated parameters before an overflow is known, and cannot skip the update; "
+                "choose precision.recipe=bf16, or memory.optimizer_step=after")
     return ""
 
 
 OPTIMIZER_STEP = {
-    "after": OptimizerStep(why="gradients are clipped by their global norm, which needs all of "
-                           "them", gradients_held=1, implementation="lpkit.memory.update:after"),
+    "after": OptimizerStep(
+        why="gradients are clipped by their global norm, which needs all of them",
+        gradients_held=1, implementation="lpkit.memory.update:after"),
     "in-backward": OptimizerStep(
         why="each gradient is used and freed as soon as it is computed",
-        source="Lv et al. 2023, arXiv:2306.09782", implementation="lpkit.memory.update:InBackward",
-        gradients_held=0, problem=_in_backward_problem, eager="a compiled backward pass hands out "
-        "every gradient at its end"),
+        source="Lv et al. 2023, arXiv:2306.09782", gradients_held=0, problem=_in_backward_problem,
+        eager="a compiled backward pass hands out every gradient at its end",
+        implementation="lpkit.memory.update:InBackward"),
 }
 
 
 def check(config: Any, recipe: Recipe) -> None:
     """Raises ConfigError for rows that cannot be beside one another."""
-    for field_name, row in rows_of(config).items():
-        if problem := row.problem(config, recipe):
-            raise ConfigError(f"memory.{field_name}={getattr(config.memory, field_name).name} "
-                              f"{problem}")
+    for name, row in rows_of(config).items():
+        if row.problem and (problem := row.problem(config, recipe)):
+            raise ConfigError(f"memory.{name}={getattr(config.memory, name).name} {problem}")
 
 
 def recompute_of(config: Any, asked: Settings | str | None = None) -> tuple[Recompute, Settings]:
-    """The row and its settings; of a name, the config's settings where it has that row, else the
-    row's own."""
-    settings = config.memory.recompute if asked is None else asked
-    if isinstance(settings, str):
-        row = pick(RECOMPUTE, settings, "memory.recompute")
-        same = config.memory.recompute.name == settings
-        settings = config.memory.recompute if same else replace(row.settings, name=settings)
+    """The row and its settings; of a name that the config does not have, the row's own."""
+    settings = config.memory.recompute
+    if isinstance(asked, Settings):
+        settings = asked
+    elif asked is not None and asked != settings.name:
+        settings = chosen(RECOMPUTE, asked, "memory.recompute")
     return RECOMPUTE[settings.name], settings
 
 
 def by_cost() -> tuple[str, ...]:
-    """The rows of RECOMPUTE that anybody may try, the cheapest first: those that need no
-    compiler."""
+    """The rows of RECOMPUTE that need no compiler, the cheapest first."""
     return tuple(name for name, row in RECOMPUTE.items() if not row.needs_compile)
 
 
 def rows_of(config: Any) -> dict[str, Technique]:
     """The row that each field of `config.memory` names."""
     return {key: f.metadata["table"][getattr(config.memory, key).name]
-            for key, f in type(config.memory).__dataclass_fields__.items() if "table" in f.metadata}
+            for key, f in type(config.memory).__dataclass_fields__.items()}

@@ -5,23 +5,19 @@ slot (a moment) costs depends on the format in which it is stored between update
 here: bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs any rule in any
 format.
 
-Weight decay is decoupled for every rule (Loshchilov & Hutter 2019,
-https://arxiv.org/abs/1711.05101): w <- w (1 - lr weight_decay), and the gradient does not contain
-it.
+Weight decay is decoupled for every rule, and no part of the gradient: w <- w (1 - lr weight_decay)
+(Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from lpkit.errors import ConfigError, at_least_zero, nearest, pick, positive
-from lpkit.techniques.row import Row, Settings, Technique
+from lpkit.errors import ConfigError, at_least_zero, nearest, pick
+from lpkit.techniques.row import Positive, PositiveOrZero, Rate, Row, Settings, Technique
 
-FLOAT32, BF16 = 4, 2  # bytes of a number
-BLOCK = 256  # numbers that share one float32 scale in the 8-bit format
-
-
-# ---- settings
+FLOAT32, BF16 = 4, 2    # bytes of a number
+BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,68 +28,46 @@ class OptimizerSettings(Settings):
     pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". Later ones win.
     """
 
-    lr: float = 1e-3
-    weight_decay: float = 0.1
-    clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    where = "optimizer."
+
+    lr: Positive = 1e-3
+    weight_decay: PositiveOrZero = 0.1
+    clip: PositiveOrZero = 1.0      # largest global gradient norm; 0: no clipping
     groups: tuple[str, ...] = ()
 
     def __post_init__(self):
-        positive("optimizer.", lr=self.lr)
-        at_least_zero("optimizer.", weight_decay=self.weight_decay, clip=self.clip)
+        super().__post_init__()
         for group in self.groups:
-            GroupSettings.parse(group)
+            _parsed(group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings(OptimizerSettings):
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive("optimizer.", eps=self.eps)
-        _decay_rate(beta1=self.beta1, beta2=self.beta2)
+    beta1: Rate = 0.9
+    beta2: Rate = 0.95
+    eps: Positive = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class LionSettings(OptimizerSettings):
-    lr: float = 1e-4  # every coordinate moves by lr, so a third to a tenth of AdamW's
-    beta1: float = 0.9  # of the direction
-    beta2: float = 0.99  # of the momentum
-
-    def __post_init__(self):
-        super().__post_init__()
-        _decay_rate(beta1=self.beta1, beta2=self.beta2)
+    lr: Positive = 1e-4     # every coordinate moves by lr, so a third to a tenth of AdamW's
+    beta1: Rate = 0.9       # of the direction
+    beta2: Rate = 0.99      # of the momentum
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumSettings(OptimizerSettings):
-    momentum: float = 0.9
+    momentum: Rate = 0.9
     nesterov: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        _decay_rate(momentum=self.momentum)
-
-
-def _decay_rate(**values: float) -> None:
-    """A moving average that forgets nothing (1) takes in no gradient."""
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"optimizer.{name} must be 0 or more and below 1, got {value}")
-
-
-# ---- rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentFormat(Technique):
-    """How a slot is stored between updates. The implementation is a MomentCodec."""
+    """How a slot is stored between updates; implemented as lpkit.optim.moments.Float32 is."""
 
-    bytes: float  # per number
-    encoding_bytes: float  # per number, temporary, while a slot is encoded; 0: it is not
-    numbers: str  # "float32", "8-bit"
+    bytes: float                # per number
+    encoding_bytes: float       # per number, temporary, while a slot is encoded; 0: it is not
+    numbers: str                # "float32", "8-bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,61 +112,44 @@ class Optimizer(Row):
         encoding = stored.encoding_bytes if self.slots else 0
         if weight_bytes == FLOAT32:
             return decoded + max(self.temporary_bytes, encoding)
-        rule = FLOAT32 + self.temporary_bytes  # the gradient in float32
+        rule = FLOAT32 + self.temporary_bytes       # the gradient in float32
         rounding = FLOAT32 + BF16
         return FLOAT32 + decoded + max(rule, encoding, rounding)
 
 
 MOMENT_FORMATS = {
     "float32": MomentFormat(
-        bytes=FLOAT32,
-        encoding_bytes=0,
-        implementation="lpkit.optim.moments:Float32",
-        numbers="float32",
-        why="as the rule computes it",
-    ),
+        why="as the rule computes it", bytes=FLOAT32, encoding_bytes=0, numbers="float32",
+        implementation="lpkit.optim.moments:Float32"),
     "int8": MomentFormat(
-        bytes=1 + FLOAT32 / BLOCK,
-        encoding_bytes=14,  # blocks, ratios, indices, codes
-        implementation="lpkit.optim.moments:BlockwiseInt8",
-        numbers=f"8-bit (a float32 scale per {BLOCK})",
         why=f"8 bits a number and a float32 scale for each {BLOCK}",
         source="Dettmers et al. 2022, arXiv:2110.02861",
-    ),
+        bytes=1 + FLOAT32 / BLOCK, encoding_bytes=14,       # blocks, ratios, indices, codes
+        numbers=f"8-bit (a float32 scale per {BLOCK})",
+        implementation="lpkit.optim.moments:BlockwiseInt8"),
 }
 
 OPTIMIZERS = {
     "adamw": Optimizer(
-        settings=AdamWSettings(),
-        slots=(Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False)),
-        implementation="lpkit.optim.rules:adamw",
-        kernel="lpkit.optim.rules:adamw_kernel",
-        fused="lpkit.optim.rules:adamw_fused",
-        source="Loshchilov & Hutter 2019, arXiv:1711.05101",
         why="the mean of gradients over the root of their mean square",
-    ),
+        source="Loshchilov & Hutter 2019, arXiv:1711.05101", settings=AdamWSettings(),
+        slots=(Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False)),
+        implementation="lpkit.optim.rules:adamw", kernel="lpkit.optim.rules:adamw_kernel",
+        fused="lpkit.optim.rules:adamw_fused"),
     "lion": Optimizer(
-        settings=LionSettings(),
-        slots=(Slot(name="exp_avg"),),
-        implementation="lpkit.optim.rules:lion",
-        temporary_bytes=FLOAT32,
-        source="Chen et al. 2023, arXiv:2302.06675, algorithm 2",
         why="the sign of an interpolated momentum",
-    ),
+        source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
+        slots=(Slot(name="exp_avg"),), temporary_bytes=FLOAT32,
+        implementation="lpkit.optim.rules:lion"),
     "momentum": Optimizer(
-        settings=MomentumSettings(),
-        slots=(Slot(name="momentum_buffer"),),
-        implementation="lpkit.optim.rules:momentum",
-        source="Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html",
         why="SGD with a sum of past gradients that fades",
-    ),
+        source="Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html",
+        settings=MomentumSettings(), slots=(Slot(name="momentum_buffer"),),
+        implementation="lpkit.optim.rules:momentum"),
     "sgd": Optimizer(
-        settings=OptimizerSettings(),
-        slots=(),
-        implementation="lpkit.optim.rules:sgd",
-        source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586",
         why="the gradient alone",
-    ),
+        source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
+        implementation="lpkit.optim.rules:sgd"),
 }
 
 
@@ -206,58 +163,35 @@ def find_format(name: str) -> MomentFormat:
 
 def describe_state(name: str, moment_format: str = "float32") -> str:
     """'two float32 moments'."""
-    count = len(find(name).slots)
-    if count == 0:
-        return "nothing"
-    stored = find_format(moment_format)
-    number = {1: "one", 2: "two", 3: "three"}.get(count, str(count))
-    return f"{number} {stored.numbers} moment{'s' if count > 1 else ''}"
+    count, numbers = len(find(name).slots), find_format(moment_format).numbers
+    words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
+    return words.get(count, f"{count} {numbers} moments")
 
 
-# ---- groups of parameters by name
+# Groups of parameters by name.
 
-# Biases and the gains of norms: decay would pull them to 0.
-WITHOUT_DECAY = ("*.bias", "*norm*.weight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupSettings:
-    """What is special about parameters whose names match `pattern`; None: nothing."""
-
-    pattern: str
-    lr_scale: float | None = None
-    weight_decay: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "GroupSettings":
-        """Of "pattern:lr_scale=0.1:weight_decay=0". Raises ConfigError."""
-        pattern, *parts = text.split(":")
-        values = {}
-        for part in parts:
-            key, _, value = part.partition("=")
-            if key not in ("lr_scale", "weight_decay"):
-                raise ConfigError(
-                    f"optimizer.groups has {text!r}, but a group has no {key!r}; "
-                    f"set lr_scale or weight_decay"
-                )
-            try:
-                values[key] = float(value)
-            except ValueError:
-                raise ConfigError(
-                    f"optimizer.groups has {text!r}, but {key} must be a number, got {value!r}"
-                ) from None
-        if not pattern or not values:
-            raise ConfigError(
-                f"optimizer.groups has {text!r}; write it as pattern:lr_scale=0.1 "
-                f"or pattern:weight_decay=0"
-            )
-        at_least_zero(f"optimizer.groups {text!r}: ", **values)
-        return cls(pattern=pattern, **values)
+WITHOUT_DECAY = ("*.bias", "*norm*.weight")     # of biases and gains of norms: it pulls them to 0
 
 
-def is_decayed(name: str) -> bool:
-    """Whether weight decay applies to the parameter `name` unless a group says otherwise."""
-    return not any(fnmatchcase(name, pattern) for pattern in WITHOUT_DECAY)
+def _parsed(group: str) -> tuple[str, dict[str, float]]:
+    """"head.*:lr_scale=0.1": the pattern, and its values. Raises ConfigError."""
+    pattern, *parts = group.split(":")
+    values = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key not in ("lr_scale", "weight_decay"):
+            raise ConfigError(f"optimizer.groups has {group!r}, but a group has no {key!r}; set "
+                              f"lr_scale or weight_decay")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise ConfigError(f"optimizer.groups has {group!r}, but {key} must be a number, got "
+                              f"{value!r}") from None
+        at_least_zero(f"optimizer.groups {group!r}: {key}", values[key])
+    if not pattern or not values:
+        raise ConfigError(f"optimizer.groups has {group!r}; write it as pattern:lr_scale=0.1 or "
+                          f"pattern:weight_decay=0")
+    return pattern, values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,27 +209,22 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
     The first two are always there, empty or not, so that the first one has the run's lr.
     Raises ConfigError for a pattern that matches no name.
     """
-    special = [GroupSettings.parse(text) for text in settings.groups]
-    for group in special:
-        if not any(fnmatchcase(name, group.pattern) for name in names):
-            raise ConfigError(
-                f"optimizer.groups: no parameter is called {group.pattern!r}; "
-                f"{nearest(group.pattern, names)}"
-            )
-    members: dict[tuple, list[str]] = {}
-    plain = {True: (True, 1.0, settings.weight_decay), False: (False, 1.0, 0.0)}
-    for key in plain.values():
-        members[key] = []
+    special = [_parsed(group) for group in settings.groups]
+    for pattern, _ in special:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"optimizer.groups: no parameter is called {pattern!r}; "
+                              f"{nearest(pattern, names)}")
+    members = {(True, 1.0, settings.weight_decay): [], (False, 1.0, 0.0): []}
     for name in names:
-        decayed, lr_scale, weight_decay = plain[is_decayed(name)]
-        for group in special:
-            if fnmatchcase(name, group.pattern):
-                lr_scale = lr_scale if group.lr_scale is None else group.lr_scale
-                weight_decay = weight_decay if group.weight_decay is None else group.weight_decay
-        members.setdefault((decayed, lr_scale, weight_decay), []).append(name)
+        decayed = not any(fnmatchcase(name, pattern) for pattern in WITHOUT_DECAY)
+        values = {"lr_scale": 1.0, "weight_decay": settings.weight_decay if decayed else 0.0}
+        for pattern, changes in special:
+            if fnmatchcase(name, pattern):
+                values |= changes
+        key = (decayed, values["lr_scale"], values["weight_decay"])
+        members.setdefault(key, []).append(name)
     groups = []
     for (_, lr_scale, weight_decay), found in members.items():
-        groups.append(
-            ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale, weight_decay=weight_decay)
-        )
+        groups.append(ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale,
+                                     weight_decay=weight_decay))
     return groups

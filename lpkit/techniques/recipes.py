@@ -8,29 +8,28 @@ float32), and how the two operands of each of a Linear's three products are cast
     dw = g^T x      contracts M, the tokens
 
 Each operand is cast with the contracted axis last, so block (1, 128) means 128 elements along the
-sum. A row is a function of its settings: RECIPES holds each with its defaults, `resolve` makes it
-of others.
+sum. A row is a function of its settings: RECIPES has it with its defaults, `resolve` with others.
 """
 
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
-from lpkit.errors import ConfigError, nearest, pick, positive
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Count, Positive, Row, Settings
 
 ALL = 0               # a block side of ALL spans the whole axis
 HADAMARD = 16         # elements of the contracted axis that a Hadamard transform mixes
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How one operand (rows, contracted axis) is cast: names of FORMATS, SCALES and of the
-    transforms."""
+    """How one operand (rows, contracted axis) is cast, by names of FORMATS and SCALES."""
 
     format: str
     block: tuple[int, int] = (ALL, ALL)   # elements that share a scale
@@ -55,16 +54,13 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How the scale of a block follows from its largest magnitude; `lpkit.precision.scaled` has the
-    functions."""
+    """How a block's scale follows from its largest magnitude, by `lpkit.precision.scaled`."""
 
-    bytes: int = FLOAT32_BYTES  # of one, where hardware stores it
+    bytes: int = 4              # of one, where hardware stores it
     folds: bool                 # scale times value has at most bf16's 8 significant bits
-    # the kernel's name for it, where scale and values are found in one pass
-    fused: str | None = None
+    fused: str | None = None    # the kernel's name for it, if one pass finds scale and values
     levels: int = 1             # 2: one more scale for the tensor, in float32
-    # no scale at all: overflow is infinite, as in the format's own arithmetic
-    identity: bool = False
+    identity: bool = False      # no scale: overflow is infinite, as in the format's own arithmetic
 
 
 SCALES = {
@@ -89,25 +85,6 @@ SIDE_WORDS = {"M": "tokens", "K": "input features", "N": "output features"}
 Casts = tuple[Cast, Cast]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delayed:
-    """Scale by the amaxes of earlier micro-batches, so that a cast needs one pass over its tensor
-    instead of two."""
-
-    history: int            # micro-batches whose amax is remembered
-    rule: str               # max or most-recent
-    margin: int             # the scale leaves 2^margin of room
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaling:
-    """Multiply the loss by 2^n before backward, so that small gradients survive in float16
-    (Micikevicius et al. 2018)."""
-
-    initial: float
-    growth_steps: int  # as many updates without an overflow double the scale; an overflow halves it
-
-
 # Settings. What a row does not have, it cannot be told.
 
 Format8 = Literal["e4m3fn", "e5m2"]
@@ -115,18 +92,22 @@ Format8 = Literal["e4m3fn", "e5m2"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaledSettings(Settings):
-    loss_scale: float = 2.0**16     # the first one
-    growth_steps: int = 2000
+    """The loss is multiplied by 2^n before backward, so that small gradients survive in float16
+    (Micikevicius et al. 2018)."""
 
-    def __post_init__(self):
-        positive("precision.recipe.", loss_scale=self.loss_scale, growth_steps=self.growth_steps)
+    where = "precision.recipe."
+
+    loss_scale: Positive = 2.0**16      # the first one
+    growth_steps: Count = 2000      # updates without overflow that double it; overflow halves it
 
 
 @dataclass(frozen=True, kw_only=True)
 class CastSettings(Settings):
+    where = "precision.recipe."
+
     # Linears left in 16 bits: first, last, head, patterns of names
     high_precision_layers: tuple[str, ...] = ("head",)
-    pad: bool = False  # with zeros, where a shape does not tile; else it is refused
+    pad: bool = False       # with zeros, where a shape does not tile; else it is refused
     gradient_rounding: Literal["nearest-even", "stochastic"] = "nearest-even"
     transform: Literal["none", "hadamard"] = "none"     # of the operands of the weight gradient
 
@@ -140,12 +121,12 @@ class Fp8Settings(CastSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedSettings(Fp8Settings):
-    history: int = 1024  # micro-batches whose amax is remembered; Transformer Engine's default
-    history_rule: Literal["max", "most-recent"] = "max"
-    margin: int = 0                 # the scale leaves 2^margin of room
+    """The scale follows from the amaxes of earlier micro-batches, so that a cast needs one pass
+    over its tensor instead of two."""
 
-    def __post_init__(self):
-        positive("precision.recipe.", history=self.history)
+    history: Count = 1024   # micro-batches whose amax is remembered; Transformer Engine's default
+    history_rule: Literal["max", "most-recent"] = "max"
+    margin: int = 0         # the scale leaves 2^margin of room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,20 +136,16 @@ class MxSettings(Fp8Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Row):
-    """`compute` is the 16-bit dtype under autocast; None: float32 throughout. A product that is
-    None runs in `compute`."""
+    """A product that is None runs in `compute`."""
 
-    compute: str | None     # bfloat16 or float16
-    # what the products run in on hardware that has it, by the name that the catalogue of machines
-    # uses
-    dtype: str
+    compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
+    dtype: str              # of the products on hardware that has it, as machines name it
     y: Casts | None = None
     dx: Casts | None = None
     dw: Casts | None = None
-    delayed: Delayed | None = None
-    loss_scaling: LossScaling | None = None
-    # Linears that stay in `compute`: first, last, head, or patterns of names
-    high_precision_layers: tuple[str, ...] = ()
+    delayed: DelayedSettings | None = None      # None: by each tensor's own amax
+    loss_scaling: LossScaledSettings | None = None
+    high_precision_layers: tuple[str, ...] = ()     # Linears that stay in `compute`
     pad: bool = False
     settings: Settings = field(default_factory=Settings, compare=False)
     implementation: str = "lpkit.precision.linear:ScaledLinear"
@@ -177,20 +154,21 @@ class Recipe(Row):
     @property
     def products(self) -> dict[str, Casts]:
         """The products that are cast."""
-        found = {"y": self.y, "dx": self.dx, "dw": self.dw}
-        return {name: casts for name, casts in found.items() if casts is not None}
+        return {name: casts for name in PRODUCTS if (casts := getattr(self, name)) is not None}
+
+    @property
+    def all_casts(self) -> list[Cast]:
+        """Of both operands of these products."""
+        return [cast for pair in self.products.values() for cast in pair]
 
     @property
     def tile(self) -> int:
-        """Padding every side to a multiple of this makes every operand tile; all sides of blocks
-        are powers of two."""
-        return max((side for casts in self.products.values() for cast in casts
-                    for side in cast.tile), default=1)
+        """Every operand tiles whose sides are multiples of this; sides are powers of two."""
+        return max((max(cast.tile) for cast in self.all_casts), default=1)
 
     @property
     def stochastic(self) -> bool:
-        return any(cast.rounding == "stochastic" for casts in self.products.values()
-                   for cast in casts)
+        return any(cast.rounding == "stochastic" for cast in self.all_casts)
 
     @property
     def history(self) -> int:
@@ -199,50 +177,37 @@ class Recipe(Row):
 
 
 def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str:
-    """Why a Linear with these sizes (of M, K and N, those that are known) cannot run; empty when it
-    can.
-
-    alignment: bytes that a backend wants every row of its operands, and of the result, to be a
-    multiple of.
-    """
+    """Why a Linear with these sizes (of M, K and N, those known) cannot run; empty: it can. Rows of
+    its operands and of its result must be multiples of `alignment` bytes."""
     for name, casts in recipe.products.items():
         for i, (cast, sides) in enumerate(zip(casts, SIDES[name])):
             (rows, along, mixed), elements = cast.tile, alignment * 8 // cast.bits
-            for side, needed in ((sides[0], max(rows, i * elements)),
-                                 (sides[1], max(along, mixed, elements))):
-                if side in sizes and sizes[side] % needed:
-                    below = sizes[side] // needed * needed
-                    near = " or ".join(str(size) for size in (below, below + needed) if size)
-                    return f"{sizes[side]} {SIDE_WORDS[side]} do not tile by {needed} (nearest: {near})"
+            needs = (max(rows, i * elements), max(along, mixed, elements))
+            for side, needed in zip(sides, needs):
+                size = sizes.get(side, 0)
+                if size % needed:
+                    below = size // needed * needed
+                    near = f"{below} or {below + needed}" if below else f"{needed}"
+                    return f"{size} {SIDE_WORDS[side]} do not tile by {needed} (nearest: {near})"
     return ""
 
 
 # Rows.
 
-def _cast_recipe(settings: CastSettings, x: Cast, w: Cast, g: Cast, *, dtype: str,
-                 delayed: Delayed | None = None) -> Recipe:
-    """Casts of activations, weights and gradients; the settings that every recipe with casts has
-    are applied here."""
+def _cast_recipe(settings: CastSettings, x: Cast, w: Cast, g: Cast, *, dtype: str) -> Recipe:
+    """Of the casts of activations, weights and gradients."""
     g = replace(g, rounding=settings.gradient_rounding)
-    dw = [replace(cast, transform=settings.transform) for cast in (g, x)]
-    return Recipe(compute="bfloat16", dtype=dtype, y=(x, w), dx=(g, w), dw=(dw[0], dw[1]),
-                  delayed=delayed, pad=settings.pad,
-                  high_precision_layers=settings.high_precision_layers)
+    dw = (replace(g, transform=settings.transform), replace(x, transform=settings.transform))
+    return Recipe(compute="bfloat16", dtype=dtype, y=(x, w), dx=(g, w), dw=dw, pad=settings.pad,
+                  high_precision_layers=settings.high_precision_layers,
+                  delayed=settings if isinstance(settings, DelayedSettings) else None)
 
 
-def _fp8(block: tuple[int, int] = (ALL, ALL), *,
-         weight: tuple[int, int] | None = None) -> Callable[[Fp8Settings], Recipe]:
-    def make(settings: Fp8Settings) -> Recipe:
-        delayed = None
-        if isinstance(settings, DelayedSettings):
-            delayed = Delayed(history=settings.history, rule=settings.history_rule,
-                              margin=settings.margin)
-        x = Cast(format=settings.forward_format, block=block, scale=settings.scale)
-        return _cast_recipe(settings, x, replace(x, block=weight or block),
-                            replace(x, format=settings.gradient_format), dtype="fp8",
-                            delayed=delayed)
-
-    return make
+def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
+         weight: tuple[int, int] | None = None) -> Recipe:
+    x = Cast(format=settings.forward_format, block=block, scale=settings.scale)
+    g = replace(x, format=settings.gradient_format)
+    return _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
 
 
 def _nvfp4(settings: CastSettings) -> Recipe:
@@ -257,8 +222,7 @@ def _int8(settings: CastSettings) -> Recipe:
 
 
 def _fp16(settings: LossScaledSettings) -> Recipe:
-    return Recipe(compute="float16", dtype="fp16", loss_scaling=LossScaling(
-        initial=settings.loss_scale, growth_steps=settings.growth_steps))
+    return Recipe(compute="float16", dtype="fp16", loss_scaling=settings)
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -275,16 +239,16 @@ add("bf16", lambda settings: Recipe(compute="bfloat16", dtype="bf16"), Settings(
     "Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322")
 add("fp16", _fp16, LossScaledSettings(),
     "Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740")
-add("fp8-tensorwise", _fp8(), Fp8Settings(gradient_format="e5m2"),
+add("fp8-tensorwise", _fp8, Fp8Settings(gradient_format="e5m2"),
     "Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; scaled by each tensor's own amax")
-add("fp8-delayed", _fp8(), DelayedSettings(gradient_format="e5m2"),
+add("fp8-delayed", _fp8, DelayedSettings(gradient_format="e5m2"),
     "Transformer Engine's DelayedScaling, "
     "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html")
-add("fp8-rowwise", _fp8((1, ALL)), Fp8Settings(scale="power-of-two"),
+add("fp8-rowwise", partial(_fp8, block=(1, ALL)), Fp8Settings(scale="power-of-two"),
     "torchao's rowwise recipe (E4M3 throughout, powers of two), https://github.com/pytorch/ao")
-add("fp8-blockwise", _fp8((1, 128), weight=(128, 128)), Fp8Settings(),
+add("fp8-blockwise", partial(_fp8, block=(1, 128), weight=(128, 128)), Fp8Settings(),
     "DeepSeek-V3, section 3.3, https://arxiv.org/abs/2412.19437")
-add("mxfp8", _fp8(MX_BLOCK), MxSettings(),
+add("mxfp8", partial(_fp8, block=MX_BLOCK), MxSettings(),
     "OCP Microscaling 1.0, https://arxiv.org/abs/2310.10537; scales rounded up as in "
     "Mishra et al. 2025, https://arxiv.org/abs/2506.08027")
 add("nvfp4", _nvfp4, CastSettings(high_precision_layers=("head", "last"),
@@ -295,30 +259,13 @@ add("int8", _int8, CastSettings(),
     "Wortsman et al. 2023, https://arxiv.org/abs/2304.13013")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Auto(Row):
-    """`auto`: bf16 where this machine does it fast, else fp32; the run records why."""
-
-
-class _Askable(Mapping):
-    """RECIPES and `auto`, as a Config may name them; rows that are added later are there too."""
-
-    def __getitem__(self, name: str) -> "Recipe | Auto":
-        return Auto() if name == "auto" else RECIPES[name]
-
-    def __iter__(self):
-        return iter(("auto", *RECIPES))
-
-    def __len__(self) -> int:
-        return 1 + len(RECIPES)
-
-
-ASKABLE: Mapping[str, "Recipe | Auto"] = _Askable()
+# RECIPES and `auto`, as a Config may name them; rows that are added later are there too.
+AUTO = Row(why="bf16 where this machine does it fast, else fp32; the run records why")
+ASKABLE = ChainMap(RECIPES, {"auto": AUTO})
 
 
 def resolve(settings: Settings | str, **changes: object) -> Recipe:
-    """The recipe of these settings; of a name, with its defaults and `changes`. Raises ConfigError
-    for an unknown name."""
+    """The recipe of these settings, or of a name with `changes`. Raises ConfigError."""
     row = pick(RECIPES, getattr(settings, "name", settings), "precision.recipe")
     if isinstance(settings, str):
         settings = replace(row.settings, **changes)

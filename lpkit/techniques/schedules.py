@@ -5,38 +5,27 @@ Each starts with a linear warm-up; then a shape runs from progress 0 to 1 at the
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import cos, pi
 from typing import Any
 
-from lpkit.errors import at_least_zero, pick, share
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import CountOrZero, Row, Settings, Share
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings(Settings):
-    warmup_steps: int = 20
+    where = "schedule."
 
-    def __post_init__(self):
-        at_least_zero("schedule.", warmup_steps=self.warmup_steps)
+    warmup_steps: CountOrZero = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecaySettings(ScheduleSettings):
-    final_lr_ratio: float = 0.1  # the last step's learning rate over the peak's
-
-    def __post_init__(self):
-        super().__post_init__()
-        share("schedule.", final_lr_ratio=self.final_lr_ratio)
+    final_lr_ratio: Share = 0.1     # the last step's learning rate over the peak's
 
 
 @dataclass(frozen=True, kw_only=True)
 class WsdSettings(DecaySettings):
-    decay_fraction: float = 0.2  # of the steps after the warm-up
-
-    def __post_init__(self):
-        super().__post_init__()
-        share("schedule.", decay_fraction=self.decay_fraction)
+    decay_fraction: Share = 0.2     # of the steps after the warm-up
 
 
 def cosine(progress: float, settings: DecaySettings) -> float:
@@ -48,9 +37,8 @@ def wsd(progress: float, settings: WsdSettings) -> float:
     if not settings.decay_fraction:
         return 1.0
     begin = 1 - settings.decay_fraction
-    return 1 - (1 - settings.final_lr_ratio) * max(
-        0.0, (progress - begin) / settings.decay_fraction
-    )
+    decayed = max(0.0, (progress - begin) / settings.decay_fraction)
+    return 1 - (1 - settings.final_lr_ratio) * decayed
 
 
 def linear(progress: float, settings: DecaySettings) -> float:
@@ -71,42 +59,26 @@ class LearningRateSchedule(Row):
 
 SCHEDULES = {
     "cosine": LearningRateSchedule(
-        settings=DecaySettings(),
-        shape=cosine,
-        why="half a cosine",
-        source="SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983",
-    ),
+        why="half a cosine", settings=DecaySettings(), shape=cosine,
+        source="SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983"),
     "wsd": LearningRateSchedule(
-        settings=WsdSettings(),
-        shape=wsd,
-        why="stable, then linear at the end",
-        source="MiniCPM, Hu et al. 2024, arXiv:2404.06395",
-    ),
+        why="stable, then linear at the end", settings=WsdSettings(), shape=wsd,
+        source="MiniCPM, Hu et al. 2024, arXiv:2404.06395"),
     "linear": LearningRateSchedule(
-        settings=DecaySettings(),
-        shape=linear,
-        why="a straight line",
-        source="Devlin et al. 2019, arXiv:1810.04805",
-    ),
-    "constant": LearningRateSchedule(settings=ScheduleSettings(), shape=constant, why="flat"),
+        why="a straight line", settings=DecaySettings(), shape=linear,
+        source="Devlin et al. 2019, arXiv:1810.04805"),
+    "constant": LearningRateSchedule(why="flat", shape=constant),
 }
-
-
-def find(name: str) -> LearningRateSchedule:
-    return pick(SCHEDULES, name, "schedule")
 
 
 def schedule(settings: ScheduleSettings, steps: int) -> Callable[[int], float]:
     """The multiplier of every step of a run of `steps`."""
-    shape = partial(find(settings.name).shape, settings=settings)
-    return partial(
-        _multiplier, shape=shape, steps=steps, warmup_steps=min(settings.warmup_steps, steps)
-    )
+    shape, warmup = SCHEDULES[settings.name].shape, min(settings.warmup_steps, steps)
 
+    def multiplier(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, steps - 1 - warmup)
+        return shape(min(1.0, progress), settings)
 
-def _multiplier(
-    step: int, *, shape: Callable[[float], float], steps: int, warmup_steps: int
-) -> float:
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return shape(min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps)))
+    return multiplier

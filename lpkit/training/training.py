@@ -104,7 +104,7 @@ class Training:
         model = build.build_model(config, decisions, more)
         scaler, step_metrics = None, {}
         if scaling := decisions.recipe.loss_scaling:
-            scaler = LossScaler(initial=scaling.initial, growth_steps=scaling.growth_steps)
+            scaler = LossScaler(initial=scaling.loss_scale, growth_steps=scaling.growth_steps)
             scaler.to(device)
             step_metrics["loss_scale"] = partial(Tensor.item, scaler.scale)
         placement = rows["optimizer_state"].load()(device)
