@@ -8,22 +8,14 @@ import pytest
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.predict.casts import Recipe
+from lpkit.predict.casts import Recipe, low_recipe
 from lpkit.predict.flops import forward_flops, products, training_flops
 from lpkit.predict.ledger import PRECISIONS
-from lpkit.predict.links import Link, all_gather_seconds, all_reduce_seconds, link, send_seconds
+from lpkit.predict.links import Link, link
 from lpkit.predict.precision import step_cost
 from lpkit.predict.published import calibrated, published, published_table
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
-from lpkit.predict.time import (
-    PHASES,
-    bill,
-    calibrate,
-    low_recipe,
-    rank_products,
-    step_floor,
-    step_time,
-)
+from lpkit.predict.time import PHASES, bill, calibrate, rank_products, step_floor, step_time
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
@@ -48,9 +40,9 @@ def ring(n: int, nbytes: float, rate: float, latency: float) -> float:
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 72])
 def test_collectives_are_rings_played_out(n):
     on = Link(size=n, bytes_per_second=1e9, hops_seconds=(n - 1) * 1e-6, words="")
-    assert all_gather_seconds(3e6, on) == pytest.approx(ring(n, 3e6, 1e9, 1e-6))
-    assert all_reduce_seconds(3e6, on) == pytest.approx(2 * (n - 1) * (1e-6 + 3e6 / n / 1e9))    # Thakur et al. 2005
-    assert send_seconds(3e6, on) == pytest.approx((1e-6 + 3e-3) if n > 1 else 0)
+    assert on.all_gather_seconds(3e6) == pytest.approx(ring(n, 3e6, 1e9, 1e-6))
+    assert on.all_reduce_seconds(3e6) == pytest.approx(2 * (n - 1) * (1e-6 + 3e6 / n / 1e9))    # Thakur et al. 2005
+    assert on.send_seconds(3e6) == pytest.approx((1e-6 + 3e-3) if n > 1 else 0)
 
 
 def test_a_group_uses_the_link_inside_a_node_and_all_its_network_cards_beyond():

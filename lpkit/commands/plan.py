@@ -129,7 +129,7 @@ def _calibration(factor: float | None):
     if not 0.1 <= factor <= 10:
         raise ConfigError(f"--factor is measured over predicted seconds, from 0.1 to 10; got "
                           f"{factor}")
-    return Calibration(factor=factor, predicted_seconds=1.0, measured_seconds=factor)
+    return Calibration(predicted_seconds=1.0, measured_seconds=factor)
 
 
 def _with_batch(config, tokens: float):

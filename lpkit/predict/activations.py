@@ -10,7 +10,7 @@ holds the two equal, to the byte, on the CPU.
 from dataclasses import dataclass, replace
 
 from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import MicroBatch, Operations, operations
+from lpkit.techniques.blocks import MicroBatch, operations
 from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.row import Settings, chosen
 
@@ -30,27 +30,26 @@ class Kept:
 
     def sharded(self, cut: int, depth: float) -> "Kept":
         """Of a device that has 1/cut of each tensor and `depth` of the blocks."""
-        operations = {name: nbytes / cut * (1 if name in OUTSIDE else depth)
-                      for name, nbytes in self.operations.items()}
-        return Kept(operations=operations,
-                    block={name: nbytes / cut for name, nbytes in self.block.items()},
-                    last={name: nbytes / cut for name, nbytes in self.last.items()},
+        def share(saved: dict[str, float]) -> dict[str, float]:
+            return {name: nbytes / cut for name, nbytes in saved.items()}
+
+        operations = share(self.operations)
+        for name in operations.keys() - OUTSIDE:
+            operations[name] *= depth
+        return Kept(operations=operations, block=share(self.block), last=share(self.last),
                     weight_copy_bytes=self.weight_copy_bytes / cut * depth,
                     again_bytes=self.again_bytes / cut)
 
-    def offloaded(self, number_bytes: float, ops: Operations, residual_bytes: int) -> "Kept":
-        """With `number_bytes` for each number that blocks keep: in low precision, or 0,
-        elsewhere."""
-        shares = {op.name: number_bytes / op.saved_itemsize for op in ops.block}
+    def offloaded(self, shares: dict[str, float], again_share: float) -> "Kept":
+        """With a share of what each operation of the blocks keeps, or of what blocks keep that run
+        again: in low precision, or nothing, elsewhere."""
         if AGAIN in self.operations:
-            share = number_bytes / residual_bytes
-            again = {AGAIN: self.operations[AGAIN] * share}
+            again = {AGAIN: self.operations[AGAIN] * again_share}
             return replace(self, operations=self.operations | again,
-                           again_bytes=self.again_bytes * share)
-        outside = dict.fromkeys(OUTSIDE, 1.0)
+                           again_bytes=self.again_bytes * again_share)
 
         def shrunk(saved: dict[str, float]) -> dict[str, float]:
-            return {name: nbytes * (outside | shares)[name] for name, nbytes in saved.items()}
+            return {name: nbytes * shares.get(name, 1.0) for name, nbytes in saved.items()}
 
         return replace(self, operations=shrunk(self.operations), block=shrunk(self.block),
                        last=shrunk(self.last))
@@ -69,41 +68,42 @@ class Kept:
         """Without the weight copies."""
         return sum(self.operations.values())
 
+    @property
+    def waiting_bytes(self) -> float:
+        """When backward begins: without what the loss keeps, and the token ids."""
+        return self.total_bytes - self.loss_bytes - self.operations["embed"]
 
-def kept(model: ModelConfig, *, batch: int, recompute: Settings | str = "none",
-         last_operand_bytes: float | None = None, **sizes: object) -> Kept:
+
+def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Kept:
     """For `batch` sequences of model.context tokens; `sizes` are the other fields of a MicroBatch.
-
-    `recompute` decides what blocks keep: settings, or the name of a row with its own.
-    `last_operand_bytes` is `operand_bytes` of the last block.
-    """
+    `recompute`, the name of a row, decides what blocks keep."""
     s = MicroBatch(model=model, batch=batch, **sizes)
-    if isinstance(recompute, str):
-        recompute = chosen(RECOMPUTE, recompute, "memory.recompute")
-    return saved(s, recompute, last=replace(s, operand_bytes=last_operand_bytes))
+    return saved(s, chosen(RECOMPUTE, recompute, "memory.recompute"), last=s)
 
 
 def saved(s: MicroBatch, recompute: Settings, *, last: MicroBatch) -> Kept:
     """As `kept`; `last` is the micro-batch as the last block takes it."""
-    m, ops, row = s.model, operations(s), RECOMPUTE[recompute.name]
-    block, last_block, every = ops.saved, operations(last).saved, row.every(recompute)
-    again = len(range(0, m.L, every)) if row.repeats else 0        # blocks that run again
-    stream = s.tokens * m.D * s.residual_bytes
-    results = sum(op.result_bytes for op in ops.block)
-    again_bytes = row.again_bytes(stream, sum(block.values()), results, recompute)
-    whole = 0 if row.repeats and (m.L - 1) % every == 0 else 1     # whether the last one is kept
-    blocks: dict[str, float] = {}
-    if again < m.L:
+    L, ops, row = s.model.L, operations(s), RECOMPUTE[recompute.name]
+    block, again, again_bytes, whole = ops.saved, 0, 0.0, 1
+    last_block = block if last is s else operations(last).saved
+    if row.repeats:
+        every = row.every(recompute)
+        again = len(range(0, L, every))             # blocks that run again
+        whole = 0 if (L - 1) % every == 0 else 1    # whether the last one is kept
+        again_bytes = row.again_bytes(s.tokens * s.model.D * s.residual_bytes, sum(block.values()),
+                                      sum(op.result_bytes for op in ops.block), recompute)
+    held = {"embed": ops.embed.saved_bytes}
+    if again < L:
         for name in {**block, **last_block}:
-            blocks[name] = ((m.L - again - whole) * block.get(name, 0)
-                            + whole * last_block.get(name, 0))
+            held[name] = (L - again - whole) * block.get(name, 0) + whole * last_block.get(name, 0)
     if again:
-        blocks[AGAIN] = again * again_bytes
+        held[AGAIN] = again * again_bytes
     if ops.positions.saved_bytes:       # once for all blocks
-        blocks[ops.positions.name if again < m.L else AGAIN] += ops.positions.saved_bytes
-    copied = ops.head.weights + m.L * sum(op.weights for op in ops.linears) * (m.L - again) // m.L
-    return Kept(
-        operations={"embed": ops.embed.saved_bytes, **blocks, "norm": ops.norm.saved_bytes,
-                    "head": ops.head.saved_bytes, "loss": ops.loss.saved_bytes},
-        block=dict(block), last=dict(last_block),
-        weight_copy_bytes=copied * s.compute_bytes if s.mixed else 0, again_bytes=again_bytes)
+        held[ops.positions.name if again < L else AGAIN] += ops.positions.saved_bytes
+    for op in (ops.norm, ops.head, ops.loss):
+        held[op.name] = op.saved_bytes
+    copied = 0
+    if s.mixed:
+        copied = ops.head.weights + sum([op.weights for op in ops.linears]) * (L - again)
+    return Kept(operations=held, block=block, last=last_block, again_bytes=again_bytes,
+                weight_copy_bytes=copied * s.compute_bytes)

@@ -9,21 +9,28 @@ The passes of each cast are those of torchao's own roofline
 (torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lpkit.config import ModelConfig
 from lpkit.predict.flops import Product
-from lpkit.predict.roofline import ASSUMED, BF16, Efficiency, product_seconds
-from lpkit.techniques.blocks import FP32
+from lpkit.predict.params import of
+from lpkit.predict.recipes import BF16, FP32, Precision
+from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import PRODUCTS
 
 ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
 COALESCED = 32                      # columns that a kernel reads together as it walks down one
 # The products of each tensor: along the stored rows, then down the columns.
 USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}
-OPERANDS = {"y": "xw", "dx": "gw", "dw": "gx"}
 STORED = {"x": ("M", "K"), "w": ("N", "K"), "g": ("M", "N")}       # rows, columns
 READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes an element; weights are float32 masters
+# Of the FP8 efficiency, with float32 scales finer than a tensor: tensor cores apply one-byte scales
+# themselves. Between both published rowwise figures (docs/advise.md).
+FINE_SHARE = {"fp8": 0.8}
+# torch._int_mm writes int32; scaling reads it and writes 16 bits.
+RESULT_BYTES = {"int8": 4 + 4 + 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,15 @@ class Operand:
     block: tuple[int, int] = (0, 0)
     scale_bytes: float = 4
     transposes: bool = False        # one cast serves x and x.T, in two layouts
+
+    def sides(self, rows: int, columns: int) -> tuple[int, int]:
+        """Of a block."""
+        return self.block[0] or rows, self.block[1] or columns
+
+    def all_scales(self, rows: int, columns: int) -> float:
+        """Bytes."""
+        high, wide = self.sides(rows, columns)
+        return -(-rows // high) * -(-columns // wide) * self.scale_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,38 +68,39 @@ class Recipe:
 
     def operand(self, tensor: str, product: str) -> Operand | None:
         pair = self.casts.get(product)
-        return pair and pair[OPERANDS[product].index(tensor)]
-
-
-# Of the FP8 efficiency, with float32 scales finer than a tensor: tensor cores apply one-byte scales
-# themselves. Between both published rowwise figures (docs/advise.md).
-FINE_SHARE = {"fp8": 0.8}
-# torch._int_mm writes int32; scaling reads it and writes 16 bits.
-RESULT_BYTES = {"int8": 4 + 4 + 2}
+        return pair and pair[PRODUCTS[product].index(tensor)]
 
 
 def on_hardware(name: str, dtype: str, casts: Mapping[str, tuple[Operand, Operand]], *,
                 history: int = 0, kept: Mapping[str, int]) -> Recipe:
     """A recipe whose products run in `dtype` itself."""
-    fine = any(operand.block != (0, 0) and operand.scale_bytes == FP32
-               for pair in casts.values() for operand in pair)
+    share = 1.0
+    for operand in (operand for pair in casts.values() for operand in pair):
+        if operand.block != (0, 0) and operand.scale_bytes == FP32:
+            share = FINE_SHARE.get(dtype, 1.0)
     return Recipe(name=name, dtype=dtype, casts=casts, history=history, kept=kept,
-                  result_bytes=RESULT_BYTES.get(dtype, BF16),
-                  product_share=FINE_SHARE.get(dtype, 1.0) if fine else 1.0)
+                  result_bytes=RESULT_BYTES.get(dtype, BF16), product_share=share)
+
+
+def low_recipe(name: str, p: Precision, m: ModelConfig) -> Recipe:
+    """The casts of a precision. Gradients are cast as activations are."""
+    low = p.low
+    x, w = (Operand(bits=low.bits, block=block, scale_bytes=low.scale_bytes,
+                    transposes=block[0] == block[1]) for block in (low.x, low.w))
+    kept = {"head": 1}
+    if "last" in low.keep:
+        kept |= dict.fromkeys((op.name for op in of(m).linears), 1)
+    return on_hardware(name, p.dtype, {"y": (x, w), "dx": (x, w), "dw": (x, x)},
+                       history=low.history, kept=kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One kernel over one tensor."""
+    """One kernel over one tensor. `bytes` are read and written."""
 
     tensor: str
     what: str
-    read_bytes: float
-    written_bytes: float
-
-    @property
-    def bytes(self) -> float:
-        return self.read_bytes + self.written_bytes
+    bytes: float
 
 
 def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
@@ -98,34 +115,28 @@ def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
     passes: list[Pass] = []
     for tensor, (along, down) in USES.items():
         rows, columns = (sizes[side] for side in STORED[tensor])
-        read = rows * columns * READ[tensor]
         first, second = recipe.operand(tensor, along), recipe.operand(tensor, down)
         both = first is not None and first == second and first.transposes
         if first is not None:
-            layouts = 2 if both else 1
-            passes += _casts(tensor, first, read, rows, columns, 1, layouts, recipe.history)
+            passes += _casts(tensor, first, rows, columns, 1, recipe.history, both)
         if second is not None and not both:
-            passes += _casts(tensor, second, read, columns, rows, COALESCED, 1, recipe.history)
+            passes += _casts(tensor, second, columns, rows, COALESCED, recipe.history)
     return tuple(passes)
 
 
-def _casts(tensor: str, operand: Operand, read: float, rows: int, columns: int, coalesced: int,
-           layouts: int, history: int) -> list[Pass]:
-    passes = []
-    high, wide = (size or whole for size, whole in zip(operand.block, (rows, columns)))
+def _casts(tensor: str, operand: Operand, rows: int, columns: int, coalesced: int, history: int,
+           both: bool = False) -> Iterator[Pass]:
+    read = rows * columns * READ[tensor]
+    high, wide = operand.sides(rows, columns)
     if max(high, coalesced) * wide > ON_CHIP or history:
         if not history:
-            passes.append(Pass(tensor=tensor, what="amax", read_bytes=read, written_bytes=0))
-        passes.append(Pass(tensor=tensor, what="scale", read_bytes=0, written_bytes=0))
-    written = rows * columns * operand.bits / 8 + scale_bytes(operand, rows, columns)
-    what = "cast" if layouts == 1 else "cast, both layouts"
-    passes.append(Pass(tensor=tensor, what=what, read_bytes=read, written_bytes=layouts * written))
-    return passes
-
-
-def scale_bytes(operand: Operand, rows: int, columns: int) -> float:
-    high, wide = (size or whole for size, whole in zip(operand.block, (rows, columns)))
-    return -(-rows // high) * -(-columns // wide) * operand.scale_bytes
+            yield Pass(tensor=tensor, what="amax", bytes=read)
+        yield Pass(tensor=tensor, what="scale", bytes=0)
+    written = rows * columns * operand.bits / 8 + operand.all_scales(rows, columns)
+    if both:
+        yield Pass(tensor=tensor, what="cast, both layouts", bytes=read + 2 * written)
+    else:
+        yield Pass(tensor=tensor, what="cast", bytes=read + written)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +182,9 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
     mixed = dict(plain)
     for name, pair in recipe.casts.items():
         bits = max(operand.bits for operand in pair)
-        mixed[name] = product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype,
-                                      bits=bits, result_bytes=recipe.result_bytes)
-        mixed[name] /= recipe.product_share
+        seconds = product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype, bits=bits,
+                                  result_bytes=recipe.result_bytes)
+        mixed[name] = seconds / recipe.product_share
     weight_cast = kernel(p.N * p.K * (FP32 + itemsize)) if itemsize < FP32 else 0.0
     passes = cast_passes(recipe, M=p.M, N=p.N, K=p.K)
     return LinearCost(
@@ -184,3 +195,18 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
 
 def _shapes(p: Product) -> dict[str, tuple[int, int, int]]:
     return {"y": (p.M, p.N, p.K), "dx": (p.M, p.K, p.N), "dw": (p.N, p.K, p.M)}
+
+
+def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, recipe: Recipe | None,
+                   base: str, itemsize: int) -> tuple[float, float]:
+    """Of one call, forward and backward, on average over the layers that a recipe casts and those
+    that it keeps. Its casts are spread as its products are."""
+    plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
+    forward, backward = plain["y"], plain["dx"] + plain["dw"]
+    kept = 1.0
+    if recipe is not None and recipe.casts:
+        kept = recipe.kept.get(p.name, 0) / p.calls
+    if kept >= 1:
+        return forward, backward
+    cost = linear_cost(p, recipe, machine, efficiency, base=base, itemsize=itemsize).seconds
+    return kept * forward + (1 - kept) * cost / 3, kept * backward + (1 - kept) * cost * 2 / 3

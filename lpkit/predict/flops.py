@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.blocks import MicroBatch, Operations, operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,12 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     return tuple(found)
 
 
-def moved_bytes(model: ModelConfig, *, batch: int, compute_bytes: int,
-                residual_bytes: int) -> tuple[int, int]:
+def moved_bytes(ops: Operations) -> tuple[int, int]:
     """What everything but the products moves in one forward pass, each operation on its own, as
     PyTorch runs it without compiling (norms, residual additions, activations, rotations, casts, the
     loss): of one block, and outside the blocks."""
-    ops = operations(MicroBatch(model=model, batch=batch, compute_bytes=compute_bytes,
-                                residual_bytes=residual_bytes))
-    outside = sum(op.moved_bytes for op in (ops.embed, ops.positions, ops.norm, ops.head, ops.loss))
-    return sum(op.moved_bytes for op in ops.block), outside
+    outside = (ops.embed, ops.positions, ops.norm, ops.head, ops.loss)
+    return sum(op.moved_bytes for op in ops.block), sum(op.moved_bytes for op in outside)
 
 
 Attention = Literal["full", "causal"]

@@ -27,6 +27,25 @@ class Link:
     hops_seconds: float
     words: str
 
+    def all_gather_seconds(self, nbytes: float) -> float:
+        """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
+        if self.size == 1:
+            return 0.0
+        return self.hops_seconds + (self.size - 1) / self.size * nbytes / self.bytes_per_second
+
+    # The same messages, the other way round; `nbytes` is the whole operand.
+    reduce_scatter_seconds = all_gather_seconds
+
+    def all_reduce_seconds(self, nbytes: float) -> float:
+        """A reduce-scatter, then an all-gather: 2 (n - 1) hops."""
+        return 2 * self.all_gather_seconds(nbytes)
+
+    def send_seconds(self, nbytes: float) -> float:
+        """To the next rank."""
+        if self.size == 1:
+            return 0.0
+        return self.hops_seconds / (self.size - 1) + nbytes / self.bytes_per_second
+
 
 def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = ASSUMED) -> Link:
     """The group along an axis of the layout; "states" is `shard` and `context` together.
@@ -57,26 +76,3 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
     return Link(size=size, bytes_per_second=max(rate, 1.0) * efficiency.links, hops_seconds=hops,
                 words=words)
-
-
-def all_gather_seconds(nbytes: float, on: Link) -> float:
-    """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
-    if on.size == 1:
-        return 0.0
-    return on.hops_seconds + (on.size - 1) / on.size * nbytes / on.bytes_per_second
-
-
-# The same messages, the other way round; `nbytes` is the whole operand.
-reduce_scatter_seconds = all_gather_seconds
-
-
-def all_reduce_seconds(nbytes: float, on: Link) -> float:
-    """A reduce-scatter, then an all-gather: 2 (n - 1) hops."""
-    return 2 * all_gather_seconds(nbytes, on)
-
-
-def send_seconds(nbytes: float, on: Link) -> float:
-    """To the next rank."""
-    if on.size == 1:
-        return 0.0
-    return on.hops_seconds / (on.size - 1) + nbytes / on.bytes_per_second

@@ -32,15 +32,3 @@ def _parts(model: ModelConfig) -> dict[str, int]:
 
 def parameter_count(model: ModelConfig) -> int:
     return sum(parameters(model).values())
-
-
-def block_parameters(model: ModelConfig) -> int:
-    """Of one block."""
-    return sum(op.params for op in of(model).block)
-
-
-def product_weights(model: ModelConfig) -> int:
-    """Parameters that sit in a matrix product (the Linear weights, a tied head included): what 2
-    FLOPs a token pay for, and what autocast copies to 16 bits."""
-    ops = of(model)
-    return model.L * sum(op.weights for op in ops.linears) + ops.head.weights

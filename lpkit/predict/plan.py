@@ -16,25 +16,20 @@ counted by their split into tensor, pipeline and context; of the rest, each spli
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.predict.flops import training_flops
-from lpkit.predict.ledger import PRECISIONS, Memory, memory, model_states
+from lpkit.predict.ledger import Memory, memory, model_states
 from lpkit.predict.params import parameter_count
+from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.scaling import LAWS
-from lpkit.predict.time import (
-    Bill,
-    Calibration,
-    StepTime,
-    bill,
-    precision_of,
-    step_time,
-)
+from lpkit.predict.time import Bill, Calibration, StepTime, bill, precision_of, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two, stages_fit
@@ -169,18 +164,11 @@ class Plan:
             "efficiency": best and asdict(best.step.efficiency)}
 
 
-ORDERS = {
-    "soonest": lambda option: option.order,
-    "cheapest": lambda option: (option.paid.cost or option.paid.device_hours, *option.order),
-}
-
-
 def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
          budget: float | None = None, deadline_seconds: float | None = None,
          devices: int | None = None, precisions: Sequence[str] | None = None,
          optimizer: str | None = None, price_per_hour: float | None = None,
-         efficiency: Efficiency | None = None,
-         calibration: Calibration | None = None) -> Plan:
+         efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> Plan:
     """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
     not.
 
@@ -204,73 +192,82 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
         raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
     if devices is not None and (not isinstance(devices, int) or not 1 <= devices <= 10**6):
         raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
-    default = MemoryConfig()
     for name in UNPRICED:
         value = getattr(config.memory, name)
-        if value != getattr(default, name):
+        if value != getattr(MemoryConfig(), name):
             raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
                               f"bytes beyond the device's memory or casts them; leave it out, or "
                               f"ask `lpkit predict` for its bytes")
     memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
-    counts = [devices] if devices else powers_of_two(1, MOST_DEVICES)
-    refusals = {name: Refusal() for name in CONSTRAINTS}
-    searches = [_Search(
-        config=config, tokens=tokens, on=on, budget=budget or math.inf,
-        deadline=deadline_seconds or math.inf, precision=precision_of(config, on, name),
-        optimizer=optimizer or config.optimizer.name, refusals=refusals, calibration=calibration,
-        efficiency=efficiency or (REACHED if on.name == "this" else ASSUMED))
-        for name in precisions or (None,)]
-    for search in searches:
-        for count in counts:
-            search.devices(count)
-    first = "soonest" if budget or devices else "cheapest"
-    found = [option for search in searches for option in search.options]
-    options = tuple(sorted(found, key=ORDERS[first]))
-    return Plan(options=options, first=first, refusals=refusals, machine=on,
-                parameters=parameter_count(config.model), tokens=tokens, budget=budget or math.inf,
-                tokens_per_step=config.tokens_per_step,
-                evaluations=sum(search.evaluations for search in searches),
+    search = _Search(config, tokens, on, optimizer or config.optimizer.name,
+                     efficiency or (REACHED if on.name == "this" else ASSUMED), calibration,
+                     budget=budget or math.inf, deadline=deadline_seconds or math.inf)
+    asked = [precision_of(config, on, name) for name in precisions or (None,)]
+    for precision in asked:
+        for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
+            search.devices(precision, count)
+    first, order = "cheapest", _cheapest
+    if budget or devices:
+        first, order = "soonest", attrgetter("order")
+    options = tuple(sorted(search.options, key=order))
+    return Plan(options=options, first=first, refusals=search.refusals, machine=on,
+                parameters=parameter_count(config.model), tokens=tokens, budget=search.budget,
+                tokens_per_step=config.tokens_per_step, evaluations=search.evaluations,
                 optimal=_optimal(options[0], budget) if options and budget else ())
 
 
-@dataclass(kw_only=True)
+def _cheapest(option: Option) -> tuple:
+    return (option.paid.cost or option.paid.device_hours, *option.order)
+
+
 class _Search:
-    """One precision's layouts."""
+    """Options and refusals, as they are found."""
 
-    config: Config
-    tokens: float
-    on: Machine
-    budget: float
-    deadline: float
-    precision: str
-    optimizer: str
-    efficiency: Efficiency
-    calibration: Calibration | None
-    refusals: dict[str, Refusal]
-    options: list[Option] = field(default_factory=list)
-    evaluations: int = 0
+    def __init__(self, config: Config, tokens: float, on: Machine, optimizer: str,
+                 efficiency: Efficiency, calibration: Calibration | None, *, budget: float,
+                 deadline: float):
+        self.config, self.tokens, self.on, self.optimizer = config, tokens, on, optimizer
+        self.efficiency, self.calibration = efficiency, calibration
+        self.budget, self.deadline = budget, deadline
+        self.recomputations = (config.memory.recompute.name,)
+        if config.memory.recompute == MemoryConfig().recompute:
+            self.recomputations = by_cost()
+        self.refusals = {name: Refusal() for name in CONSTRAINTS}
+        self.options: list[Option] = []
+        self.evaluations = 0
 
-    @property
-    def modes(self) -> Sequence[str]:
-        asked = self.config.memory.recompute
-        return by_cost() if asked == MemoryConfig().recompute else (asked.name,)
-
-    def devices(self, count: int) -> None:
+    def devices(self, precision: str, count: int) -> None:
         """One option, the best, for each split of the devices into tensor, pipeline and context."""
-        p = PRECISIONS[self.precision]
-        rate = self.on.peak_flops(p.dtype) * self.efficiency.products[p.dtype]
+        self.precision, dtype = precision, PRECISIONS[precision].dtype
+        rate = self.on.peak_flops(dtype) * self.efficiency.products[dtype]
         m = self.config.model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * (self.calibration.factor if self.calibration else 1)
-        splits = list(self._splits(count))
+        splits = list(self.splits(count))
         if seconds > self.deadline:
             words = f"{count:,} devices take {duration(seconds)} for the products alone"
             self.refusals["deadline"].add(seconds - self.deadline, words, len(splits))
             return
         for layout in splits:
-            self._split(layout)
+            self.split(layout)
 
-    def _splits(self, count: int) -> Iterable[Layout]:
+    def splits(self, count: int) -> Iterator[Layout]:
+        """Those that can exist, with the rest of the devices as one shard group."""
+        for layout in self.shapes(count):
+            try:
+                check(self.config, layout)
+            except ConfigError as error:
+                self.refusals["layout"].add(count, str(error))
+                continue
+            ranks = count // layout.devices
+            if self.config.global_batch % ranks:
+                words = (f"{self.config.global_batch} sequences do not split over {ranks} ranks; "
+                         f"set --batch-tokens")
+                self.refusals["batch"].add(ranks, words)
+                continue
+            yield replace(layout, shard=ranks)
+
+    def shapes(self, count: int) -> Iterator[Layout]:
         m = self.config.model
         for tensor in divisors(count):
             if tensor > self.on.devices_per_node:
@@ -281,107 +278,84 @@ class _Search:
                 for context in divisors(count // tensor // pipeline):
                     if context > 1 and m.T // context < LEAST_CONTEXT:
                         break
-                    layout = Layout(tensor=tensor, pipeline=pipeline, context=context)
-                    try:
-                        check(self.config, layout)
-                    except ConfigError as error:
-                        self.refusals["layout"].add(count, str(error))
-                        continue
-                    ranks = count // layout.devices
-                    if self.config.global_batch % ranks:
-                        words = f"{self.config.global_batch} sequences do not split over {ranks} ranks"
-                        words += "; set --batch-tokens"
-                        self.refusals["batch"].add(ranks, words)
-                        continue
-                    yield replace(layout, shard=ranks)
+                    yield Layout(tensor=tensor, pipeline=pipeline, context=context)
 
-    def _split(self, layout: Layout) -> None:
-        """The best of its micro-batches, recomputations, ZeRO stages and chunks, or the reason."""
-        found, missed = self._variants(layout)
-        if not found:
-            excess, variant = missed
-            self.refusals["memory"].add(excess, f"{layout.devices:,} devices ({variant}) miss by "
-                                                f"{quantity(excess, 'bytes')} each")
-            return
-        best = min(found, key=lambda option: option.order)
-        words = f"{layout.devices:,} devices ({best.layout})"
-        late, over = best.paid.seconds - self.deadline, (best.paid.cost or 0.0) - self.budget
-        if late > 0:
-            self.refusals["deadline"].add(
-                late, f"{words} take {duration(best.paid.seconds)}, {duration(late)} too long")
-        elif over > 0:
-            words += f" cost ${best.paid.cost:,.0f}, ${over:,.0f} too much"
-            self.refusals["budget"].add(over, words)
-        else:
-            self.options.append(best)
-
-    def _variants(self, layout: Layout) -> tuple[list[Option], tuple[float, str]]:
-        """Those that fit; and of those that do not, the least bytes missed by, and the layout."""
+    def split(self, layout: Layout) -> None:
+        """The best of its ZeRO stages, chunks, micro-batches and recomputations, or the reason."""
         share = self.config.global_batch // layout.batch_ranks
-        stages = (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3)
         found: list[Option] = []
-        nearest: tuple[float, str] = (math.inf, "")
-        for zero in stages:
-            for interleave in self._chunks(layout, share):
+        missed = (math.inf, "")     # the least bytes that one which does not fit misses by
+        for zero in (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3):
+            for interleave in self.chunks(layout, share):
                 variant = replace(layout, zero=zero, interleave=interleave)
                 for micro in MICRO_BATCH_SIZES:
                     if share % micro or (interleave > 1 and share // micro % layout.pipeline):
                         break
                     config = replace(self.config,
                                      grad_accum_steps=self.config.global_batch // micro)
-                    options, excess = self._leanest(config, variant)
+                    options, excess = self.leanest(config, variant)
                     found += options
                     if not options:         # larger micro-batches hold more still
-                        nearest = min(nearest, (excess, str(variant)))
+                        missed = min(missed, (excess, str(variant)))
                         break
-        return found, nearest
+        devices = f"{layout.devices:,} devices"
+        if not found:
+            excess, variant = missed
+            words = f"{devices} ({variant}) miss by {quantity(excess, 'bytes')} each"
+            self.refusals["memory"].add(excess, words)
+            return
+        best = min(found, key=attrgetter("order"))
+        late, over = best.paid.seconds - self.deadline, (best.paid.cost or 0.0) - self.budget
+        if late > 0:
+            words = f"take {duration(best.paid.seconds)}, {duration(late)} too long"
+            self.refusals["deadline"].add(late, f"{devices} ({best.layout}) {words}")
+        elif over > 0:
+            words = f"cost ${best.paid.cost:,.0f}, ${over:,.0f} too much"
+            self.refusals["budget"].add(over, f"{devices} ({best.layout}) {words}")
+        else:
+            self.options.append(best)
 
-    def _leanest(self, config: Config, layout: Layout) -> tuple[list[Option], float]:
-        """The least recomputation that fits, with its shard group whole, and as small as it may be;
-        and the bytes that the last one tried misses by."""
-        for recompute in self.modes:
-            held = self._held(config, layout, recompute)
-            if self._missed(held) <= 0:
-                options = [self._option(config, layout, recompute, held)]
-                if layout.zero == 3:
-                    options += self._hybrid(config, layout, recompute)
-                return options, 0.0
-        return [], self._missed(held)
-
-    def _hybrid(self, config: Config, layout: Layout, recompute: str) -> list[Option]:
-        """The smallest shard group that fits, replicated: its gathers stay near."""
-        sizes, options = divisors(layout.shard), []
-        low, high = 0, len(sizes) - 1
-        smallest = None
-        while low < high:
-            middle = (low + high) // 2
-            variant = replace(layout, shard=sizes[middle], data=layout.shard // sizes[middle])
-            held = self._held(config, variant, recompute)
-            if self._missed(held) <= 0:
-                high, smallest = middle, (variant, recompute, held)
-            else:
-                low = middle + 1
-        if smallest:
-            options.append(self._option(config, *smallest))
-        return options
-
-    def _chunks(self, layout: Layout, share: int) -> Sequence[int]:
+    def chunks(self, layout: Layout, share: int) -> Sequence[int]:
         """1, and the most that divide the layers."""
         if layout.pipeline == 1 or share % layout.pipeline:
             return (1,)
-        fits = [v for v in range(1, MOST_CHUNKS + 1)
-                if stages_fit(self.config.model.L, layout.pipeline, v)]
-        return (1, fits[-1]) if fits[-1] > 1 else (1,)
+        most = max(v for v in range(1, MOST_CHUNKS + 1)
+                   if stages_fit(self.config.model.L, layout.pipeline, v))
+        return (1, most) if most > 1 else (1,)
 
-    def _missed(self, held: Memory) -> float:
-        return held.peak_bytes - USABLE_MEMORY_SHARE * self.on.memory_bytes
+    def leanest(self, config: Config, layout: Layout) -> tuple[list[Option], float]:
+        """The least recomputation that fits, with its shard group whole, and as small as it may be;
+        and the bytes that the last one tried misses by."""
+        for recompute in self.recomputations:
+            held, missed = self.held(config, layout, recompute)
+            if missed <= 0:
+                options = [self.option(config, layout, recompute, held)]
+                if layout.zero == 3:
+                    options += self.hybrid(config, layout, recompute)
+                return options, 0.0
+        return [], missed
 
-    def _held(self, config: Config, layout: Layout, recompute: str) -> Memory:
+    def hybrid(self, config: Config, layout: Layout, recompute: str) -> list[Option]:
+        """The smallest shard group that fits, replicated: its gathers stay near."""
+        sizes, smallest = divisors(layout.shard)[:-1], None
+        while sizes:
+            middle = len(sizes) // 2
+            variant = replace(layout, shard=sizes[middle], data=layout.shard // sizes[middle])
+            held, missed = self.held(config, variant, recompute)
+            if missed <= 0:
+                sizes, smallest = sizes[:middle], (variant, recompute, held)
+            else:
+                sizes = sizes[middle + 1:]
+        return [self.option(config, *smallest)] if smallest else []
+
+    def held(self, config: Config, layout: Layout, recompute: str) -> tuple[Memory, float]:
+        """And by how many bytes it does not fit."""
         self.evaluations += 1
-        return memory(config, self.on, layout=layout, precision=self.precision,
+        held = memory(config, self.on, layout=layout, precision=self.precision,
                       optimizer=self.optimizer, recompute=recompute)
+        return held, held.peak_bytes - USABLE_MEMORY_SHARE * self.on.memory_bytes
 
-    def _option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
+    def option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1
         how = {"precision": self.precision, "optimizer": self.optimizer, "recompute": recompute}
         step = step_time(config, self.on, layout, efficiency=self.efficiency,

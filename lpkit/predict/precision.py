@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lpkit.config import Config
-from lpkit.predict.casts import LinearCost, Recipe, linear_cost, scale_bytes
+from lpkit.predict.casts import LinearCost, Recipe, linear_cost
 from lpkit.predict.flops import Product
-from lpkit.predict.ledger import PRECISIONS
-from lpkit.predict.roofline import ASSUMED, BF16, Efficiency
+from lpkit.predict.recipes import BF16, FP32, PRECISIONS
+from lpkit.predict.roofline import ASSUMED, Efficiency
 from lpkit.predict.time import StepTime, rank_products, step_time
-from lpkit.techniques.blocks import FP32
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 
@@ -99,10 +98,10 @@ def memory_change(recipe: Recipe, linears: Mapping[Product, int]) -> dict[str, f
         x, w = recipe.operand("x", "dw"), recipe.operand("w", "dx")
         if x is not None:
             rows["activations kept"] += calls * p.M * p.K * (x.bits / 8 - BF16)
-            rows["scales"] += calls * scale_bytes(x, p.K, p.M)
+            rows["scales"] += calls * x.all_scales(p.K, p.M)
         if w is not None:
             rows["weight copies"] += calls * p.N * p.K * (w.bits / 8 - BF16)
-            rows["scales"] += calls * scale_bytes(w, p.K, p.N)
+            rows["scales"] += calls * w.all_scales(p.K, p.N)
         if recipe.history:
             rows["amax histories"] += calls * 3 * (1 + recipe.history) * FP32
     return rows

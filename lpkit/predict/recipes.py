@@ -1,5 +1,5 @@
-"""What the low-precision recipes hold: bytes of the operands that a Linear keeps for its backward
-pass.
+"""Bytes of one number in a step, by precision; and those of the operands that a low-precision
+Linear keeps for its backward pass.
 
 `ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of
 their format; the emulation in bf16, with power-of-two and E4M3 scales folded in.
@@ -7,9 +7,13 @@ their format; the emulation in bf16, with power-of-two and E4M3 scales folded in
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from lpkit.techniques.recipes import SCALES, Recipe, scale_bytes
+from lpkit.config import Config
+from lpkit.errors import pick
+from lpkit.techniques.memory import PARAM_DTYPE
+from lpkit.techniques.recipes import RECIPES, SCALES, Recipe, resolve, scale_bytes
 
 FP32, BF16 = 4, 2
 
@@ -20,59 +24,65 @@ class Low:
     axis last: 0 spans it."""
 
     bits: int
-    x: tuple[int, int] = (0, 0)
-    w: tuple[int, int] = (0, 0)
-    scale_bytes: int = FP32
-    folds: bool = False         # scales go into the values of the emulation
-    history: int = 0            # amaxes remembered for each of three tensors
-    keep: tuple[str, ...] = ("head",)   # Linears that stay in 16 bits
+    x: tuple[int, int]
+    w: tuple[int, int]
+    scale_bytes: int
+    folds: bool                 # scales go into the values of the emulation
+    history: int                # amaxes remembered for each of three tensors
+    keep: tuple[str, ...]       # Linears that stay in 16 bits
+    native: bool = False        # hardware runs it; else the emulation
 
-    def held_bytes(self, native: bool) -> float:
-        """Of one element."""
-        return self.bits / 8 if native else BF16
+    @property
+    def number_bytes(self) -> float:
+        return self.bits / 8 if self.native else BF16
 
-    def scales(self, tokens: float, K: float, N: float, native: bool) -> float:
+    @property
+    def square(self) -> bool:
+        """Whether one layout of x serves both of its products."""
+        return self.x[0] == self.x[1]
+
+    def scales(self, tokens: float, K: float, N: float) -> float:
         """Bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
-        if self.folds and not native:
+        if self.folds and not self.native:
             return 2 * FP32
-        size = self.scale_bytes if native else FP32
-        return size * sum(math.ceil(K / (block[0] or K)) * math.ceil(across / (block[1] or across))
-                          for block, across in ((self.x, tokens), (self.w, N)))
+        count = 0
+        for (along, down), across in ((self.x, tokens), (self.w, N)):
+            count += math.ceil(K / (along or K)) * math.ceil(across / (down or across))
+        return count * (self.scale_bytes if self.native else FP32)
 
-    def work_bytes(self, x: float, g: float, w: float, native: bool, *, dx: float, dw: float,
+    def work_bytes(self, x: float, g: float, w: float, *, dx: float, dw: float,
                    final: float) -> float:
         """Numbers of its input, of its gradient and of its weight. The most at once while a
         Linear's backward runs, nothing of which is freed before its end: its gradient cast, in both
         layouts where one does not serve; `dx` and `dw`, and `final`, dw as the optimizer wants it.
         An emulated product may need more: its operands in float32 where scales stay inside the sum,
         its result where they vary by row."""
-        held = self.held_bytes(native)
-        square = self.x[0] == self.x[1]
-        casts = g * held * (1 if square else 2)
+        casts = g * self.number_bytes * (1 if self.square else 2)
         most = dx + casts + dw + final
-        if native:
+        if self.native:
             return most
         # transposed, or mixed by a transform
-        copied = 0 if square else g * (2 * FP32 if self.bits < 8 else BF16)
+        copied = 0 if self.square else g * (2 * FP32 if self.bits < 8 else BF16)
         most = max(most, dx + casts + copied)
-        if self.folds or square:
+        if self.folds or self.square:
             return most
         if 0 in self.x:
-            return max(most, g * held + (FP32 + BF16) * x, dx + casts + (FP32 + BF16) * w)
-        return max(most, g * held + FP32 * max(3 * g, g + 3 * w, g + w + x),
+            return max(most, g * BF16 + (FP32 + BF16) * x, dx + casts + (FP32 + BF16) * w)
+        return max(most, g * BF16 + FP32 * max(3 * g, g + 3 * w, g + w + x),
                    dx + casts + FP32 * max(3 * g, g + 3 * x, g + x + w))
 
     def forward_bytes(self, x: float, y: float, w: float) -> float:
         """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the
         result; where one layout does not serve both products, x and w as the forward casts them, x
         transposed (or mixed, in float32), and what waits for the result."""
-        if self.x[0] == self.x[1]:
+        if self.native:
+            return 0
+        if self.square:
             return BF16 * (x + y)
         turned = 2 * FP32 if self.bits < 8 else BF16
         return BF16 * (2 * x + y + w) + turned * x + (FP32 + BF16) * y
 
 
-@functools.cache
 def low_of(recipe: Recipe) -> Low | None:
     """None for a recipe that casts no Linear's operands."""
     if recipe.y is None:
@@ -82,3 +92,70 @@ def low_of(recipe: Recipe) -> Low | None:
     return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x),
                folds=SCALES[x.scale].folds, history=recipe.history,
                keep=recipe.high_precision_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of one number. `dtype` is what the products compute in."""
+
+    dtype: str
+    weights: int
+    gradients: int
+    master: int          # a float32 copy that the optimizer updates
+    compute: int
+    stream: int          # the residual stream
+    what: str
+    low: Low | None = None      # how the Linears are cast
+
+
+_BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute=2, stream=4,
+                  what="float32 weights, bf16 products by autocast: what lpkit.train does")
+_PURE = Precision(dtype="bf16", weights=2, gradients=2, master=0, compute=2, stream=2,
+                  what="bf16 throughout; small updates are lost, unless rounding is stochastic")
+_NAMED = {
+    "fp32": replace(_BF16, dtype="fp32", compute=4, what="float32 throughout"),
+    "bf16": _BF16,
+    "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 products by autocast"),
+    "bf16-master": replace(_PURE, master=4, what="bf16 weights and gradients, float32 master "
+                           "weights: the ZeRO paper's setting"),
+    "bf16-pure": _PURE,
+}
+
+
+class _Precisions(Mapping):
+    """The named ones, and one for each recipe that casts; also of rows that are added later."""
+
+    def __getitem__(self, name: str) -> Precision:
+        return _NAMED[name] if name in _NAMED else precision_of_recipe(name, RECIPES[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*_NAMED, *RECIPES)))
+
+    def __len__(self) -> int:
+        return len({*_NAMED, *RECIPES})
+
+
+PRECISIONS = _Precisions()
+
+
+@functools.cache
+def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
+    """As a run under `recipe`, the row `name` or a change of it, has it."""
+    if name in _NAMED:
+        return _NAMED[name]
+    return replace(_BF16, dtype=recipe.dtype, compute=2 if recipe.compute else 4,
+                   low=low_of(recipe), what=f"float32 weights, products under {name}")
+
+
+def stored(config: Config, name: str) -> Precision:
+    """A row of PRECISIONS as `config` stores its parameters and as its settings change the
+    recipe."""
+    asked = config.precision.recipe
+    if asked.name == name:
+        p = precision_of_recipe(name, resolve(asked))
+    else:
+        p = pick(PRECISIONS, name, "precision")
+    row = PARAM_DTYPE[config.memory.param_dtype.name]
+    if row.residual_bytes is None:
+        return p
+    return replace(p, weights=row.param_bytes, gradients=row.param_bytes, stream=row.residual_bytes)

@@ -23,13 +23,13 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
-from lpkit.predict.casts import Operand, Recipe, linear_cost, on_hardware, plain_seconds
+from lpkit.predict.casts import Recipe, linear_seconds, low_recipe
 from lpkit.predict.flops import (
     Product,
     forward_flops,
@@ -38,23 +38,11 @@ from lpkit.predict.flops import (
     recomputed_flops,
     training_flops,
 )
-from lpkit.predict.ledger import (
-    PRECISIONS,
-    Precision,
-    attention_of,
-    micro_batch,
-    stored,
-)
-from lpkit.predict.links import (
-    RINGS,
-    Link,
-    all_gather_seconds,
-    all_reduce_seconds,
-    link,
-    reduce_scatter_seconds,
-    send_seconds,
-)
-from lpkit.predict.params import of, parameters
+from lpkit.predict.ledger import AMP, ZERO, attention_of, micro_batch
+from lpkit.predict.ledger import BLOCK as CHECKPOINTS
+from lpkit.predict.links import RINGS, Link, link
+from lpkit.predict.params import parameters
+from lpkit.predict.recipes import PRECISIONS, Precision, stored
 from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import MicroBatch, Op, operations
@@ -70,15 +58,11 @@ RING_ATTENTION = "Liu et al. 2023, https://arxiv.org/abs/2310.01889"
 FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.roofline.product_seconds"
-ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
-AMP = "https://docs.pytorch.org/docs/stable/amp.html"
-CHECKPOINTS = "Chen et al. 2016, https://arxiv.org/abs/1604.06174"
 
 PHASES = ("forward", "backward", "optimizer", "communication")
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 
-# What a config means on a machine.
 
 def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
     """A row of `ledger.PRECISIONS`. "auto" is bf16 where the machine has it. Raises ConfigError."""
@@ -88,8 +72,6 @@ def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
     pick(PRECISIONS, name, "precision")
     return name
 
-
-# One step.
 
 @dataclass(frozen=True, kw_only=True)
 class TimeRow:
@@ -164,9 +146,12 @@ class StepTime:
 class Calibration:
     """What one short measured run says about a prediction."""
 
-    factor: float               # measured over predicted
     predicted_seconds: float
     measured_seconds: float
+
+    @property
+    def factor(self) -> float:
+        return self.measured_seconds / self.predicted_seconds
 
     @property
     def source(self) -> str:
@@ -180,9 +165,8 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
-    predicted = step_time(config, machine, layout, **how).step_seconds
-    return Calibration(factor=measured_step_seconds / predicted, predicted_seconds=predicted,
-                       measured_seconds=measured_step_seconds)
+    return Calibration(measured_seconds=measured_step_seconds,
+                       predicted_seconds=step_time(config, machine, layout, **how).step_seconds)
 
 
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
@@ -198,24 +182,23 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     efficiency   what is reached of the ceilings; None: ASSUMED, or REACHED on a measured machine
     recipe       casts that replace those of the precision
     """
-    on, layout = machines.find(machine), layout or config.parallel
+    on, layout, m = machines.find(machine), layout or config.parallel, config.model
     check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
     efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
-    p, m = stored(config, precision), config.model
-    attention = attention_of(config, on, p)
+    p = stored(config, precision)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
+    s = MicroBatch(model=m, batch=sequences, compute_bytes=p.compute, residual_bytes=p.stream,
+                   kind=on.kind, attention=attention_of(config, on, p))
     if recipe is None and p.low is not None:
         on.peak_flops(p.dtype)      # refuses a machine that lacks it
         recipe = low_recipe(precision, p, m)
         p = replace(p, dtype=BASE)
     if efficiency.flat is None:
-        again = row.again_share(m.L, recompute)
-        rank = _Rank(m, on, layout, p, efficiency, recipe, attention, sequences, pieces,
-                     recompute, again)
-        rows = rank.rows(find(optimizer or config.optimizer.name).moved_bytes(
-            config.memory.moment_format.name))
+        moved = find(optimizer or config.optimizer.name).moved_bytes(
+            config.memory.moment_format.name)
+        rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute).rows(moved)
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     factor = calibration.factor if calibration else 1.0
@@ -224,8 +207,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
                     model_flops=training_flops(m, batch=config.global_batch),
                     peak_flops=on.peak_flops(p.dtype), micro_batches=pieces, sequences=sequences,
-                    precision=precision, dtype=p.dtype, attention=attention, efficiency=efficiency,
-                    factor=factor)
+                    precision=precision, dtype=p.dtype, attention=s.attention,
+                    efficiency=efficiency, factor=factor)
 
 
 def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
@@ -250,68 +233,69 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
 
 
 class _Rank:
-    """One micro-batch on one rank: seconds of one layer, of the head, and of messages to others.
+    """One micro-batch on one rank: seconds of a layer, of the head, and of messages to others."""
 
-    `blocks` is the share of the layers that `recompute` runs again.
-    """
-
-    def __init__(self, m: ModelConfig, on: Machine, layout: Layout, p: Precision,
-                 efficiency: Efficiency, recipe: Recipe | None, attention: str,
-                 sequences: int, pieces: int, recompute: Settings, blocks: float):
-        self.m, self.on, self.layout, self.p, self.efficiency = m, on, layout, p, efficiency
+    def __init__(self, s: MicroBatch, on: Machine, layout: Layout, p: Precision,
+                 efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings):
+        m, ops, split = s.model, operations(s), layout.tensor * layout.context
+        self.m, self.layout, self.p, self.efficiency = m, layout, p, efficiency
         self.pieces, self.recompute = pieces, recompute
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
-        split = layout.tensor * layout.context
+        self.link = functools.partial(link, on, layout, efficiency=efficiency)
+        self.made: list[TimeRow] = []
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
         self.sizes: dict[str, str] = {}
-        for one in rank_products(m, layout, sequences):
+        for one in rank_products(m, layout, s.batch):
             if not one.pairs:
-                self.linears[one.name] = _linear(one, on, efficiency, p, recipe)
+                self.linears[one.name] = linear_seconds(one, on, efficiency, recipe=recipe,
+                                                        base=p.dtype, itemsize=p.compute)
                 self.sizes[one.name] = f"({one.M:,}, {one.K:,}) x ({one.K:,}, {one.N:,})"
         self.head = self.linears.pop("head")
-        ops = operations(MicroBatch(model=m, batch=sequences, compute_bytes=p.compute,
-                                    residual_bytes=p.stream, kind=on.kind, attention=attention))
-        peak = on.peak_flops(p.dtype)
-        each = [_attention(op, split, p, peak, self.bandwidth, efficiency)
-                for op in ops.block if op.pairs]
+        forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
+        peak, attentions = on.peak_flops(p.dtype), [op for op in ops.block if op.pairs]
+        each = [_attention(op, split, p, peak, self.bandwidth, efficiency) for op in attentions]
         self.attended = tuple(map(sum, zip(*each))) or (0.0, 0.0)
-        self.unfused = any(sum(op.score_passes) for op in ops.block)
-        self.attention = "; ".join(_attention_words(attention, op) for op in ops.block if op.pairs)
+        self.attention = "; ".join(_attention_words(s.attention, op) for op in attentions)
         # pointwise work, and the casts of autocast: each weight once, each gradient back
-        layer, outside = moved_bytes(m, batch=sequences, compute_bytes=p.compute,
-                                     residual_bytes=p.stream)
+        layer, outside = moved_bytes(ops)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
         casts = (p.compute + p.weights) / self.bandwidth if p.compute < p.weights else 0.0
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
-        self.tensor_link = link(on, layout, "tensor", efficiency)
-        self.group_bytes = sequences * m.T // layout.context * m.D * p.compute
-        self.tensor_once = all_gather_seconds(self.group_bytes, self.tensor_link)
+        self.group_bytes = s.tokens // layout.context * m.D * p.compute
+        self.tensor_once = self.link("tensor").all_gather_seconds(self.group_bytes)
         # what is recomputed in backward, on average over the layers
-        self.again = RECOMPUTE[recompute.name].repeats
-        attends = "attention" in self.again or (self.unfused and "unfused attention" in self.again)
+        row = RECOMPUTE[recompute.name]
+        blocks, self.again = row.again_share(m.L, recompute), row.repeats
+        unfused = any(sum(op.score_passes) for op in attentions)
+        attends = "attention" in self.again or (unfused and "unfused attention" in self.again)
         self.repeated = blocks * (
-            self._linears(0) * ("products" in self.again) + self.attended[0] * attends
+            forward * ("products" in self.again) + self.attended[0] * attends
             + self.pointwise * ("pointwise" in self.again))
         self.repeated_tensor = blocks * 4 * self.tensor_once * ("tensor" in self.again)
-        self.forward = self._linears(0) + self.attended[0] + self.pointwise
-        self.backward = (self._linears(1) + self.attended[1] + BACKWARD_MOVES * self.pointwise
+        self.forward = forward + self.attended[0] + self.pointwise
+        self.backward = (backward + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
         # context ranks: forward passes keys and values round; backward them and their gradients
-        keys = 2 * sequences * m.T * m.G * m.E * p.compute / layout.tensor
-        ring = all_gather_seconds(keys, link(on, layout, "context", efficiency))
+        keys = 2 * s.tokens * m.G * m.E * p.compute / layout.tensor
+        ring = self.link("context").all_gather_seconds(keys)
         self.context_all = 3 * ring
         self.context_shown = (max(0.0, ring - self.attended[0])
                               + max(0.0, 2 * ring - self.attended[1]))
 
-    def _linears(self, phase: int) -> float:
-        return sum(seconds[phase] for seconds in self.linears.values())
+    def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
+            **phases: float) -> None:
+        made = TimeRow(name=name, phases=phases, formula=formula, source=source,
+                       hidden_seconds=hidden)
+        if made.seconds or hidden:
+            self.made.append(made)
 
     def rows(self, optimizer_bytes: float) -> list[TimeRow]:
-        layout, pieces, rate = self.layout, self.pieces, self.efficiency
+        """Of the slowest stage of a pipeline, a middle one or the last one, with the head."""
+        layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         v, stages = layout.interleave, layout.pipeline
         chunk, fewer = layers_of_stage(self.m.L, stages * v)
         middle = chunk * v
@@ -319,25 +303,15 @@ class _Rank:
         layer = (self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
                  + self.repeated_tensor + self.context_shown)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
-        head = sum(self.head) + pointwise_head + 2 * self.tensor_once
-        message = self.group_bytes / layout.tensor * self.p.stream / self.p.compute
-        send = 2 * v * send_seconds(message, link(self.on, layout, "pipeline", rate))
-        # the slowest stage is a middle one, or the last one with the head
-        last = ends * layer + head
+        last = ends * layer + (sum(self.head) + pointwise_head + 2 * self.tensor_once)
         has_head = stages == 1 or last >= middle * layer
         layers, others = ends if has_head else middle, 0.0
         if stages > 1:
             others = ends * layer + last + (stages - 2) * middle * layer - max(last, middle * layer)
+        message = self.group_bytes / layout.tensor * self.p.stream / self.p.compute
+        send = 2 * v * self.link("pipeline").send_seconds(message)
         times, heads = pieces * layers, pieces * has_head
         count = f"{pieces} micro-batches x {layers} layers"
-        rows: list[TimeRow] = []
-
-        def row(name: str, formula: str, source: str, hidden: float = 0.0, **phases: float) -> None:
-            made = TimeRow(name=name, phases=phases, formula=formula, source=source,
-                           hidden_seconds=hidden)
-            if made.seconds or hidden:
-                rows.append(made)
-
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
         for name, (forward, backward) in self.linears.items():
             row(name, f"{count}, {self.sizes[name]} and its two gradients, {share}", ROOFLINE,
@@ -350,8 +324,7 @@ class _Rank:
         row("norms, activations, loss",
             f"bytes moved, {rate.fused:g} of them left by fusion, at {rate.bandwidth:g} of the "
             f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
-            "lpkit.predict.flops.moved_bytes",
-            forward=moved, backward=BACKWARD_MOVES * moved)
+            "lpkit.predict.flops.moved_bytes", forward=moved, backward=BACKWARD_MOVES * moved)
         row("weight copies",
             "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
             forward=times * self.casts, backward=times * self.casts)
@@ -360,7 +333,7 @@ class _Rank:
             CHECKPOINTS, backward=times * self.repeated)
         row("tensor: gathers and scatters",
             f"4 collectives of {self.group_bytes:,} bytes a layer forward, 4 backward, over "
-            f"{self.tensor_link.words}; the one more that backward needs is hidden",
+            f"{self.link('tensor').words}; the one more that backward needs is hidden",
             f"{TENSOR}; {RINGS}", hidden=times * self.tensor_once,
             communication=times * (8 * self.tensor_once + self.repeated_tensor)
             + 2 * heads * self.tensor_once)
@@ -379,88 +352,58 @@ class _Rank:
         outside = parts["embedding"] + parts["positions"] + parts["head"]
         block = (sum(parts.values()) - outside) / self.m.L
         states = (middle * block + outside / min(stages, 2)) / layout.tensor
-        self._state_rows(row, layers, states, block / layout.tensor)
         owned = states / (layout.state_ranks if layout.zero else 1)
+        self.state_rows(layers, states, owned, block / layout.tensor)
         row("optimizer", f"{optimizer_bytes:g} bytes a parameter that the rank updates",
             "each state read and written once, weights and gradients in float32",
             optimizer=optimizer_bytes * owned / self.bandwidth)
-        return rows
+        return self.made
 
-    def _state_rows(self, row: Callable[..., None], layers: int, states: float,
-                    block: float) -> None:
-        """ZeRO's messages and those of replicas."""
-        layout, p, pieces = self.layout, self.p, self.pieces
+    def state_rows(self, layers: int, states: float, owned: float, block: float) -> None:
+        """ZeRO's messages and those of replicas. Parameters: of a rank, of what it updates, of a
+        layer."""
+        layout, p, ring = self.layout, self.p, self.link("states")
         left = layers * self.backward       # what nothing hides behind yet
-        ring = link(self.on, layout, "states", self.efficiency)
-
-        def behind(name: str, said: float, window: float, on: Link, source: str,
-                   times: int = 1) -> None:
-            shown = max(0.0, said - window)
-            row(name,
-                f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide behind "
-                      f"a pass", source, hidden=times * (said - shown), communication=times * shown)
-
         if layout.state_ranks > 1 and layout.zero == 3:
-            gather = all_gather_seconds(block * p.compute, ring)
-            scatter = reduce_scatter_seconds(block * p.gradients, ring)
+            gather = ring.all_gather_seconds(block * p.compute)
+            scatter = ring.reduce_scatter_seconds(block * p.gradients)
             late = max(0.0, gather - self.forward) + max(0.0, gather + scatter - self.backward)
-            said = (2 * gather + scatter) * layers * pieces
-            shown = min(late * layers * pieces + pieces * gather + scatter, said)
+            said = (2 * gather + scatter) * layers * self.pieces
+            shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
-            row("shard: weights and gradients",
-                f"each micro-batch gathers {block * p.compute:,.0f} bytes a layer twice and "
-                f"scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides the rest",
-                f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
+            self.row("shard: weights and gradients",
+                     f"each micro-batch gathers {block * p.compute:,.0f} bytes a layer twice and "
+                     f"scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides the "
+                     f"rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
-            behind("shard: gather weights", all_gather_seconds(states * p.compute, ring),
-                   layers * self.forward, ring, ZERO)
-            said = reduce_scatter_seconds(states * p.gradients, ring)
-            behind("shard: scatter gradients", said, left, ring, ZERO,
-                   times=pieces if layout.zero == 2 else 1)
+            gather = ring.all_gather_seconds(states * p.compute)
+            self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
+            said = ring.reduce_scatter_seconds(states * p.gradients)
+            self.behind("shard: scatter gradients", said, left, ring, ZERO,
+                        times=self.pieces if layout.zero == 2 else 1)
             left = max(0.0, left - said)
         elif layout.state_ranks > 1:
-            said = all_reduce_seconds(states * p.gradients, ring)
-            behind("shard: all-reduce gradients", said, left, ring, ZERO)
+            said = ring.all_reduce_seconds(states * p.gradients)
+            self.behind("shard: all-reduce gradients", said, left, ring, ZERO)
             left = max(0.0, left - said)
         if layout.data > 1:
-            ring = link(self.on, layout, "data", self.efficiency)
-            nbytes = states * p.gradients / (layout.state_ranks if layout.zero else 1)
-            said = all_reduce_seconds(nbytes, ring)
-            behind("data: all-reduce gradients", said, left, ring, RINGS)
+            ring = self.link("data")
+            said = ring.all_reduce_seconds(owned * p.gradients)
+            self.behind("data: all-reduce gradients", said, left, ring, RINGS)
+
+    def behind(self, name: str, said: float, window: float, on: Link, source: str,
+               times: int = 1) -> None:
+        """A message that may take `window` seconds unseen."""
+        shown = max(0.0, said - window)
+        self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide "
+                 f"behind a pass", source, hidden=times * (said - shown),
+                 communication=times * shown)
 
 
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[Product, ...]:
     """As `flops.products`, of one rank and one micro-batch. Heads and widths are split over tensor
     ranks, tokens over context ranks."""
     return tuple(one.on_rank(layout.tensor, layout.context) for one in products(m, batch=sequences))
-
-
-def low_recipe(name: str, p: Precision, m: ModelConfig) -> Recipe:
-    """The casts of a precision, in the words of `lpkit.predict.casts`. Gradients are cast as
-    activations are."""
-    low = p.low
-    x, w = (Operand(bits=low.bits, block=block, scale_bytes=low.scale_bytes,
-                    transposes=block[0] == block[1]) for block in (low.x, low.w))
-    kept = {"head": 1}
-    if "last" in low.keep:
-        kept |= dict.fromkeys((op.name for op in of(m).linears), 1)
-    return on_hardware(name, p.dtype, {"y": (x, w), "dx": (x, w), "dw": (x, x)},
-                       history=low.history, kept=kept)
-
-
-def _linear(one: Product, on: Machine, efficiency: Efficiency, p: Precision,
-            recipe: Recipe | None) -> tuple[float, float]:
-    """Seconds of one call, forward and backward, on average over the layers that a recipe casts and
-    those that it keeps. Its casts are spread as its products are."""
-    plain = plain_seconds(one, on, efficiency, dtype=p.dtype, itemsize=p.compute)
-    forward, backward = plain["y"], plain["dx"] + plain["dw"]
-    kept = 1.0
-    if recipe is not None and recipe.casts:
-        kept = recipe.kept.get(one.name, 0) / one.calls
-    if kept >= 1:
-        return forward, backward
-    cost = linear_cost(one, recipe, on, efficiency, base=p.dtype, itemsize=p.compute).seconds
-    return (kept * forward + (1 - kept) * cost / 3, kept * backward + (1 - kept) * cost * 2 / 3)
 
 
 def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
