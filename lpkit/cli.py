@@ -18,8 +18,7 @@ from lpkit.training.runs import RunFailedError
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
-    "doctor": "what this machine can do, and for what it cannot, why and the nearest thing that "
-    "works",
+    "doctor": "what this machine can do; for what it cannot, why and the nearest thing that works",
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
     "plan": "which layouts train a model on time and within a budget, and why the rest do not",
     "advise": "whether low precision would be faster for a model on a machine, and why",
@@ -32,10 +31,9 @@ COMMANDS = {
 
 
 def usage() -> str:
-    lines = text_table(COMMANDS.items(), indent="  ")
-    return "\n".join(["usage: lpkit COMMAND [...] [--json]", "", lines, "",
-                      "`lpkit COMMAND --help` explains one; --json prints one object on standard "
-                      "output."])
+    table = text_table(COMMANDS.items(), indent="  ")
+    return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
+            f"`lpkit COMMAND --help` explains one; --json prints one object on standard output.")
 
 
 def complain(sentence: object) -> int:
@@ -63,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     command = importlib.import_module(f"lpkit.commands.{name}")
     parser = _Parser(prog=f"lpkit {name}", description=command.__doc__,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard "
-                        "output")
+    parser.add_argument("--json", action="store_true",
+                        help="print one JSON object on standard output")
     command.arguments(parser)
     args = parser.parse_args(argv[1:])
     try:

@@ -4,18 +4,27 @@
     run(args) -> dict    do it, and return one JSON-ready object; progress goes to standard error
     text(result) -> str  the same object for a person
 
-A command imports what it needs inside `run`, so that `--help` is fast.
+A command imports what needs torch inside `run`, so that `--help` is fast.
 """
 
+import argparse
+from pathlib import Path
+from typing import Any
 
-def machine(target: str):
-    """What `--machine` means: a row of the catalogue, `this` (measured now), or a YAML file. Raises
-    ConfigError."""
-    from pathlib import Path
+from lpkit.errors import ConfigError
+from lpkit.techniques import machines
 
-    from lpkit.errors import ConfigError
-    from lpkit.techniques import machines
 
+def settings_and_machine(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that predicts."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="change a setting; repeatable")
+    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
+                        "`this`: the one at hand, measured")
+
+
+def machine(target: str) -> Any:
+    """What `--machine` means. Raises ConfigError."""
     if target == "this":
         from lpkit import hardware
 

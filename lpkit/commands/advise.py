@@ -6,17 +6,17 @@ reasons.
 """
 
 import argparse
+import sys
 from typing import Any
 
+from lpkit.commands import machine, settings_and_machine
+from lpkit.predict.units import duration, quantity
 from lpkit.tables import text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="change a setting; repeatable")
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
-                        "`this`: the one at hand")
+    settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
                         help="consider only this one; repeatable")
     parser.add_argument("--measure", action="store_true", help="settle it with short real runs on "
@@ -26,7 +26,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.commands import machine
     from lpkit.presets import resolve
     from lpkit.studies.advice import advise, claims
 
@@ -49,8 +48,6 @@ def _here():
 
 
 def _train(config, *, out):
-    import sys
-
     import lpkit
 
     print(f"advise: {out.name}, {config.steps} steps", file=sys.stderr)
@@ -58,8 +55,6 @@ def _train(config, *, out):
 
 
 def text(result: dict[str, Any]) -> str:
-    from lpkit.predict.units import duration, quantity
-
     rows = [("recipe", "runs", "step", "speed", "Linears", "memory")]
     for plan in result["plans"]:
         more = plan["more_bytes"]
@@ -67,16 +62,15 @@ def text(result: dict[str, Any]) -> str:
                      duration(plan["step_seconds"]), f"{plan['speedup']:.2f}x",
                      f"{plan['linear_speedup']:.2f}x",
                      f"{'-' if more < 0 else '+'}{quantity(abs(more), 'bytes')}"))
-    measured = [f"  {one['recipe']}: {duration(one['step_seconds'])} a step, losses "
-                f"{', '.join(f'{loss:.3f}' for loss in one['losses'])}; at equal loss "
-                f"{', '.join('not reached' if s is None else f'{s:.2f}x' for s in one['speedups'])}"
-                for one in result["measured"]]
-    first = result["plans"][0]
-    return "\n".join([
-        result["sentence"], "",
-        f"{result['target']} on {result['machine']}; a step in {result['base']} takes "
-        f"{duration(first['base_step_seconds'])}, by formula",
-        text_table(rows, indent="  "),
-        *(["", "measured, seed by seed:", *measured] if measured else []),
-        "", f"  efficiency: {result['efficiency']['source']}",
-        *(f"  {source}" for source in result["sources"])])
+    lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; a step in "
+             f"{result['base']} takes {duration(result['plans'][0]['base_step_seconds'])}, by "
+             f"formula", text_table(rows, indent="  ")]
+    if result["measured"]:
+        lines += ["", "measured, seed by seed:"]
+    for one in result["measured"]:
+        losses = ", ".join(f"{loss:.3f}" for loss in one["losses"])
+        speedups = ", ".join("not reached" if s is None else f"{s:.2f}x" for s in one["speedups"])
+        lines.append(f"  {one['recipe']}: {duration(one['step_seconds'])} a step, losses {losses}; "
+                     f"at equal loss {speedups}")
+    return "\n".join([*lines, "", f"  efficiency: {result['efficiency']['source']}",
+                      *(f"  {source}" for source in result["sources"])])

@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, pick
+from lpkit.files import write_atomically
 from lpkit.tables import text_table
 
 
@@ -36,7 +37,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.bench import BENCHES
     from lpkit.bench.harness import summary
-    from lpkit.errors import pick
 
     names = list(BENCHES) if args.all else args.names
     if not names:
@@ -69,28 +69,26 @@ def text(result: dict[str, Any]) -> str:
 
 def _table(bench: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
-    lines = [f"{bench['name']} on {bench['device']}, {bench['cores']} cores; {versions}"]
-    rows = [(case["case"], case["peer"], f"{case['ratio']:.3g}x",
-             f"[{case['quartiles'][0]:.3g}, {case['quartiles'][1]:.3g}]",
-             f"{_amount(case['ours_median'], case['unit'])} against "
-             f"{_amount(case['peer_median'], case['unit'])}", case["verdict"])
-            for case in bench["cases"]]
-    return "\n".join([*lines, text_table(rows, indent="  ")])
+    rows = []
+    for case in bench["cases"]:
+        low, high = case["quartiles"]
+        ours, peer = (_amount(case[f"{who}_median"], case["unit"]) for who in ("ours", "peer"))
+        rows.append((case["case"], case["peer"], f"{case['ratio']:.3g}x",
+                     f"[{low:.3g}, {high:.3g}]", f"{ours} against {peer}", case["verdict"]))
+    return (f"{bench['name']} on {bench['device']}, {bench['cores']} cores; {versions}\n"
+            f"{text_table(rows, indent='  ')}")
 
 
 def _amount(value: float, unit: str) -> str:
     if unit == "bytes":
         return f"{value / 2**20:.3g} MiB"
-    if unit == "s":
-        scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if value >= s),
-                           (1e-6, "us"))
-        value /= scale
+    for larger, smaller in (("s", "ms"), ("ms", "us")):
+        if unit == larger and value < 1:
+            value, unit = value * 1e3, smaller
     return f"{value:.3g} {unit}"
 
 
 def _keep(folder: Path, bench: dict[str, Any]) -> None:
-    from lpkit.files import write_atomically
-
     device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
     try:
         folder.mkdir(parents=True, exist_ok=True)

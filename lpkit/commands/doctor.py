@@ -1,5 +1,4 @@
-"""What this machine can do, found by trying it; and for what it cannot, why and the nearest thing
-that works."""
+"""What this machine can do, found by trying it; for what it cannot, why and what works instead."""
 
 import argparse
 from itertools import groupby
@@ -22,24 +21,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    found = result["machine"]
-    free = found["memory_available_bytes"] / GIB
-    memory = f"{found['memory_bytes'] / GIB:.1f} GiB, {free:.1f} GiB free"
+    found, libraries = result["machine"], result["machine"]["libraries"]
+    memory = (f"{found['memory_bytes'] / GIB:.1f} GiB, "
+              f"{found['memory_available_bytes'] / GIB:.1f} GiB free")
     if found["memory_limit_bytes"]:
         memory += f", {found['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
     gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability "
-            f"{gpu['capability']}"
-            for gpu in found["gpus"]]
-    installed = ", ".join(f"{name} {version}" for name, version in found["libraries"].items()
-                          if version)
-    absent = ", ".join(name for name, version in found["libraries"].items() if not version)
+            f"{gpu['capability']}" for gpu in found["gpus"]]
+    installed = [f"{name} {version}" for name, version in libraries.items() if version]
+    absent = [name for name, version in libraries.items() if not version]
+    extensions = " ".join(found["cpu_features"]) or "no known extensions"
     rows = {"System": f"{found['os']}, Python {found['python']}",
-            "CPU": f"{found['cpu']}, {found['cores']} cores, "
-            f"{' '.join(found['cpu_features']) or 'no known extensions'}", "Memory": memory,
+            "CPU": f"{found['cpu']}, {found['cores']} cores, {extensions}", "Memory": memory,
             "GPU": "; ".join(gpus) or "none that torch can use",
             "Driver": found["driver"] or "none",
             "CUDA": found["cuda"] or "none: this torch is a CPU build",
-            "Installed": installed, "Absent": absent or "nothing", "Tried on": result["device"]}
+            "Installed": ", ".join(installed), "Absent": ", ".join(absent) or "nothing",
+            "Tried on": result["device"]}
     lines = [_row(name, value) for name, value in rows.items()]
     for kind, probes in groupby(result["probes"], key=lambda row: row["kind"]):
         lines += ["", kind.capitalize()]
@@ -48,17 +46,13 @@ def text(result: dict[str, Any]) -> str:
             lines.append(_row(("+ " if row["works"] else "- ") + row["name"],
                               row["detail"] or row["why"] + nearest, 16))
     if result["recipes"]:
+        from lpkit.measure import matrix
+
+        heads, cells = matrix.grid([matrix.Cell(**cell) for cell in result["recipes"]])
         lines += ["", "Recipes, forward and backward; the reasons are in --json",
-                  _recipes(result["recipes"])]
+                  text_table([heads, *cells], indent="  ")]
     choice = result["chosen"]["precision"]
     return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
-
-
-def _recipes(cells: list[dict[str, Any]]) -> str:
-    from lpkit.measure import matrix
-
-    heads, rows = matrix.grid([matrix.Cell(**cell) for cell in cells])
-    return text_table([heads, *rows], indent="  ")
 
 
 def _row(name: str, value: str, width: int = 10) -> str:

@@ -29,12 +29,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until Ctrl-C or SIGTERM. The one object is printed when the lab answers, not when it
-    has gone."""
+    """Serves until Ctrl-C or SIGTERM. The one object is printed when the lab answers."""
     from lpkit.course import lab
 
-    root = lab.find_root()
-    code = 0
+    root, code = lab.find_root(), 0
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
@@ -48,7 +46,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
             found = {"url": server.url, "ip": server.ip, "port": server.port, "root": str(root),
                      "token_file": str(server.token_file), "log": str(server.log_path),
-                     "tunnel": tunnel(server.port)}
+                     "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
+                               f"USER@THIS_MACHINE"}
             print(json.dumps(found) if args.json else text(found), flush=True)
             code = server.process.wait()    # also when someone shuts the lab down from its menu
             if code:
@@ -57,10 +56,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
     sys.exit(code)
-
-
-def tunnel(port: int) -> str:
-    return f"ssh -N -L {port}:127.0.0.1:{port} USER@THIS_MACHINE"
 
 
 def text(result: dict[str, Any]) -> str:

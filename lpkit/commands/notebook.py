@@ -1,11 +1,9 @@
 """Run notebooks with parameters, without a browser.
 
-    lpkit notebook --list                                  what there is, with every parameter
-    lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: runs/try/00_start_here.ipynb,
-                                                           and beside it .json
-    lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2
-                                                           the four combinations, two at a time
-    lpkit notebook --all --tier smoke                      the course, and what it claims as a table
+  lpkit notebook --list                                  what there is, with every parameter
+  lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: 00_start_here.ipynb, .json
+  lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2   the four combinations, two at a time
+  lpkit notebook --all --tier smoke                      the course, and a table of what it claims
 
 key=a,b and a repeated key make a grid; a parameter that is itself text or a tuple keeps its commas.
 """
@@ -53,9 +51,9 @@ def run(args) -> dict[str, Any]:
     paths = notebooks.course() if args.all else [notebooks.find(args.name)]
     if not paths:
         raise ConfigError("the course is empty: there is no .ipynb in notebooks/")
-    processes = _processes(args.on)
-    jobs = [job for path in paths for job in notebooks.plan(path, args.settings, tier=args.tier,
-                                                            out=args.out)]
+    processes, jobs = _processes(args.on), []
+    for path in paths:
+        jobs += notebooks.plan(path, args.settings, tier=args.tier, out=args.out)
     with notebooks.unwinding():
         records = notebooks.run_all(jobs, processes=processes,
                                     say=lambda line: print(line, file=sys.stderr))
@@ -80,10 +78,9 @@ def text(result: dict[str, Any]) -> str:
     if "notebooks" in result:
         return "\n\n".join(map(_described, result["notebooks"])) or "there are no notebooks"
     runs = result.get("runs", [result])
-    rows = [("notebook", "seconds", "peak MB", "claim", "result"),
-            *((run["label"], f"{run['seconds']:.1f}", f"{run['peak_rss_bytes'] / 1e6:,.0f}",
-               run["claim"] or "-", _outcome(run)) for run in runs)]
-    return text_table(rows)
+    rows = [(run["label"], f"{run['seconds']:.1f}", f"{run['peak_rss_bytes'] / 1e6:,.0f}",
+             run["claim"] or "-", _outcome(run)) for run in runs]
+    return text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows])
 
 
 def _outcome(run: dict[str, Any]) -> str:
@@ -91,13 +88,14 @@ def _outcome(run: dict[str, Any]) -> str:
         return "holds" if run["claim"] else "done"
     error = run["error"] or {"cell": run["cell"], "kind": run["status"], "message": ""}
     message = " ".join(str(error["message"]).split())
-    return (f"{run['status']} in cell {error['cell']}: {error['kind']}"
-            + (f": {message}" if message else ""))
+    words = f"{run['status']} in cell {error['cell']}: {error['kind']}"
+    return f"{words}: {message}" if message else words
 
 
 def _described(book: dict[str, Any]) -> str:
-    lines = ([f"{book['name']}  {book['title']}"]
-             + ([f"  claims: {book['claim']}"] if book["claim"] else []))
-    left = [f"  {p['name']}: {p['annotation']} = {p['default']!r}" for p in book["parameters"]]
-    right = [p["comment"] for p in book["parameters"]]
-    return "\n".join([*lines, text_table(zip(left, right))]).rstrip()
+    lines = [f"{book['name']}  {book['title']}"]
+    if book["claim"]:
+        lines.append(f"  claims: {book['claim']}")
+    rows = [(f"  {p['name']}: {p['annotation']} = {p['default']!r}", p["comment"])
+            for p in book["parameters"]]
+    return "\n".join([*lines, text_table(rows)]).rstrip()

@@ -7,10 +7,13 @@ do not.
 
 import argparse
 import math
+from dataclasses import replace
 from typing import Any
 
-from lpkit.config import parse_settings
+from lpkit.commands import machine, settings_and_machine
+from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError
+from lpkit.predict.units import duration, quantity
 from lpkit.tables import text_table
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -19,15 +22,13 @@ MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
 # Settings that change a plan: these, and the model's but for three.
 USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history",
         "precision.cache_weight_casts")
-USED_GROUPS, UNUSED_MODEL = (("memory.", "model."),
-                             ("model.norm_eps", "model.rope_theta", "model.init"))
+UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.init")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PRESET|config.yaml")
     parser.add_argument("--tokens", required=True, help="to train on: 1e12, 300B, 1.5T")
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
-                        "`this`")
+    settings_and_machine(parser)
     parser.add_argument("--budget", help="US dollars for the run: 250000, 250k, $1.5M")
     parser.add_argument("--deadline", help="for the run: 12h, 30d, 2w")
     parser.add_argument("--devices", type=int, help="how many; by default powers of two are "
@@ -35,45 +36,48 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", action="append", metavar="NAME",
                         help="bf16, fp32, a recipe that casts, or bf16-master, the ZeRO paper's "
                         "setting; by default the config's; repeatable")
-    parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; "
-                                            "by default the config's")
+    parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by "
+                        "default the config's")
     parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
     parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
     parser.add_argument("--factor", type=float, help="seconds of a measured step over their "
                         "prediction, as lpkit.predict.time.calibrate gives it: all times are "
                         "multiplied by it")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="change a setting; repeatable")
     parser.add_argument("--top", type=int, default=10, help="layouts to show (%(default)s)")
     parser.add_argument("--show", type=int, metavar="N", help="open the N-th: every row with its "
                         "formula and source")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.commands import machine
     from lpkit.predict.plan import plan
+    from lpkit.predict.time import Calibration
     from lpkit.presets import resolve
     from lpkit.training.runs import RunFailedError
 
     if args.top < 1:
         raise ConfigError(f"--top must be 1 or more, got {args.top}")
-    if args.budget is None and args.deadline is None and args.devices is None:
+    limits: dict[str, Any] = {"devices": args.devices}
+    if args.budget is not None:
+        limits["budget"] = amount("--budget", args.budget, MOST_DOLLARS, "dollars")
+    if args.deadline is not None:
+        limits["deadline_seconds"] = span("--deadline", args.deadline)
+    if limits == {"devices": None}:
         raise ConfigError("a plan needs a limit: give --budget, --deadline or --devices")
-    settings = list(args.set)
-    if args.context is not None:
-        settings.append(f"model.context={args.context}")
-    config = resolve(args.model, settings)
+    context = [] if args.context is None else [f"model.context={args.context}"]
+    config = resolve(args.model, [*args.set, *context])
     _refuse_unused(parse_settings(args.set))
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
+    calibration = None
+    if args.factor is not None:
+        if not 0.1 <= args.factor <= 10:
+            raise ConfigError(f"--factor is measured over predicted seconds, from 0.1 to 10; got "
+                              f"{args.factor}")
+        calibration = Calibration(predicted_seconds=1.0, measured_seconds=args.factor)
     found = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),
-                 budget=None if args.budget is None
-                 else amount("--budget", args.budget, MOST_DOLLARS, "dollars"),
-                 deadline_seconds=None if args.deadline is None
-                 else span("--deadline", args.deadline), devices=args.devices,
-                 precisions=args.precision, optimizer=args.optimizer,
-                 price_per_hour=args.price_per_hour, calibration=_calibration(args.factor))
+                 **limits, precisions=args.precision, optimizer=args.optimizer,
+                 price_per_hour=args.price_per_hour, calibration=calibration)
     if not found.options:
         raise RunFailedError(found.sentence)
     if args.show is not None and not 1 <= args.show <= len(found.options):
@@ -85,56 +89,40 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _refuse_unused(settings: dict[str, str]) -> None:
     """A setting that changes nothing is an error."""
     for key in settings:
-        if key in USED or (key.startswith(USED_GROUPS) and key not in UNUSED_MODEL):
-            continue
-        raise ConfigError(f"plan does not use {key}: it searches layouts and micro-batches, and "
-                          f"--tokens says how long to train; leave it out. It uses model sizes, "
-                          f"memory, {', '.join(USED)}")
+        if key in UNUSED_MODEL or not (key in USED or key.startswith(("memory.", "model."))):
+            raise ConfigError(f"plan does not use {key}: it searches layouts and micro-batches, "
+                              f"and --tokens says how long to train; leave it out. It uses model "
+                              f"sizes, memory, {', '.join(USED)}")
 
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
-    """'250k', '$250,000', '1e12', '1.5T' as a number. Raises ConfigError for what is none, not
-    positive, or absurd."""
+    """'250k', '$250,000', '1e12', '1.5T' as a number above 0. Raises ConfigError."""
     plain = text.strip().lower().replace(",", "").replace("_", "").removeprefix("$").strip()
     suffix = plain[-1:] if plain[-1:].isalpha() else ""
-    try:
-        value = float(plain.removesuffix(suffix)) * COUNTS[suffix]
-    except (ValueError, KeyError):
-        raise ConfigError(f"{option} {text!r} is not a number of {unit}; write it as 250000, 250k, "
-                          f"1.5M, 300B or 1e12") from None
-    if not 0 < value <= most:
-        raise ConfigError(f"{option} must be above 0 and at most {most:g} {unit}, got {text!r}")
-    return value
+    return _scaled(option, text, plain, suffix, COUNTS, most, f"{most:g} {unit}",
+                   f"a number of {unit}; write it as 250000, 250k, 1.5M, 300B or 1e12")
 
 
 def span(option: str, text: str) -> float:
     """'12h', '30d', '2w' as seconds."""
     plain = text.strip().lower()
-    unit = next((unit for unit in SPANS if plain.endswith(unit)), None)
+    suffix = next((unit for unit in SPANS if plain.endswith(unit)), "?")
+    return _scaled(option, text, plain, suffix, SPANS, MOST_SECONDS, "100 years",
+                   "a time; write it as 90min, 12h, 30d or 2w")
+
+
+def _scaled(option: str, text: str, plain: str, suffix: str, scales: dict[str, float],
+            most: float, limit: str, kind: str) -> float:
     try:
-        value = float(plain.removesuffix(unit or "?")) * SPANS[unit]
+        value = float(plain.removesuffix(suffix)) * scales[suffix]
     except (ValueError, KeyError):
-        raise ConfigError(
-            f"{option} {text!r} is not a time; write it as 90min, 12h, 30d or 2w") from None
-    if not 0 < value <= MOST_SECONDS:
-        raise ConfigError(f"{option} must be above 0 and at most 100 years, got {text!r}")
+        raise ConfigError(f"{option} {text!r} is not {kind}") from None
+    if not 0 < value <= most:
+        raise ConfigError(f"{option} must be above 0 and at most {limit}, got {text!r}")
     return value
 
 
-def _calibration(factor: float | None):
-    from lpkit.predict.time import Calibration
-
-    if factor is None:
-        return None
-    if not 0.1 <= factor <= 10:
-        raise ConfigError(f"--factor is measured over predicted seconds, from 0.1 to 10; got "
-                          f"{factor}")
-    return Calibration(predicted_seconds=1.0, measured_seconds=factor)
-
-
-def _with_batch(config, tokens: float):
-    from dataclasses import replace
-
+def _with_batch(config: Config, tokens: float) -> Config:
     context = config.model.T
     if tokens < context or tokens % context:
         below = math.floor(tokens / context)
@@ -145,20 +133,15 @@ def _with_batch(config, tokens: float):
 
 
 def text(result: dict[str, Any]) -> str:
-    from lpkit.predict.units import duration, quantity
-
-    m = result["machine"]
-    calibrated = (f"calibrated, all of them times {result['factor']:.3f}" if result["factor"] != 1
-                  else "not calibrated; published large runs took up to 25% longer (docs/plan.md)")
+    m, best = result["machine"], result["plans"][0]
     rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro",
              "recompute", "precision", "memory", "step", "MFU", "time", "cost")]
     for i, one in enumerate(result["plans"], 1):
-        rows.append((str(i), *(f"{one[key]:,}"
-                               for key in ("devices", "data", "shard", "tensor", "pipeline",
-                                           "context")), str(one["zero"])
-                     if one["shard"] * one["context"] > 1 else "-", str(one["interleave"]),
-                     f"{one['micro_batches']}x{one['sequences']}", one["recompute"],
-                     one["precision"], quantity(one["peak_bytes"], "bytes"),
+        axes = ("devices", "data", "shard", "tensor", "pipeline", "context")
+        rows.append((str(i), *(f"{one[axis]:,}" for axis in axes),
+                     str(one["zero"]) if one["shard"] * one["context"] > 1 else "-",
+                     str(one["interleave"]), f"{one['micro_batches']}x{one['sequences']}",
+                     one["recompute"], one["precision"], quantity(one["peak_bytes"], "bytes"),
                      duration(one["step_seconds"]), f"{one['mfu']:.2f}",
                      duration(one["run_seconds"]),
                      "-" if one["cost"] is None else f"${one['cost']:,.0f}"))
@@ -166,10 +149,9 @@ def text(result: dict[str, Any]) -> str:
         f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on "
         f"{quantity(result['tokens'], 'tokens')}, {quantity(result['tokens_per_step'], 'tokens')} "
         f"a step, {m['title']}", f"{result['feasible']:,} of {result['counted']:,} layouts are "
-        f"feasible; the {result['first']} first", "", text_table(rows, align=">", indent="  "), "",
-        *(f"  {name}: {one['layouts']:,} layouts, {one['nearest']}"
-          for name, one in result["refused"].items())]
-    best = result["plans"][0]
+        f"feasible; the {result['first']} first", "", text_table(rows, align=">", indent="  "), ""]
+    lines += [f"  {name}: {one['layouts']:,} layouts, {one['nearest']}"
+              for name, one in result["refused"].items()]
     if best["energy_wh"] is not None:
         paid = ("" if best["cost"] is None else f", ${best['cost_per_million_tokens']:.3g} per "
                 f"million tokens")
@@ -181,25 +163,28 @@ def text(result: dict[str, Any]) -> str:
                      f"{quantity(one['tokens'], 'tokens')}, loss {one['loss']:.3f} ({one['note']})")
     if result["show"] is not None:
         lines += ["", *_opened(result["plans"][result["show"] - 1], result["show"])]
+    calibrated = "not calibrated; published large runs took up to 25% longer (docs/plan.md)"
+    if result["factor"] != 1:
+        calibrated = f"calibrated, all of them times {result['factor']:.3f}"
     return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",
                       f"  network: {m['network']}",
-                      f"  efficiency: {result['efficiency']['source']}",
-                      f"  times: {calibrated}"])
+                      f"  efficiency: {result['efficiency']['source']}", f"  times: {calibrated}"])
 
 
 def _opened(one: dict[str, Any], number: int) -> list[str]:
-    from lpkit.predict.units import duration, quantity
-
-    width = max(len(row["name"]) for row in (*one["memory_rows"], *one["time_rows"])) + 2
+    memory, time = one["memory_rows"], one["time_rows"]
+    width = max(len(row["name"]) for row in (*memory, *time)) + 2
     lines = [f"  plan {number}: bytes of a device; * lives at the peak, {one['peak_moment']}"]
-    for row in one["memory_rows"]:
-        mark = "*" if row["at_peak"] else " "
-        lines += [f"  {mark} {row['name']:<{width}}{quantity(row['bytes'], 'bytes'):>10}  "
-                  f"{row['formula']}", f"    {'':<{width}}{'':>10}  {row['source']}"]
+
+    def opened(row: dict[str, Any], mark: str, value: str) -> None:
+        lines.append(f"  {mark} {row['name']:<{width}}{value}  {row['formula']}")
+        lines.append(f"    {'':<{width}}{'':>10}  {row['source']}")
+
+    for row in memory:
+        opened(row, "*" if row["at_peak"] else " ", f"{quantity(row['bytes'], 'bytes'):>10}")
     lines += ["", f"  plan {number}: seconds of a step of {duration(one['step_seconds'])}; in "
               f"brackets what hides behind it"]
-    for row in one["time_rows"]:
+    for row in time:
         hidden = f" [{duration(row['hidden_seconds'])}]" if row["hidden_seconds"] else ""
-        lines += [f"    {row['name']:<{width}}{duration(row['seconds']):>10}{hidden}  "
-                  f"{row['formula']}", f"    {'':<{width}}{'':>10}  {row['source']}"]
+        opened(row, " ", f"{duration(row['seconds']):>10}{hidden}")
     return lines

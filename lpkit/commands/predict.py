@@ -1,18 +1,19 @@
 """Parameters, memory, FLOPs, time and cost of a training run, before it runs."""
 
 import argparse
+from textwrap import wrap
 from typing import Any
 
+from lpkit.commands import machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.predict.compare import percent
+from lpkit.predict.units import duration, quantity
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="change a setting; repeatable")
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
-                        "`this`: measure this one")
+    settings_and_machine(parser)
     parser.add_argument("--devices", type=int, help="data-parallel; by default the config's "
                         "parallel group")
     parser.add_argument("--mfu", type=float, help="one share of the peak FLOP/s to assume for the "
@@ -31,7 +32,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.commands import machine
     from lpkit.predict import predict
     from lpkit.presets import resolve
 
@@ -57,62 +57,52 @@ def _measured(config: Config) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    import itertools
-    from textwrap import wrap
+    a, on = result["assumptions"], result["machine"]
+    width = max(len(row["name"]) for row in result["rows"]) + 2
+    lines = [f"{result['target']} on {result['devices']} x {on['title']}", ""]
 
-    from lpkit.predict.units import duration, quantity
+    def line(name: str, value: str, words: str) -> None:
+        lines.append(f"  {name:<{width}}{value:>10}  {words}".rstrip())
 
-    a, machine = result["assumptions"], result["machine"]
-    held = (f"of {quantity(machine['memory_bytes'], 'bytes')}"
-            + ("" if result["fits"] else ": does not fit"))
-    rows = [(row["name"], quantity(row["bytes"], "bytes"), row["formula"])
-            for row in result["rows"]]
-    width = max(len(name) for name, *_ in rows) + 2
+    line("parameters", quantity(result["parameters"]), "")
+    line("FLOPs per token", quantity(result["flops_per_token"], "FLOPs"), "forward and backward")
+    lines += ["", f"  per device: {a['layout']}, precision {a['precision']}, ZeRO stage "
+              f"{a['zero']}, recompute {a['recompute']}", f"  ({a['layout_why']})"]
+    for row in result["rows"]:
+        line(row["name"], quantity(row["bytes"], "bytes"), row["formula"])
+    fits = "" if result["fits"] else ": does not fit"
+    line("peak", quantity(result["peak_bytes"], "bytes"),
+         f"of {quantity(on['memory_bytes'], 'bytes')}{fits}; {result['peak_moment']}")
+    lines.append("")
     phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
                        for name, seconds in result["phases"].items() if seconds)
-    lines = [
-        f"{result['target']} on {result['devices']} x {machine['title']}",
-        "",
-        f"  {'parameters':<{width}}{quantity(result['parameters']):>10}",
-        f"  {'FLOPs per token':<{width}}{quantity(result['flops_per_token'], 'FLOPs'):>10}  "
-        f"forward and backward",
-        "",
-        f"  per device: {a['layout']}, precision {a['precision']}, ZeRO stage {a['zero']}, "
-        f"recompute {a['recompute']}", f"  ({a['layout_why']})",
-        *(f"  {name:<{width}}{size:>10}  " f"{formula}" for name, size, formula in rows),
-        f"  {'peak':<{width}}{quantity(result['peak_bytes'], 'bytes'):>10}  {held}; "
-        f"{result['peak_moment']}",
-        "",
-        f"  {'step':<{width}}{duration(result['step_seconds']):>10}  MFU {result['mfu']:.2f} of "
-        f"{quantity(a['peak_flops_per_device'], 'FLOP/s')} {a['dtype']}"
-        + (", assumed" if a["mfu"] else f"; {phases}"),
-        f"  {'tokens/s':<{width}}{quantity(result['tokens_per_second']):>10}",
-        f"  {'run':<{width}}{duration(result['run_seconds']):>10}  {a['steps']:,} steps",
-    ]
+    line("step", duration(result["step_seconds"]),
+         f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
+         f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
+    line("tokens/s", quantity(result["tokens_per_second"]), "")
+    line("run", duration(result["run_seconds"]), f"{a['steps']:,} steps")
     if result["energy_wh"] is not None:
-        lines.append(f"  {'energy':<{width}}{quantity(result['energy_wh'], 'Wh'):>10}  at rated "
-                     f"power")
+        line("energy", quantity(result["energy_wh"], "Wh"), "at rated power")
     if result["cost"] is not None:
-        price = f"{a['price_per_hour']:g} dollars per device and hour"
-        lines.append(f"  {'cost':<{width}}{'$' + quantity(result['cost']):>10}  at {price}, "
-                     f"${result['cost_per_million_tokens']:.3g} per million tokens")
+        line("cost", "$" + quantity(result["cost"]),
+             f"at {a['price_per_hour']:g} dollars per device and hour, "
+             f"${result['cost_per_million_tokens']:.3g} per million tokens")
     if result["measured"]:
         lines += _beside(result["measured"])
-    sources = [wrap(source, 150, initial_indent="  ", subsequent_indent="    ")
-               for source in result["sources"]]
-    return "\n".join([*lines, "", *itertools.chain(*sources)])
+    lines.append("")
+    for source in result["sources"]:
+        lines += wrap(source, 150, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def _beside(measured: dict[str, Any]) -> list[str]:
-    from lpkit.predict.compare import percent
-    from lpkit.predict.units import duration, quantity
-
     lines = []
     for key, shown in (("bytes", lambda value: quantity(value, "bytes")), ("seconds", duration)):
         rows = measured[key]
         lines += ["", f"  {key} of an update on {rows[0]['where']}" if rows
                   else f"  no {key}: {measured['no_seconds']}"]
-        lines += [f"  {row['name']:<28}{shown(row['formula']):>10}{shown(row['measured']):>10}  "
-                  f"{percent(row['error']) if row['formula'] and row['measured'] else ''}"
-                  for row in rows]
+        for row in rows:
+            error = percent(row["error"]) if row["formula"] and row["measured"] else ""
+            lines.append(f"  {row['name']:<28}{shown(row['formula']):>10}"
+                         f"{shown(row['measured']):>10}  {error}")
     return [*lines, "", *(f"  {sentence}" for sentence in measured["sentences"])]

@@ -12,7 +12,6 @@ longer schedule.
 
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import ExitStack
 from pathlib import Path
 
 from lpkit.config import parse_settings
@@ -47,31 +46,32 @@ def run(args: Namespace) -> dict:
     config = (resolve(args.target, args.settings) if args.target is not None
               else Run.open(args.out).config.replace(parse_settings(args.settings)))
     out = args.out or default_folder(Path(args.target).stem)
-    bars = []   # one, from the first step on: what is refused before it should not show a bar
-    with ExitStack() as stack:
+    bar = None      # from the first step on: what is refused before it should not show one
 
-        def show(record):
-            if not bars:
-                bars.append(stack.enter_context(tqdm(total=config.steps, initial=record.step - 1,
-                                                     unit="step", file=sys.stderr,
-                                                     dynamic_ncols=True)))
-            bar = bars[0]
-            bar.set_postfix_str(f"loss {record.loss:.3f}, "
-                                f"{config.tokens_per_step / record.step_seconds:,.0f} tokens/s",
-                                refresh=False)
-            bar.update(record.step - bar.n)
+    def show(record):
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(total=config.steps, initial=record.step - 1, unit="step", file=sys.stderr,
+                       dynamic_ncols=True)
+        bar.set_postfix_str(f"loss {record.loss:.3f}, "
+                            f"{config.tokens_per_step / record.step_seconds:,.0f} tokens/s",
+                            refresh=False)
+        bar.update(record.step - bar.n)
 
+    try:
         summary = train(config, out=out, resume=args.resume, observers=[show]).summary
+    finally:
+        if bar is not None:
+            bar.close()
     for problem in summary["damaged_checkpoints"]:
         print(f"lpkit: passed over a damaged checkpoint: {problem}", file=sys.stderr)
-    return summary | ({"exit_code": EXIT_CODES[by]} if (by := summary["stopped_by"]) in EXIT_CODES
-                      else {})
+    stopped_by = summary["stopped_by"]
+    return summary | ({"exit_code": EXIT_CODES[stopped_by]} if stopped_by in EXIT_CODES else {})
 
 
 def text(summary: dict) -> str:
     from lpkit.training.runs import described
 
-    rows = [*described(summary), *((key, f"{choice['used']} (asked: {choice['asked']}; "
-                                    f"{choice['why']})")
-                                   for key, choice in summary["chosen"].items())]
-    return text_table(rows)
+    chosen = [(key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
+              for key, choice in summary["chosen"].items()]
+    return text_table([*described(summary), *chosen])

@@ -10,7 +10,7 @@ holds the two equal, to the byte, on the CPU.
 from dataclasses import dataclass, replace
 
 from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.blocks import MicroBatch, Operations, operations
 from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.row import Settings, chosen
 
@@ -59,33 +59,28 @@ class Kept:
         return sum(self.block.values())
 
     @property
-    def loss_bytes(self) -> float:
-        """Log-probabilities and targets."""
-        return self.operations["loss"]
-
-    @property
     def total_bytes(self) -> float:
         """Without the weight copies."""
         return sum(self.operations.values())
 
     @property
     def waiting_bytes(self) -> float:
-        """When backward begins: without what the loss keeps, and the token ids."""
-        return self.total_bytes - self.loss_bytes - self.operations["embed"]
+        """When backward begins: without what the loss keeps, and without the token ids."""
+        return self.total_bytes - self.operations["loss"] - self.operations["embed"]
 
 
 def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Kept:
     """For `batch` sequences of model.context tokens; `sizes` are the other fields of a MicroBatch.
     `recompute`, the name of a row, decides what blocks keep."""
     s = MicroBatch(model=model, batch=batch, **sizes)
-    return saved(s, chosen(RECOMPUTE, recompute, "memory.recompute"), last=s)
+    ops = operations(s)
+    return saved(s, ops, chosen(RECOMPUTE, recompute, "memory.recompute"), last=ops)
 
 
-def saved(s: MicroBatch, recompute: Settings, *, last: MicroBatch) -> Kept:
-    """As `kept`; `last` is the micro-batch as the last block takes it."""
-    L, ops, row = s.model.L, operations(s), RECOMPUTE[recompute.name]
-    block, again, again_bytes, whole = ops.saved, 0, 0.0, 1
-    last_block = block if last is s else operations(last).saved
+def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, last: Operations) -> Kept:
+    """As `kept`; `last` are the operations as the last block has them."""
+    L, row, block, last_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, last.saved
+    again, again_bytes, whole = 0, 0.0, 1
     if row.repeats:
         every = row.every(recompute)
         again = len(range(0, L, every))             # blocks that run again

@@ -9,6 +9,7 @@ The passes of each cast are those of torchao's own roofline
 (torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -75,7 +76,7 @@ def on_hardware(name: str, dtype: str, casts: Mapping[str, tuple[Operand, Operan
                 history: int = 0, kept: Mapping[str, int]) -> Recipe:
     """A recipe whose products run in `dtype` itself."""
     share = 1.0
-    for operand in (operand for pair in casts.values() for operand in pair):
+    for operand in itertools.chain(*casts.values()):
         if operand.block != (0, 0) and operand.scale_bytes == FP32:
             share = FINE_SHARE.get(dtype, 1.0)
     return Recipe(name=name, dtype=dtype, casts=casts, history=history, kept=kept,

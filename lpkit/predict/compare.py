@@ -38,20 +38,17 @@ class Comparison:
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, *, guess: float | None = None, formula: float, measured: float | None, unit: str,
-           where: str, name: str = "") -> "Comparison":
-        """A single question."""
-        return cls((Row(name=name, guess=guess, formula=formula, measured=measured, unit=unit,
-                        where=where),))
+    def of(cls, *, name: str = "", **row: Any) -> "Comparison":
+        """A single question: the fields of its Row."""
+        return cls((Row(name=name, **row),))
 
     @classmethod
     def of_rows(cls, formula: dict[str, float], measured: dict[str, float], *, unit: str,
                 where: str) -> "Comparison":
         """A row for each name in either; what one side lacks is 0 there."""
-        names = [*formula, *(name for name in measured if name not in formula)]
         return cls(tuple(Row(name=name, formula=formula.get(name, 0),
                              measured=measured.get(name, 0), unit=unit, where=where)
-                         for name in names))
+                         for name in {**formula, **measured}))
 
     @property
     def worst_error(self) -> float:
@@ -69,17 +66,20 @@ class Comparison:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """JSON-ready: the error of a row that was not measured, or measured as nothing, is None."""
-        return [{**asdict(row), "error": None if row.error is None or math.isinf(row.error)
-                 else row.error}
-                for row in self.rows]
+        rows = []
+        for row in self.rows:
+            finite = row.error is not None and math.isfinite(row.error)
+            rows.append({**asdict(row), "error": row.error if finite else None})
+        return rows
 
     def _repr_html_(self) -> str:
+        heads = ["", "formula", "measured", "formula is off by", "where"]
         guessed = any(row.guess is not None for row in self.rows)
-        heads = ["", *(["your guess"] if guessed else []), "formula", "measured",
-                 "formula is off by", "where"]
+        if guessed:
+            heads.insert(1, "your guess")
         lines = []
         for row in self.rows:
-            values = [*([row.guess] if guessed else []), row.formula, row.measured]
+            values = [row.guess] * guessed + [row.formula, row.measured]
             sizes = ["" if value is None else quantity(value, row.unit) for value in values]
             lines.append([row.name, *sizes, percent(row.error), row.where])
         return html_table(heads, lines, prose=len(heads) - 1)
@@ -91,12 +91,14 @@ def percent(error: float | None) -> str:
         return ""
     if math.isinf(error):
         return "nothing measured"
-    return "exact" if error == 0 else "under 0.1%" if abs(error) < 0.0005 else f"{error:+.1%}"
+    if error == 0:
+        return "exact"
+    return "under 0.1%" if abs(error) < 0.0005 else f"{error:+.1%}"
 
 
 def _error(value: float | None, measured: float | None) -> float | None:
     if value is None or measured is None:
         return None
     if measured == 0:
-        return 0.0 if value == 0 else float("inf")
+        return 0.0 if value == 0 else math.inf
     return value / measured - 1

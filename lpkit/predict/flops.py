@@ -15,8 +15,7 @@ from lpkit.techniques.blocks import MicroBatch, Operations, operations
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """Products of (M, K) with (K, N): `calls` in one pass over the model, each of them `group` at
-    once."""
+    """(M, K) with (K, N): `calls` in one pass over the model, each of them `group` at once."""
 
     name: str
     M: int
@@ -32,8 +31,7 @@ class Product:
         return 2 * self.M * self.N * self.K * self.group * self.calls
 
     def traffic_bytes(self, itemsize: int) -> int:
-        """Each operand read once and the result written once: the least that any kernel can
-        move."""
+        """Each operand read once and the result written once: the least."""
         numbers = self.M * self.K + self.K * self.N + self.M * self.N
         return numbers * itemsize * self.group * self.calls
 
@@ -52,8 +50,7 @@ class Product:
         return replace(self, M=M, K=self.K // tensor)
 
     def backward(self) -> tuple["Product", "Product"]:
-        """The gradients of the left and of the right operand: the same three sizes, another one
-        summed over."""
+        """The gradients of both operands: the same three sizes, another one summed over."""
         M, N, K = self.M, self.N, self.K
         of_left, of_right = ("left", "right") if self.pairs else ("input", "weight")
         return (replace(self, name=f"{self.name}: {of_left} gradient", M=M, N=K, K=N),
@@ -64,14 +61,14 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Every matrix product of one forward pass over `batch` sequences of model.context tokens."""
     ops = operations(MicroBatch(model=model, batch=batch))
     found = []
-    for op, calls in (*((op, model.L) for op in ops.block), (ops.head, 1)):
+    for op in (*ops.block, ops.head):
+        calls = 1 if op is ops.head else model.L
         if op.matmul:
             K, N = op.matmul
-            found.append(
-                Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls, cut=op.cut))
+            found.append(Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls,
+                                 cut=op.cut))
         for one in op.pairs:
-            found.append(Product(name=one.name, M=one.M, N=one.N, K=one.K, calls=calls,
-                                 group=one.group, pairs=True))
+            found.append(Product(**vars(one), calls=calls, pairs=True))
     return tuple(found)
 
 
@@ -107,8 +104,7 @@ def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention =
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:
-    """6 per weight in a product, plus 12 L D T for attention in full. An average: causal tokens
-    differ."""
+    """6 per weight in a product, plus 12 L D T for attention in full. An average."""
     return training_flops(model, attention=attention) / model.T
 
 

@@ -16,7 +16,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import plan
-from lpkit.predict.scaling import DEFAULT, LAWS, Law
+from lpkit.predict.scaling import DEFAULT, LAWS
 from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine, find
@@ -24,8 +24,7 @@ from lpkit.techniques.machines import Machine, find
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """`values` are numbers by axis; `facts` are what a figure may filter by; `where` says what gave
-    the values."""
+    """`values` by axis; `facts` for a figure to filter by; `where` says what gave the values."""
 
     name: str
     values: Mapping[str, float]
@@ -39,25 +38,20 @@ def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
 
     Raises ConfigError for an axis that a point lacks or where it has no number.
     """
-    points = list(points)
+    points = tuple(points)
     if not (least or most):
         raise ConfigError("a frontier needs an axis: least=('days', 'dollars'), "
                           "most=('tokens_per_second',)")
-    goals = [(_goals(point, least, most), i) for i, point in enumerate(points)]
-    kept: list[tuple[tuple[float, ...], int]] = []
-    # whoever beats a point comes before it, or is equal in what is compared first
-    for goal, i in sorted(goals):
-        if not any(_beats(other, goal) for other, _ in kept):
-            kept.append((goal, i))
-    return tuple(points[i] for i in sorted(i for _, i in kept))
-
-
-def _goals(point: Point, least: Sequence[str], most: Sequence[str]) -> tuple[float, ...]:
-    missing = [axis for axis in (*least, *most)
-               if not math.isfinite(point.values.get(axis, math.nan))]
-    if missing:
-        raise ConfigError(f"{point.name} has no {missing[0]!r}; it has {', '.join(point.values)}")
-    return (*(point.values[axis] for axis in least), *(-point.values[axis] for axis in most))
+    goals = []
+    for point in points:
+        for axis in (*least, *most):
+            if not math.isfinite(point.values.get(axis, math.nan)):
+                raise ConfigError(f"{point.name} has no {axis!r}; it has {', '.join(point.values)}")
+        goals.append((*(point.values[axis] for axis in least),
+                      *(-point.values[axis] for axis in most)))
+    rivals = set(goals)
+    return tuple(point for point, goal in zip(points, goals)
+                 if not any(_beats(rival, goal) for rival in rivals))
 
 
 def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
@@ -75,11 +69,10 @@ class Candidate:
 
 
 def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int],
-         tokens: Iterable[float],
-         ) -> tuple[Candidate, ...]:
+         tokens: Iterable[float]) -> tuple[Candidate, ...]:
     """Every config on every number of devices of every machine, in the soonest layout that fits
     (`plan`), for each number of tokens. Where nothing fits there is no candidate."""
-    made, devices, tokens = [], tuple(devices), tuple(tokens)
+    made, tokens = [], tuple(tokens)
     for (name, config), machine, count in itertools.product(configs.items(), map(find, machines),
                                                             devices):
         for best in plan(config, max(tokens), machine, devices=count).options[:1]:
@@ -89,30 +82,29 @@ def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devic
     return tuple(made)
 
 
-def triangle(candidates: Iterable[Candidate], *, law: Law | None = None,
-             measured: Mapping[str, float] | None = None,
-             ) -> tuple[Point, ...]:
-    """A point for each, with `days`, `dollars` and `loss`, and `tokens_per_second` beside them.
+def triangle(candidates: Iterable[Candidate], *,
+             measured: Mapping[str, float] | None = None) -> tuple[Point, ...]:
+    """A point for each, with `days`, `dollars` and `loss` (of the law DEFAULT), and
+    `tokens_per_second` beside them.
 
     `measured` are losses by candidate's name: they replace the law's, and the point says so. All of
     them must then be of one corpus. A loss beyond the law's fit is labelled `extrapolated`.
     """
-    law, measured, made = law or LAWS[DEFAULT], measured or {}, []
+    measured, made = measured or {}, []
     for one in candidates:
-        on = find(one.machine)
+        on, count = find(one.machine), parameter_count(one.config.model)
         step = step_time(one.config, on)
         paid = bill(step, on, one.tokens)
         if paid.cost is None:
             raise ConfigError(f"{on.title} has no price_per_hour, so {one.name} has no cost; "
                               f"describe the machine with one")
-        count = parameter_count(one.config.model)
-        said = law.extrapolate(count, one.tokens)
-        where = "measured" if one.name in measured else "formula" if said.inside else "extrapolated"
-        made.append(Point(
-            name=one.name, where=where, values={"days": paid.seconds / 86_400, "dollars": paid.cost,
-                                                "loss": measured.get(one.name, said.nats),
-                                                "tokens_per_second": step.tokens_per_second},
-            facts={"machine": on.name, "devices": step.devices, "parameters": count,
-                   "tokens": one.tokens, "layout": str(one.config.parallel),
-                   "note": "measured" if one.name in measured else said.note}))
+        said = LAWS[DEFAULT].extrapolate(count, one.tokens)
+        loss, where, note = said.nats, "formula" if said.inside else "extrapolated", said.note
+        if one.name in measured:
+            loss, where, note = measured[one.name], "measured", "measured"
+        values = {"days": paid.seconds / 86_400, "dollars": paid.cost, "loss": loss,
+                  "tokens_per_second": step.tokens_per_second}
+        facts = {"machine": on.name, "devices": step.devices, "parameters": count,
+                 "tokens": one.tokens, "layout": str(one.config.parallel), "note": note}
+        made.append(Point(name=one.name, where=where, values=values, facts=facts))
     return tuple(made)

@@ -8,6 +8,7 @@ states and their sharding; `activations` for what the forward pass keeps.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
@@ -15,16 +16,8 @@ from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, stored
-from lpkit.techniques import machines, optimizers
-from lpkit.techniques.blocks import (
-    ATTENTION,
-    FP32,
-    TOKEN_ID,
-    MicroBatch,
-    Operations,
-    choose_attention,
-    operations,
-)
+from lpkit.techniques import blocks, machines, optimizers
+from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Operations, operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, recompute_of, rows_of
@@ -46,7 +39,7 @@ ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
 FSDP = "FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 LINEAR = "lpkit.precision.linear"
-BLOCK = "Chen et al. 2016, https://arxiv.org/abs/1604.06174"
+CHECKPOINTS = "Chen et al. 2016, https://arxiv.org/abs/1604.06174"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
@@ -133,13 +126,16 @@ def micro_batch(config: Config, devices: int) -> tuple[int, int]:
     return piece, share // piece
 
 
-def attention_of(config: Config, on: Machine, p: Precision, asked: str | None = None) -> str:
-    """The attention backend of a run of `config` on a machine. Raises ConfigError for an unknown
-    name."""
-    chosen, _ = choose_attention(asked or config.model.attention, device=on.kind,
-                                 low_precision=p.compute < FP32, context=config.model.T)
-    pick(ATTENTION, chosen, "model.attention")
-    return chosen
+def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
+              attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
+    """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
+    a MicroBatch. Raises ConfigError for an unknown attention."""
+    chosen, _ = blocks.choose_attention(attention or config.model.attention, device=on.kind,
+                                        low_precision=p.compute < FP32, context=config.model.T)
+    pick(blocks.ATTENTION, chosen, "model.attention")
+    sequences, pieces = micro_batch(config, layout.batch_ranks)
+    return MicroBatch(model=config.model, batch=sequences, compute_bytes=p.compute, kind=on.kind,
+                      residual_bytes=p.stream, attention=chosen, **sizes), pieces
 
 
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
@@ -159,7 +155,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         layout = config.parallel
         if devices is not None:
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
-    on, m = machines.find(machine), config.model
+    on = machines.find(machine)
     _, settings = recompute_of(config, recompute)
     asked = config.precision.recipe.name
     p = stored(config, precision or ("bf16" if asked == "auto" else asked))
@@ -170,27 +166,24 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     if p.low:
         p = replace(p, low=replace(p.low, native=on.kind == "gpu" and p.dtype in on.flops))
         operand_bytes = p.low.number_bytes
-    sequences, pieces = micro_batch(config, layout.batch_ranks)
-    s = last = MicroBatch(model=m, batch=sequences, compute_bytes=p.compute,
-                          residual_bytes=p.stream, kind=on.kind, operand_bytes=operand_bytes,
-                          attention=attention_of(config, on, p, attention))
+    s, pieces = on_device(config, on, layout, p, attention, operand_bytes=operand_bytes)
+    ops = last = operations(s)
     if p.low and "last" in p.low.keep:
-        last = replace(s, operand_bytes=None)
-    keep = saved(s, settings, last=last)
+        last = operations(replace(s, operand_bytes=None))
+    keep = saved(s, ops, settings, last=last)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     found = [Memory(memory_bytes=on.memory_bytes,
-                    rows=_stage(config, on, layout, p, s, keep, optimizer or config.optimizer.name,
-                                pieces, settings, embeds, heads))
+                    rows=_stage(config, on, layout, p, s, ops, keep, settings, pieces,
+                                optimizer or config.optimizer.name, embeds, heads))
              for embeds, heads in stages]
     return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
 
 
-def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBatch, keep: Kept,
-           optimizer: str, pieces: int, recompute: Settings, embeds: bool,
-           heads: bool) -> tuple[Row, ...]:
-    """The rows of a device of the first stage of a pipeline (`embeds`), of the last (`heads`), or
-    of all there is."""
-    m, ops, techniques = s.model, operations(s), rows_of(config)
+def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBatch,
+           ops: Operations, keep: Kept, recompute: Settings, pieces: int, optimizer: str,
+           embeds: bool, heads: bool) -> tuple[Row, ...]:
+    """Of a device of a pipeline's first stage (`embeds`), of the last (`heads`), or of both."""
+    m, techniques = s.model, rows_of(config)
     repeated, ranks = RECOMPUTE[recompute.name], layout.state_ranks
     cut, layers = layout.tensor * layout.context, -(-m.L // layout.pipeline)
     number_bytes = techniques["activation_offload"].number_bytes.get(on.kind)
@@ -204,21 +197,26 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     parts = parameters(m)
     outside = parts["embedding"] + parts["positions"] + parts["head"]
     inside = (sum(parts.values()) - outside) * layers / m.L / layout.tensor
-    outside = embeds * (parts["embedding"] + parts["positions"]) + heads * parts["head"]
+    tables = embeds * (parts["embedding"] + parts["positions"]) + heads * parts["head"]
     if m.tied and not embeds:
-        outside += parts["embedding"]
-    outside /= layout.tensor
+        tables += parts["embedding"]
+    tables /= layout.tensor
     sharded = layout.zero == 3 and ranks > 1
     at_once = not techniques["optimizer_step"].gradients_held
     again = range(0, layers, repeated.every(recompute)) if repeated.repeats else range(0)
+    last_is_kept = p.low is not None and heads and "last" in p.low.keep
     z = walk.Walk(
-        s, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
+        s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
         heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once,
-        last_is_kept=p.low is not None and heads and "last" in p.low.keep,
+        last_is_kept=last_is_kept,
         gradient_bytes=p.gradients / (ranks if sharded else 1),
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
         fetched=fetched / cut, packed=packed / cut)
-    rows: list[Row] = []
+    *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
+                                    moment_format=config.memory.moment_format.name,
+                                    zero=layout.zero, devices=ranks)
+    resting = on.kind in techniques["optimizer_state"].leaves
+    rows = [one for one in rows if one.bytes and not (resting and one.name == "optimizer state")]
 
     def row(name: str, at: Mapping[str, float], formula: str, source: str) -> None:
         if any(at.values()):
@@ -227,13 +225,6 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     def walked(name: str) -> dict[str, float]:
         return {moment: held[name] for moment, held in z.most.items() if held[name]}
 
-    *states, gradients = model_states(inside + outside, precision=p, optimizer=optimizer,
-                                      moment_format=config.memory.moment_format.name,
-                                      zero=layout.zero, devices=ranks)
-    resting = on.kind in techniques["optimizer_state"].leaves
-    for state in states:
-        if not (resting and state.name == "optimizer state"):
-            row(state.name, state.at, state.formula, state.source)
     at = walked(walk.GRADIENTS)
     if not z.gathers:
         at |= gradients.at
@@ -260,16 +251,16 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         # next one is at work.
         late = layers > 1 and reduced - own > each
         activations[walk.LAST] = activations.get(walk.LAST, 0) - late * each
-        row("gathered weights", dict.fromkeys(z.most, outside * p.compute) |
-            dict.fromkeys((walk.LAST, walk.FIRST), (outside + block) * p.compute),
+        row("gathered weights", dict.fromkeys(z.most, tables * p.compute) |
+            dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * p.compute),
             "all outside the blocks, and the block at work, whole, in the compute dtype", FSDP)
         row("communication buffers", {walk.LAST: reduced if late else own, walk.FIRST: reduced,
-                                      walk.EMBED: outside * FP32},
+                                      walk.EMBED: tables * FP32},
             "one block's gradients, whole, reduced in float32 on their way to their shards", FSDP)
     row("weight copies", walked(walk.COPIES),
         "each weight of a 16-bit product once more in that dtype, until its backward", AMP)
     if p.low:
-        cast = layers - z.last_is_kept      # blocks whose Linears are
+        cast = layers - last_is_kept      # blocks whose Linears are
         lows = walked(walk.LOW)
         # one forward pass would cast each once anyway
         if config.precision.cache_weight_casts and (pieces > 1 or again):
@@ -293,7 +284,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     if under_way > 1:
         words += f", {under_way:g} micro-batches under way"
     row("activations", activations, words, "lpkit.predict.activations")
-    row("recomputed block", walked(walk.AGAIN), "one block's activations, all of them", BLOCK)
+    row("recomputed block", walked(walk.AGAIN), "one block's activations, all of them", CHECKPOINTS)
     row("logits and loss", walked(walk.LOGITS),
         "a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY)
     temporaries = walked(walk.TEMPORARIES)
@@ -315,8 +306,7 @@ def _offloaded(keep: Kept, s: MicroBatch, ops: Operations, number_bytes: float) 
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:
-    """A tensor at a time comes back, from codes by way of float32; and what is at work while codes
-    are made of it."""
+    """One comes back, from codes by way of float32; and what is at work while codes are made."""
     widest = max(op.matmul[0] for op in ops.linears)
     nbytes = max(widest * s.compute_bytes, s.model.D * s.residual_bytes) * s.tokens
     if not quantized:
@@ -327,8 +317,7 @@ def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float,
 
 def _update_bytes(config: Config, ops: Operations, optimizer: str, resting: bool,
                   shards: int) -> float:
-    """While the largest parameter is updated by itself; a fused step over all of them needs
-    nothing."""
+    """While the largest parameter is updated by itself; a fused step over all needs nothing."""
     weights = [op.weights for op in ops.linears]
     row, moment_format = optimizers.find(optimizer), config.memory.moment_format.name
     param_bytes = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes

@@ -1,5 +1,4 @@
-"""Parameters of a model, by part. Counts, not bytes. tests/test_predict.py holds them equal to
-PyTorch's."""
+"""Parameters of a model, by part: counts, which tests/test_predict.py holds equal to PyTorch's."""
 
 import functools
 

@@ -69,6 +69,10 @@ class Option:
         return (self.paid.seconds, self.paid.cost or 0.0, axes)
 
     @property
+    def price_order(self) -> tuple:
+        return (self.paid.cost or self.paid.device_hours, *self.order)
+
+    @property
     def config(self) -> Config:
         """This layout and its settings. Raises ConfigError for a precision that none names."""
         if self.precision in UNTRAINED:
@@ -107,34 +111,34 @@ class Refusal:
             self.excess, self.nearest = excess, words
 
 
-@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`options` are ranked. `refusals` by constraint: CONSTRAINTS."""
+    """One search: `options`, ranked in the end; `refusals` by constraint, CONSTRAINTS; and the
+    `evaluations` of the formulas of memory or time. A budget or a deadline may be infinite."""
 
-    options: tuple[Option, ...]
-    first: str                      # soonest or cheapest
-    refusals: dict[str, Refusal]
-    machine: Machine
-    parameters: int
-    tokens: float
-    budget: float                   # infinite without one
-    tokens_per_step: int
-    evaluations: int                # of the formulas of memory or time
-    optimal: tuple[dict[str, Any], ...] = ()
+    first = "cheapest"      # or soonest
+
+    def __init__(self, config: Config, tokens: float, machine: Machine, optimizer: str,
+                 efficiency: Efficiency, calibration: Calibration | None, *, budget: float,
+                 deadline: float):
+        self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
+        self.efficiency, self.calibration = efficiency, calibration
+        self.budget, self.deadline = budget, deadline
+        self.recomputations = (config.memory.recompute.name,)
+        if config.memory.recompute == MemoryConfig().recompute:
+            self.recomputations = by_cost()
+        self.options: list[Option] = []
+        self.refusals = {name: Refusal() for name in CONSTRAINTS}
+        self.evaluations = 0
 
     @property
     def counted(self) -> int:
         return len(self.options) + sum(one.layouts for one in self.refusals.values())
 
     @property
-    def met(self) -> dict[str, Refusal]:
-        return {name: one for name, one in self.refusals.items() if one.layouts}
-
-    @property
     def sentence(self) -> str:
         """Why nothing is feasible: the nearest miss of each constraint, and what would do."""
         misses = [f"{name}: {one.layouts:,} layouts, {one.nearest}"
-                  for name, one in self.met.items()]
+                  for name, one in self.refusals.items() if one.layouts]
         out = ""
         if self.refusals["budget"].layouts:
             enough = self.budget + self.refusals["budget"].excess
@@ -144,15 +148,17 @@ class Plan:
                 f"{'; '.join(misses)}{out}")
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        m, best = self.machine, self.options[0] if self.options else None
+        m, best, optimal = self.machine, self.options[0] if self.options else None, []
+        if best and self.budget < math.inf:
+            optimal = _optimal(best, self.budget)
         return {
             "first": self.first, "plans": [option.to_dict() for option in self.options[:top]],
             "feasible": len(self.options),
             "refused": {name: {"layouts": one.layouts, "nearest": one.nearest}
-                        for name, one in self.met.items()},
+                        for name, one in self.refusals.items() if one.layouts},
             "counted": self.counted, "evaluations": self.evaluations,
-            "parameters": self.parameters, "tokens": self.tokens,
-            "tokens_per_step": self.tokens_per_step, "compute_optimal": list(self.optimal),
+            "parameters": parameter_count(self.config.model), "tokens": self.tokens,
+            "tokens_per_step": self.config.tokens_per_step, "compute_optimal": optimal,
             "currency": "USD",
             "largest_parameters": best and largest_model(
                 m, best.layout.devices, precision=best.precision, optimizer=best.optimizer),
@@ -163,83 +169,15 @@ class Plan:
             "factor": best.step.factor if best else 1.0,
             "efficiency": best and asdict(best.step.efficiency)}
 
+    def rank(self, first: str) -> None:
+        """The soonest or the cheapest first."""
+        self.first = first
+        self.options.sort(key=attrgetter("order" if first == "soonest" else "price_order"))
 
-def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
-         budget: float | None = None, deadline_seconds: float | None = None,
-         devices: int | None = None, precisions: Sequence[str] | None = None,
-         optimizer: str | None = None, price_per_hour: float | None = None,
-         efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> Plan:
-    """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
-    not.
-
-    budget      US dollars for the whole run; deadline_seconds: for the whole run; None: no limit
-    devices     None: powers of two up to 65,536
-    precisions  rows of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
-                has it. bf16-master is the ZeRO paper's setting
-    optimizer   None: the config's
-    efficiency  what is reached of the ceilings; None: as `time.step_time`
-    calibration of one measured step (`time.calibrate`): the same factor for every layout
-    Raises ConfigError for figures that are not positive.
-    """
-    on = machines.find(machine)
-    for what, value in (("tokens", tokens), ("budget", budget), ("price_per_hour", price_per_hour),
-                        ("deadline_seconds", deadline_seconds)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{what} must be positive, got {value}")
-    if price_per_hour is not None:
-        on = replace(on, price_per_hour=price_per_hour, price_source="given")
-    if budget is not None and on.price_per_hour is None:
-        raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
-    if devices is not None and (not isinstance(devices, int) or not 1 <= devices <= 10**6):
-        raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
-    for name in UNPRICED:
-        value = getattr(config.memory, name)
-        if value != getattr(MemoryConfig(), name):
-            raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
-                              f"bytes beyond the device's memory or casts them; leave it out, or "
-                              f"ask `lpkit predict` for its bytes")
-    memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
-    search = _Search(config, tokens, on, optimizer or config.optimizer.name,
-                     efficiency or (REACHED if on.name == "this" else ASSUMED), calibration,
-                     budget=budget or math.inf, deadline=deadline_seconds or math.inf)
-    asked = [precision_of(config, on, name) for name in precisions or (None,)]
-    for precision in asked:
-        for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
-            search.devices(precision, count)
-    first, order = "cheapest", _cheapest
-    if budget or devices:
-        first, order = "soonest", attrgetter("order")
-    options = tuple(sorted(search.options, key=order))
-    return Plan(options=options, first=first, refusals=search.refusals, machine=on,
-                parameters=parameter_count(config.model), tokens=tokens, budget=search.budget,
-                tokens_per_step=config.tokens_per_step, evaluations=search.evaluations,
-                optimal=_optimal(options[0], budget) if options and budget else ())
-
-
-def _cheapest(option: Option) -> tuple:
-    return (option.paid.cost or option.paid.device_hours, *option.order)
-
-
-class _Search:
-    """Options and refusals, as they are found."""
-
-    def __init__(self, config: Config, tokens: float, on: Machine, optimizer: str,
-                 efficiency: Efficiency, calibration: Calibration | None, *, budget: float,
-                 deadline: float):
-        self.config, self.tokens, self.on, self.optimizer = config, tokens, on, optimizer
-        self.efficiency, self.calibration = efficiency, calibration
-        self.budget, self.deadline = budget, deadline
-        self.recomputations = (config.memory.recompute.name,)
-        if config.memory.recompute == MemoryConfig().recompute:
-            self.recomputations = by_cost()
-        self.refusals = {name: Refusal() for name in CONSTRAINTS}
-        self.options: list[Option] = []
-        self.evaluations = 0
-
-    def devices(self, precision: str, count: int) -> None:
+    def search(self, precision: str, count: int) -> None:
         """One option, the best, for each split of the devices into tensor, pipeline and context."""
         self.precision, dtype = precision, PRECISIONS[precision].dtype
-        rate = self.on.peak_flops(dtype) * self.efficiency.products[dtype]
+        rate = self.machine.peak_flops(dtype) * self.efficiency.products[dtype]
         m = self.config.model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * (self.calibration.factor if self.calibration else 1)
@@ -270,7 +208,7 @@ class _Search:
     def shapes(self, count: int) -> Iterator[Layout]:
         m = self.config.model
         for tensor in divisors(count):
-            if tensor > self.on.devices_per_node:
+            if tensor > self.machine.devices_per_node:
                 break
             for pipeline in divisors(count // tensor):
                 if pipeline > m.L + 2:
@@ -351,17 +289,63 @@ class _Search:
     def held(self, config: Config, layout: Layout, recompute: str) -> tuple[Memory, float]:
         """And by how many bytes it does not fit."""
         self.evaluations += 1
-        held = memory(config, self.on, layout=layout, precision=self.precision,
+        held = memory(config, self.machine, layout=layout, precision=self.precision,
                       optimizer=self.optimizer, recompute=recompute)
-        return held, held.peak_bytes - USABLE_MEMORY_SHARE * self.on.memory_bytes
+        return held, held.peak_bytes - USABLE_MEMORY_SHARE * self.machine.memory_bytes
 
     def option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1
         how = {"precision": self.precision, "optimizer": self.optimizer, "recompute": recompute}
-        step = step_time(config, self.on, layout, efficiency=self.efficiency,
+        step = step_time(config, self.machine, layout, efficiency=self.efficiency,
                          calibration=self.calibration, **how)
         return Option(base=config, layout=layout, held=held, step=step,
-                      paid=bill(step, self.on, self.tokens), **how)
+                      paid=bill(step, self.machine, self.tokens), **how)
+
+
+def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
+         budget: float | None = None, deadline_seconds: float | None = None,
+         devices: int | None = None, precisions: Sequence[str] | None = None,
+         optimizer: str | None = None, price_per_hour: float | None = None,
+         efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> Plan:
+    """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
+    not.
+
+    budget      US dollars for the whole run; deadline_seconds: for the whole run; None: no limit
+    devices     None: powers of two up to 65,536
+    precisions  rows of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
+                has it. bf16-master is the ZeRO paper's setting
+    optimizer   None: the config's
+    efficiency  what is reached of the ceilings; None: as `time.step_time`
+    calibration of one measured step (`time.calibrate`): the same factor for every layout
+    Raises ConfigError for figures that are not positive.
+    """
+    on = machines.find(machine)
+    for what, value in (("tokens", tokens), ("budget", budget), ("price_per_hour", price_per_hour),
+                        ("deadline_seconds", deadline_seconds)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{what} must be positive, got {value}")
+    if price_per_hour is not None:
+        on = replace(on, price_per_hour=price_per_hour, price_source="given")
+    if budget is not None and on.price_per_hour is None:
+        raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
+    if devices is not None and (not isinstance(devices, int) or not 1 <= devices <= 10**6):
+        raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
+    for name in UNPRICED:
+        value = getattr(config.memory, name)
+        if value != getattr(MemoryConfig(), name):
+            raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
+                              f"bytes beyond the device's memory or casts them; leave it out, or "
+                              f"ask `lpkit predict` for its bytes")
+    memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
+    found = Plan(config, tokens, on, optimizer or config.optimizer.name,
+                 efficiency or (REACHED if on.name == "this" else ASSUMED), calibration,
+                 budget=budget or math.inf, deadline=deadline_seconds or math.inf)
+    asked = [precision_of(config, on, name) for name in precisions or (None,)]
+    for precision in asked:
+        for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
+            found.search(precision, count)
+    found.rank("soonest" if budget or devices else "cheapest")
+    return found
 
 
 def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str = "bf16",
@@ -373,7 +357,7 @@ def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str 
     return USABLE_MEMORY_SHARE * machines.find(machine).memory_bytes * devices / per_parameter
 
 
-def _optimal(option: Option, budget: float) -> tuple[dict[str, Any], ...]:
+def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
     """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
     flops_per_second = option.step.flops_per_device * option.layout.devices
     dollars_per_flop = option.paid.cost / (option.paid.seconds * flops_per_second)
@@ -383,4 +367,4 @@ def _optimal(option: Option, budget: float) -> tuple[dict[str, Any], ...]:
         found.append({"law": law.name, "flops": best.flops, "parameters": best.parameters,
                       "tokens": best.tokens, "loss": best.loss.nats, "inside": best.loss.inside,
                       "note": best.loss.note, "source": law.source})
-    return tuple(found)
+    return found

@@ -94,26 +94,22 @@ def memory_change(recipe: Recipe, linears: Mapping[Product, int]) -> dict[str, f
     """Bytes at the end of a micro-batch's forward, against 16 bits: what `ScaledLinear` saves for
     its backward is cast. Master weights, gradients and optimizer states stay as they were."""
     rows = {"activations kept": 0.0, "weight copies": 0.0, "scales": 0.0, "amax histories": 0.0}
+    kept = (("activations kept", recipe.operand("x", "dw")),
+            ("weight copies", recipe.operand("w", "dx")))
     for p, calls in linears.items():
-        x, w = recipe.operand("x", "dw"), recipe.operand("w", "dx")
-        if x is not None:
-            rows["activations kept"] += calls * p.M * p.K * (x.bits / 8 - BF16)
-            rows["scales"] += calls * x.all_scales(p.K, p.M)
-        if w is not None:
-            rows["weight copies"] += calls * p.N * p.K * (w.bits / 8 - BF16)
-            rows["scales"] += calls * w.all_scales(p.K, p.N)
+        for (row, operand), size in zip(kept, (p.M, p.N)):
+            if operand is not None:
+                rows[row] += calls * size * p.K * (operand.bits / 8 - BF16)
+                rows["scales"] += calls * operand.all_scales(p.K, size)
         if recipe.history:
             rows["amax histories"] += calls * 3 * (1 + recipe.history) * FP32
     return rows
 
 
 def emulated(recipe: Recipe, *, dtype: str, bits: float, folded: bool = False) -> Recipe:
-    """The same casts, kept as values of a wider dtype and multiplied in it. `folded`: the scales
-    are in the values."""
-    casts = {}
-    for name, pair in recipe.casts.items():
-        casts[name] = tuple(
-            replace(operand, bits=bits, scale_bytes=0 if folded else operand.scale_bytes)
-            for operand in pair)
+    """The same casts, as values of a wider dtype and multiplied in it. `folded`: with scales."""
+    changes = {"bits": bits, **({"scale_bytes": 0} if folded else {})}
+    casts = {name: tuple(replace(operand, **changes) for operand in pair)
+             for name, pair in recipe.casts.items()}
     return replace(recipe, dtype=dtype, casts=casts, result_bytes=BF16, product_share=1.0,
                    cast_factor=1.0)

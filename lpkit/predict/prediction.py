@@ -12,7 +12,7 @@ from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.roofline import flat_mfu
-from lpkit.predict.time import StepTime, bill, precision_of, step_time
+from lpkit.predict.time import Bill, StepTime, bill, precision_of, step_time
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -27,8 +27,7 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one training step, unless a name says otherwise. Memory is per device, the rest for
-    all."""
+    """Of one training step, unless a name says otherwise. Memory is per device, the rest of all."""
 
     parameters: int
     parameters_by_part: dict[str, int]
@@ -37,10 +36,7 @@ class Prediction:
     memory: Memory
     step: StepTime
     layout: Layout
-    run_seconds: float                  # all steps
-    energy_wh: float | None             # all steps, at rated power
-    cost: float | None                  # US dollars, all steps
-    cost_per_million_tokens: float | None
+    run: Bill                           # all steps
     machine: Machine
     assumptions: dict[str, Any]
 
@@ -53,22 +49,23 @@ class Prediction:
         return self.step.step_seconds
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.step.tokens
-
-    @property
     def tokens_per_second(self) -> float:
         return self.step.tokens_per_second
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        return (*SOURCES, f"machine: {self.machine.source}", f"price: {self.machine.price_source}",
-                f"efficiency: {self.step.efficiency.source}")
+    def energy_wh(self) -> float | None:
+        return self.run.energy_wh
+
+    @property
+    def cost(self) -> float | None:
+        return self.run.cost
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        m, mem = self.machine, self.memory
+        m, mem, step, run = self.machine, self.memory, self.step, self.run
         rows = {row.name: row.bytes for row in mem.rows}
+        sources = [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
+                   f"efficiency: {step.efficiency.source}"]
         return {
             "parameters": self.parameters, "parameters_by_part": self.parameters_by_part,
             "flops_per_token": self.flops_per_token,
@@ -76,16 +73,15 @@ class Prediction:
             "bytes": {**rows, "peak_bytes": mem.peak_bytes},
             "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
             "rows": [{**asdict(row), "bytes": row.bytes} for row in mem.rows],
-            "time_rows": [row.to_dict() for row in self.step.rows], "mfu": self.step.mfu,
-            "phases": dict(self.step.phases),
-            "tokens_per_second": self.tokens_per_second, "step_seconds": self.step_seconds,
-            "run_seconds": self.run_seconds, "energy_wh": self.energy_wh, "cost": self.cost,
-            "cost_per_million_tokens": self.cost_per_million_tokens, "currency": "USD",
+            "time_rows": [row.to_dict() for row in step.rows], "mfu": step.mfu,
+            "phases": dict(step.phases), "tokens_per_second": step.tokens_per_second,
+            "step_seconds": step.step_seconds, "run_seconds": run.seconds,
+            "energy_wh": run.energy_wh, "cost": run.cost,
+            "cost_per_million_tokens": run.per_million_tokens(run.cost), "currency": "USD",
             "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
                         "bytes_per_second": m.bytes_per_second, "flops": dict(m.flops),
                         "watts": m.watts, "price_per_hour": m.price_per_hour, "source": m.source},
-            "devices": self.devices, "assumptions": self.assumptions, "sources": list(self.sources),
-        }
+            "devices": self.devices, "assumptions": self.assumptions, "sources": sources}
 
 
 def predict(config: Config, machine: str | Machine = "h200", devices: int | None = None, *,
@@ -108,6 +104,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
     efficiency = None if mfu is None else flat_mfu(mfu)
     if devices is not None and (not isinstance(devices, int) or devices < 1):
         raise ConfigError(f"devices must be a whole number, 1 or more; got {devices}")
+    price = on.price_per_hour if price_per_hour is None else price_per_hour
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price_per_hour}")
     precision = precision_of(config, on, precision)
@@ -123,31 +120,28 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
             break
     step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
                      recompute=recompute, efficiency=efficiency)
-    paid = bill(step, on, step.tokens * config.steps, price_per_hour=price_per_hour)
     why = "nothing that was tried fits; the leanest is shown"
     if len(modes) == len(layouts) == 1:
         why = "asked for"
     elif held.fits:
         why = "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3"
-    communication = [row for row in step.rows if row.phases.get("communication")]
+    communication = "inside the MFU"
+    if not mfu:
+        names = [row.name for row in step.rows if row.phases.get("communication")]
+        communication = ", ".join(names) or "hidden, or none"
     return Prediction(
         parameters=parameter_count(config.model), parameters_by_part=parameters(config.model),
         flops_per_token=training_flops_per_token(config.model),
         flops_per_token_causal=training_flops_per_token(config.model, attention="causal"),
-        memory=held, step=step, layout=layout, run_seconds=paid.seconds, energy_wh=paid.energy_wh,
-        cost=paid.cost, cost_per_million_tokens=paid.per_million_tokens(paid.cost), machine=on,
-        assumptions={
+        memory=held, step=step, layout=layout, machine=on,
+        run=bill(step, on, step.tokens * config.steps, price_per_hour=price), assumptions={
             "mfu": mfu, "efficiency": step.efficiency.source, "precision": precision,
             "dtype": step.dtype, "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
             "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,
             "layout_why": why, "attention": step.attention, "layout": str(layout),
             "sequences_per_device": step.sequences, "micro_batches": step.micro_batches,
-            "steps": config.steps,
-            "price_per_hour": on.price_per_hour if price_per_hour is None else price_per_hour,
-            "communication": "inside the MFU" if mfu else
-            ", ".join(row.name for row in communication) or "hidden, or none",
-            "power": "rated, all of it, all the time",
-        })
+            "steps": config.steps, "price_per_hour": price, "communication": communication,
+            "power": "rated, all of it, all the time"})
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:

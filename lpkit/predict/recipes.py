@@ -148,8 +148,7 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
 
 
 def stored(config: Config, name: str) -> Precision:
-    """A row of PRECISIONS as `config` stores its parameters and as its settings change the
-    recipe."""
+    """A row of PRECISIONS, as `config` stores parameters and as its settings change the recipe."""
     asked = config.precision.recipe
     if asked.name == name:
         p = precision_of_recipe(name, resolve(asked))

@@ -51,16 +51,15 @@ class Law:
     source: str
 
     def extrapolate(self, parameters: float, tokens: float) -> Loss:
-        """Anywhere; the note says whether the law was fitted there. Raises ConfigError for figures
-        that are not positive."""
+        """Anywhere; the note says whether the law was fitted there. Raises ConfigError."""
         for what, value in (("parameters", parameters), ("tokens", tokens)):
             if not (0 < value < math.inf):
                 raise ConfigError(f"{what} must be positive, got {value}")
-        inside = (self.parameters[0] <= parameters <= self.parameters[1]
-                  and self.tokens[0] <= tokens <= self.tokens[1])
+        (fewest, most), (least, longest) = self.parameters, self.tokens
+        inside = fewest <= parameters <= most and least <= tokens <= longest
+        where = "inside" if inside else "extrapolated beyond"
         return Loss(nats=self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta,
-                    inside=inside, note=f"{'inside' if inside else 'extrapolated beyond'} the fit "
-                    f"of {self.name}: {self.range}")
+                    inside=inside, note=f"{where} the fit of {self.name}: {self.range}")
 
     def loss(self, parameters: float, tokens: float) -> Loss:
         """Inside the range of the fit. Raises ConfigError outside."""
@@ -72,8 +71,7 @@ class Law:
         return found
 
     def optimum(self, flops: float) -> Optimum:
-        """Closed form of the least L(N, D) with 6 N D = flops (Hoffmann et al. 2022, equation
-        4)."""
+        """Of the least L(N, D) with 6 N D = flops (Hoffmann et al. 2022, equation 4)."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         G = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))

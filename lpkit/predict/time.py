@@ -29,17 +29,9 @@ from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
+from lpkit.predict import flops
 from lpkit.predict.casts import Recipe, linear_seconds, low_recipe
-from lpkit.predict.flops import (
-    Product,
-    forward_flops,
-    moved_bytes,
-    products,
-    recomputed_flops,
-    training_flops,
-)
-from lpkit.predict.ledger import AMP, ZERO, attention_of, micro_batch
-from lpkit.predict.ledger import BLOCK as CHECKPOINTS
+from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, stored
@@ -188,9 +180,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     row, recompute = recompute_of(config, recompute)
     efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
     p = stored(config, precision)
-    sequences, pieces = micro_batch(config, layout.batch_ranks)
-    s = MicroBatch(model=m, batch=sequences, compute_bytes=p.compute, residual_bytes=p.stream,
-                   kind=on.kind, attention=attention_of(config, on, p))
+    s, pieces = on_device(config, on, layout, p)
     if recipe is None and p.low is not None:
         on.peak_flops(p.dtype)      # refuses a machine that lacks it
         recipe = low_recipe(precision, p, m)
@@ -205,8 +195,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
-                    model_flops=training_flops(m, batch=config.global_batch),
-                    peak_flops=on.peak_flops(p.dtype), micro_batches=pieces, sequences=sequences,
+                    model_flops=flops.training_flops(m, batch=config.global_batch),
+                    peak_flops=on.peak_flops(p.dtype), micro_batches=pieces, sequences=s.batch,
                     precision=precision, dtype=p.dtype, attention=s.attention,
                     efficiency=efficiency, factor=factor)
 
@@ -221,15 +211,15 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
           recompute: Recompute) -> list[TimeRow]:
     """Model FLOPs at one rate; recomputed ones are not the model's and cost more time."""
     rate, m, batch = peak * efficiency.flat, config.model, config.global_batch
-    once = forward_flops(m, batch=batch) / rate
-    again = recomputed_flops(m, batch=batch, blocks="products" in recompute.repeats) / rate
+    once = flops.forward_flops(m, batch=batch) / rate
+    again = flops.recomputed_flops(m, batch=batch, blocks="products" in recompute.repeats) / rate
     formula = f"at {efficiency.flat:g} of the peak"
-    return [row for row in (
-        TimeRow(name="model FLOPs", phases={"forward": once, "backward": 2 * once}, formula=formula,
-                source=efficiency.source),
-        TimeRow(name="recomputation", phases={"backward": again}, formula=formula,
-                source=CHECKPOINTS),
-    ) if row.seconds]
+    rows = [TimeRow(name="model FLOPs", phases={"forward": once, "backward": 2 * once},
+                    formula=formula, source=efficiency.source)]
+    if again:
+        rows.append(TimeRow(name="recomputation", phases={"backward": again}, formula=formula,
+                            source=CHECKPOINTS))
+    return rows
 
 
 class _Rank:
@@ -258,7 +248,7 @@ class _Rank:
         self.attended = tuple(map(sum, zip(*each))) or (0.0, 0.0)
         self.attention = "; ".join(_attention_words(s.attention, op) for op in attentions)
         # pointwise work, and the casts of autocast: each weight once, each gradient back
-        layer, outside = moved_bytes(ops)
+        layer, outside = flops.moved_bytes(ops)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
         casts = (p.compute + p.weights) / self.bandwidth if p.compute < p.weights else 0.0
@@ -360,8 +350,8 @@ class _Rank:
         return self.made
 
     def state_rows(self, layers: int, states: float, owned: float, block: float) -> None:
-        """ZeRO's messages and those of replicas. Parameters: of a rank, of what it updates, of a
-        layer."""
+        """ZeRO's messages and those of replicas, for parameters of a rank, those that it updates,
+        and those of a layer."""
         layout, p, ring = self.layout, self.p, self.link("states")
         left = layers * self.backward       # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
@@ -400,22 +390,23 @@ class _Rank:
                  communication=times * shown)
 
 
-def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[Product, ...]:
-    """As `flops.products`, of one rank and one micro-batch. Heads and widths are split over tensor
-    ranks, tokens over context ranks."""
-    return tuple(one.on_rank(layout.tensor, layout.context) for one in products(m, batch=sequences))
+def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
+    """As `flops.products`, of one rank and one micro-batch."""
+    return tuple(one.on_rank(layout.tensor, layout.context)
+                 for one in flops.products(m, batch=sequences))
 
 
 def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
                efficiency: Efficiency) -> tuple[float, float]:
     """Seconds of an operation over pairs, forward and backward, on one of `split` ranks. A kernel
     that does not fuse it writes the scores to memory and reads them again, pass by pass."""
-    flops = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * op.pairs_share / split
-    scores = op.pairs[0].M * op.pairs[0].N * op.pairs[0].group * op.pairs_share / split
+    first, share = op.pairs[0], op.pairs_share
+    work = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * share / split
+    scores = first.M * first.N * first.group * share / split
     move = scores * p.compute / bandwidth
     forward_passes, backward_passes = op.score_passes
     unfused = forward_passes > 0
-    forward = flops / (peak * (efficiency.products[p.dtype] if unfused else efficiency.attention))
+    forward = work / (peak * (efficiency.products[p.dtype] if unfused else efficiency.attention))
     backward = op.backward_pairs * forward
     if efficiency.overlapped:       # a floor: each product reads or writes the scores once
         return max(forward, 2 * unfused * move), max(backward, 4 * unfused * move)
@@ -435,8 +426,7 @@ def _attention_words(name: str, op: Op) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a run takes. `energy_wh` is at rated power, all of it, all the time; None where the
-    machine says none."""
+    """What a run takes. `energy_wh` is at rated power; None where the machine says none."""
 
     seconds: float
     device_hours: float

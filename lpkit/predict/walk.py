@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
-from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Op, operations
+from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Op, Operations
 
 LOSS, HEAD = "backward begins", "head and last norm"
 LAST, FIRST = "the last block", "the first block"
@@ -23,14 +23,58 @@ GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
 
 
-class Account:
-    """What is live, by row; and for each moment the rows of the most that was."""
+class Block:
+    """What each operation of a block saved, and how its Linears are cast."""
 
-    def __init__(self):
+    def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
+        self.saved, self.low = saved, low
+        self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
+        self.low_bytes = walk.linear_weights * low.number_bytes if low else 0.0
+
+
+class Walk:
+    """What is live, by row, as a micro-batch goes backward on one device; and `most`: for each
+    moment the rows of the most that was.
+
+    cut, tensor     devices over which each activation, and each weight, is cut
+    gradient_bytes  of a number of a weight's gradient
+    gathers         gradients add to nothing here: they were there, or leave at once
+    sharded         gradients leave to their shards, those outside the blocks at the end
+    embeds, heads   the device has the embeddings; the head and the loss
+    low             how the blocks' Linears are cast; `last_is_kept`: but for those of the last
+    again           numbers of the blocks that run once more before their backward
+    chunk           tokens from which the loss is computed at a time; 0: all
+    packed          at work while forward puts a tensor into low precision
+    fetched         what comes back from elsewhere, or from low precision, at a time
+    """
+
+    def __init__(self, s: MicroBatch, ops: Operations, kept: Kept, *, cut: int, tensor: int,
+                 layers: int, gradient_bytes: float, gathers: bool, sharded: bool, embeds: bool,
+                 heads: bool, low: Low | None, last_is_kept: bool, again: range, chunk: int,
+                 packed: float, fetched: float):
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW)
-        self.now = dict.fromkeys(rows, 0.0)
-        self.total = 0.0
+        self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
+        self.s, self.kept, self.ops = s, kept, ops
+        self.cut, self.tensor, self.layers = cut, tensor, layers
+        self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
+        self.embeds, self.heads = embeds, heads
+        self.again, self.chunk, self.fetched = again, chunk, fetched
+        self.row = ACTIVATIONS      # of what the operations at hand saved
+        self.tokens = s.tokens / cut
+        self.stream = self.tokens * s.model.D * s.residual_bytes    # and its gradient
+        self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
+        # the head's gradient waits for that of the same table in the embedding
+        self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
+        self.linear_weights = sum([op.weights for op in self.ops.linears]) / tensor
+        small = 0.0                 # gains and biases
+        for op in self.ops.block:
+            small += (op.params - op.weights) / (tensor if op.cut == "column" else 1)
+        self.small_gradient_bytes = small * gradient_bytes
+        plain = Block(self, kept.last, None)
+        self.inner = Block(self, kept.block, low) if low else plain
+        self.last = plain if last_is_kept else self.inner
+        self.walk(packed)
 
     def begin(self, moment: str) -> None:
         self.moment, self.highest = moment, -1.0
@@ -47,58 +91,6 @@ class Account:
             rows = self.most[self.moment] = self.now.copy()
             rows[TEMPORARIES] += more
 
-
-class Block:
-    """One of the blocks, or of the operations outside them: what each saved, and how its Linears
-    are cast."""
-
-    def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
-        self.saved, self.low = saved, low
-        self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
-        self.low_bytes = walk.linear_weights * low.number_bytes if low else 0.0
-
-
-class Walk(Account):
-    """Of a micro-batch on one device.
-
-    cut, tensor     devices over which each activation, and each weight, is cut
-    gradient_bytes  of a number of a weight's gradient
-    gathers         gradients add to nothing here: they were there, or leave at once
-    sharded         gradients leave to their shards, those outside the blocks at the end
-    embeds, heads   the device has the embeddings; the head and the loss
-    low             how the Linears of the blocks are cast; `last_is_kept`: but for those of the last
-    again           numbers of the blocks that run once more before their backward
-    chunk           tokens from which the loss is computed at a time; 0: all
-    packed          at work while forward puts a tensor into low precision
-    fetched         what comes back from elsewhere, or from low precision, at a time
-    """
-
-    def __init__(self, s: MicroBatch, kept: Kept, *, cut: int, tensor: int, layers: int,
-                 gradient_bytes: float, gathers: bool, sharded: bool, embeds: bool, heads: bool,
-                 low: Low | None, last_is_kept: bool, again: range, chunk: int, packed: float,
-                 fetched: float):
-        super().__init__()
-        self.s, self.kept, self.ops = s, kept, operations(s)
-        self.cut, self.tensor, self.layers = cut, tensor, layers
-        self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
-        self.embeds, self.heads, self.last_is_kept = embeds, heads, last_is_kept
-        self.again, self.chunk, self.fetched = again, chunk, fetched
-        self.row = ACTIVATIONS      # of what the operations at hand saved
-        self.tokens = s.tokens / cut
-        self.stream = self.tokens * s.model.D * s.residual_bytes    # and its gradient
-        self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
-        # the head's gradient waits for that of the same table in the embedding
-        self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
-        self.linear_weights = sum([op.weights for op in self.ops.linears]) / tensor
-        small = 0.0                 # gains and biases
-        for op in self.ops.block:
-            small += (op.params - op.weights) / (tensor if op.cut == "column" else 1)
-        self.small_gradient_bytes = small * gradient_bytes
-        self.plain = Block(self, kept.last, None)
-        self.inner = Block(self, kept.block, low) if low else self.plain
-        self.last = self.plain if last_is_kept else self.inner
-        self.walk(packed)
-
     def walk(self, packed: float) -> None:
         kept, last_again = self.kept, self.layers - 1 in self.again
         # token ids and targets have a row of their own
@@ -112,12 +104,10 @@ class Walk(Account):
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
             self.mark()
+        elif self.chunk:
+            self.chunked_loss()
         else:
-            if self.chunk:
-                self.chunked_loss()
-            else:
-                self.whole_loss()
-            self.fold(self.ops.norm, kept.operations["norm"])
+            self.whole_loss()
         self.begin(LAST)
         self.block(self.last, recompute=last_again)
         done = 1
@@ -147,13 +137,14 @@ class Walk(Account):
 
     @property
     def cached(self) -> float:
-        """Copies of weights in blocks that run again: autocast keeps them to the end of forward."""
+        """Of blocks that run again: autocast keeps the copies to the end of forward."""
         return len(self.again) * self.inner.copied_bytes
 
     def whole_loss(self) -> None:
         """Leaves with the gradient of the head's input."""
         logits, compute = self.tokens * self.s.model.V, self.s.compute_bytes
-        copies, loss = self.copies(self.table), self.kept.loss_bytes - TOKEN_ID * self.tokens
+        copies = self.copies(self.table)
+        loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
         self.mark(self.cached + copies + logits * compute)
         self.add(COPIES, copies)
         self.add(LOGITS, loss)
@@ -167,6 +158,7 @@ class Walk(Account):
             self.add(TEMPORARIES, self.table * compute)
         elif self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
+        self.fold(self.ops.norm, self.kept.operations["norm"])
 
     def chunked_loss(self) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
@@ -189,6 +181,7 @@ class Walk(Account):
         else:
             self.add(GRADIENTS, self.gradient_bytes * table)
         self.begin(HEAD)
+        self.fold(self.ops.norm, self.kept.operations["norm"])
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
