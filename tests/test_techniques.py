@@ -83,7 +83,7 @@ def test_names_do_not_cover_each_other():
     """Ten techniques that cost the same and buy nearly the same: names on one side alone would lie over each other."""
     at = {f"technique {i}": (0.6 * (i % 2), 8.0 - 0.8 * i) for i in range(10)}
     x_range, y_range = (-10, 110), (0, 100)
-    sides = list(_positions(list(at), at, at, [], x_range, y_range))
+    sides = list(_positions(at, at, [], x_range, y_range))
     assert len(set(sides)) > 1
     boxes = [_box(INSIDE[0] * (x + 10) / 120, INSIDE[1] * y / 100, WIDE * len(name), side)
              for (name, (x, y)), side in zip(at.items(), sides)]

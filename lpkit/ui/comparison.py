@@ -24,25 +24,25 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
-    units = {row.unit for row in rows}
-    bases = [1.0] * len(rows) if len(units) == 1 else [_base(row) for row in rows]
-    data = []
+    names, units = [escape(row.name) for row in rows], {row.unit for row in rows}
+    bases = [1.0 if len(units) == 1 else _base(row) for row in rows]
+    data, largest = [], 0.0
     for kind, field, colour in KINDS:
-        values = [getattr(row, field) for row in rows]
-        if any(value is not None for value in values):
-            data.append(bars(
-                [escape(row.name) for row in rows],
-                [None if value is None else value / base for value, base in zip(values, bases)],
-                kind, colour, text=["" if value is None else quantity(value, row.unit)
-                                    for value, row in zip(values, rows)], textposition="outside",
-                cliponaxis=False, hover="%{y}: %{text}"))
-    largest = max((x for trace in data for x in trace["x"] if x is not None), default=1)
+        sizes, words = [], []
+        for row, base in zip(rows, bases):
+            value = getattr(row, field)
+            sizes.append(None if value is None else value / base)
+            words.append("" if value is None else quantity(value, row.unit))
+        if any(words):
+            largest = max(largest, *(size for size in sizes if size is not None))
+            data.append(bars(names, sizes, kind, colour, text=words, textposition="outside",
+                             cliponaxis=False, hover="%{y}: %{text}"))
     x = axis("multiple of what was measured", range=[0, largest * 1.18])   # room for the number
     if len(units) == 1:
         x |= axis(*units, exponentformat="SI")
-    return figure(data, escape(title), height=130 + len(rows) * (18 + 24 * len(data)), x=x, y=NAMES,
-                  shapes=[rule(x=1, layer="below")] if len(units) > 1 else [], bargap=0.28,
-                  bargroupgap=0.08)
+    return figure(data, title, height=130 + len(rows) * (18 + 24 * len(data)), xaxis=x,
+                  yaxis=NAMES, shapes=[rule(x=1, layer="below")] if len(units) > 1 else [],
+                  bargap=0.28, bargroupgap=0.08)
 
 
 def _base(row: Row) -> float:

@@ -5,7 +5,8 @@ drawn over them. What has no argument here is passed on to plotly under its own 
 https://plotly.com/javascript/reference/
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from html import escape
 from typing import Any
 
 from lpkit.tables import FAINT
@@ -13,15 +14,11 @@ from lpkit.tables import FAINT
 # an axis of names, the first on top
 NAMES = {"autorange": "reversed", "ticks": "", "showgrid": False}
 POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axis of powers of ten
-LEGEND_ABOVE = {"orientation": "h", "yanchor": "bottom", "x": 0, "xanchor": "left",
-                "traceorder": "normal"}
 
 
-def figure(data: Iterable[dict], title: str = "", *, height: int, x: dict | None = None,
-           y: dict | None = None, **layout: Any) -> dict:
-    axes = {name: axis for name, axis in (("xaxis", x), ("yaxis", y)) if axis is not None}
-    return {"data": list(data), "layout": {"title": {"text": title}, "height": height, **axes,
-                                           **layout}}
+def figure(data: Iterable[dict], title: str, **layout: Any) -> dict:
+    return {"data": list(data),
+            "layout": {"title": {"text": escape(title, quote=False)}, **layout}}
 
 
 def axis(title: str, **more: Any) -> dict:
@@ -29,29 +26,28 @@ def axis(title: str, **more: Any) -> dict:
 
 
 def scatter(x: Iterable, y: Iterable, name: str = "", colour: str | None = None, *,
-            mode: str = "lines",
-            hover: str | None = "", line: dict | None = None, marker: dict | None = None,
-            **more: Any) -> dict:
+            mode: str = "lines", hover: str | None = "", line: dict | None = None,
+            marker: dict | None = None, **more: Any) -> dict:
     """Lines, markers or both. `hover`: plotly's template of the words at a point; None: no words at
     all."""
-    trace = {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), **_hover(hover, name),
-             **more}
-    if name:
-        trace["name"] = name
-    paint = {} if colour is None else {"color": colour}
-    if "lines" in mode:
-        trace["line"] = {**paint, **(line or {})}
-    if "markers" in mode:
-        trace["marker"] = {**paint, **(marker or {})}
-    return trace
+    paint = {"color": colour} if colour else {}
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name,
+            "line": paint | (line or {}), "marker": paint | (marker or {}),
+            **_hover(hover, name), **more}
 
 
-def bars(names: Sequence[str], sizes: Iterable[float | None], name: str = "", colour: Any = None, *,
+def bars(names: Iterable[str], sizes: Iterable[float | None], name: str = "", colour: Any = None, *,
          hover: str = "", **more: Any) -> dict:
     """Horizontal bars, one a name."""
-    trace = {"type": "bar", "orientation": "h", "y": list(names), "x": list(sizes),
-             **_hover(hover, name), "marker": {"color": colour}, **more}
-    return {**trace, "name": name} if name else trace
+    return {"type": "bar", "orientation": "h", "y": list(names), "x": list(sizes), "name": name,
+            "marker": {"color": colour}, **_hover(hover, name), **more}
+
+
+def columns(x: Iterable, y: Iterable, name: str = "", colour: str | None = None, *,
+            hover: str = "", **more: Any) -> dict:
+    """Upright bars over numbers."""
+    return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour},
+            **_hover(hover, name), **more}
 
 
 def _hover(words: str | None, name: str) -> dict:
@@ -65,17 +61,17 @@ def _hover(words: str | None, name: str) -> dict:
 def rule(*, x: float | None = None, y: float | None = None, colour: str = FAINT, width: float = 1,
          dash: str = "dot", **more: Any) -> dict:
     """A straight line across the whole plot, at `x` or at `y`."""
-    ends = ({"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} if y is None else
-            {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1})
+    if y is None:
+        ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    else:
+        ends = {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}
     return {"type": "line", **ends, "line": {"color": colour, "width": width, "dash": dash}, **more}
 
 
-def box(x0: float, x1: float, y0: float, y1: float, *, fill: str | None = None, edge: str = "",
-        width: float = 0, **more: Any) -> dict:
-    paint = {"line": {"color": edge, "width": width} if edge else {"width": 0}}
-    if fill is not None:
-        paint["fillcolor"] = fill
-    return {"type": "rect", "x0": x0, "x1": x1, "y0": y0, "y1": y1, **paint, **more}
+def box(x0: float, x1: float, y0: float, y1: float, *, fill: str | None = None,
+        edge: str | None = None, width: float = 0, **more: Any) -> dict:
+    return {"type": "rect", "x0": x0, "x1": x1, "y0": y0, "y1": y1, "fillcolor": fill,
+            "line": {"color": edge, "width": width}, **more}
 
 
 def note(text: str, x: float, y: float, at: str = "left bottom", **more: Any) -> dict:

@@ -12,6 +12,8 @@ from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import WARNING
 
 Control = Sequence | range | Mapping | bool | widgets.Widget
+ALERT = (f"font:13px {FONT};color:{WARNING};border-left:3px solid {WARNING};padding:2px 10px;"
+         f"margin:4px 12px")
 
 
 class Explorer(Stored, widgets.VBox):
@@ -34,23 +36,25 @@ class Explorer(Stored, widgets.VBox):
         for name in (*labels, *start):
             pick(controls, name, "control")
         self.show = show
-        self.controls = {name: _control(control, labels.get(name, name.replace("_", " ")),
-                                        start.get(name))
+        self.controls = {name: _control(control, labels.get(name, name.replace("_", " ")))
                          for name, control in controls.items()}
+        for name, value in start.items():
+            self.controls[name].value = value
         self.figure = Figure(max_hz=60)   # the browser draws only the latest anyway
-        self.table = widgets.HTML(layout=widgets.Layout(display="none", flex="0 1 auto",
-                                                        margin="8px 0 0 0"))
-        self.message = widgets.HTML(layout=widgets.Layout(display="none"))
-        panel = widgets.GridBox(list(self.controls.values()), layout=widgets.Layout(
-            grid_template_columns="repeat(auto-fill, minmax(300px, 1fr))", grid_gap="2px 24px",
-            width="100%", align_items="center", padding="8px 12px"))
-        drawing = widgets.Box([self.figure],
-                              layout=widgets.Layout(flex="1 1 520px", min_width="0",
-                                                    overflow="hidden"))
-        row = widgets.HBox([drawing, self.table], layout=widgets.Layout(
-            flex_flow="row wrap", align_items="flex-start", width="100%", overflow="hidden"))
-        super().__init__([panel, self.message, row],
-                         layout=widgets.Layout(width="100%", overflow="hidden"))
+        self.table = widgets.HTML(layout={"display": "none", "flex": "0 1 auto",
+                                          "margin": "8px 0 0 0"})
+        self.message = widgets.HTML(layout={"display": "none"})
+        panel = widgets.GridBox(list(self.controls.values()), layout={
+            "grid_template_columns": "repeat(auto-fill, minmax(300px, 1fr))",
+            "grid_gap": "2px 24px", "width": "100%", "align_items": "center",
+            "padding": "8px 12px"})
+        drawing = widgets.Box([self.figure], layout={"flex": "1 1 520px", "min_width": "0",
+                                                     "overflow": "hidden"})
+        wide = {"width": "100%", "overflow": "hidden"}
+        row = widgets.HBox([drawing, self.table], layout={
+            "flex_flow": "row wrap", "align_items": "flex-start", **wide})
+        super().__init__([panel, self.message, row], layout=wide)
+        self._moving = False
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         self.draw()
@@ -62,27 +66,23 @@ class Explorer(Stored, widgets.VBox):
     def set(self, **choices: Any) -> None:
         for name in choices:
             pick(self.controls, name, "control")
-        for control in self.controls.values():
-            control.unobserve(self._changed, names="value")
+        self._moving = True
         try:
             for name, value in choices.items():
                 self.controls[name].value = value
         finally:
-            for control in self.controls.values():
-                control.observe(self._changed, names="value")
+            self._moving = False
         self.draw()
 
     def _changed(self, _change) -> None:
-        self.draw()
+        if not self._moving:
+            self.draw()
 
     def draw(self) -> None:
         try:
             shown = self.show(**self.choices)
         except ConfigError as error:
-            self.message.value = (f"<div role='alert' style='font:13px "
-                                  f"{FONT};color:{WARNING};border-left:3px solid "
-                                  f"{WARNING};padding:2px 10px;margin:4px "
-                                  f"12px'>{escape(str(error))}</div>")
+            self.message.value = f"<div role='alert' style='{ALERT}'>{escape(str(error))}</div>"
             self.message.layout.display = None
             return
         spec, html = shown if isinstance(shown, tuple) else (shown, "")
@@ -93,29 +93,24 @@ class Explorer(Stored, widgets.VBox):
         self.table.layout.display = None if html else "none"
 
 
-def _control(control: Control, label: str, start: Any) -> widgets.Widget:
+def _control(control: Control, label: str) -> widgets.Widget:
+    """The widget of a control, at its first value."""
     if isinstance(control, widgets.Widget):
-        control.description = control.description or label
-        if start is not None:
-            control.value = start
         made = control
     elif isinstance(control, bool):
-        made = widgets.Checkbox(value=control if start is None else start, description=label)
+        made = widgets.Checkbox(value=control)
     elif isinstance(control, range):
-        made = widgets.IntSlider(min=control[0], max=control[-1], step=control.step,
-                                 description=label,
-                                 value=control[0] if start is None else start)
+        made = widgets.IntSlider(value=control[0], min=control[0], max=control[-1],
+                                 step=control.step)
+    elif not control:
+        raise ConfigError(f"the control {label!r} has no values to choose from")
+    elif isinstance(control, Mapping):
+        made = widgets.Dropdown(options=list(control.items()))
+    elif all(isinstance(value, (int, float)) for value in control):
+        made = widgets.SelectionSlider(options=[(f"{value:,}", value) for value in control])
     else:
-        if not len(control):
-            raise ConfigError(f"the control {label!r} has no values to choose from")
-        values = list(control.values()) if isinstance(control, Mapping) else list(control)
-        numbers = (not isinstance(control, Mapping)
-                   and all(isinstance(value, (int, float)) for value in values))
-        kind = widgets.SelectionSlider if numbers else widgets.Dropdown
-        options = list(control.items()) if isinstance(control, Mapping) else [
-            (f"{value:,}" if isinstance(value, (int, float)) else str(value), value)
-            for value in values]
-        made = kind(options=options, value=values[0] if start is None else start, description=label)
+        made = widgets.Dropdown(options=[(str(value), value) for value in control])
+    made.description = made.description or label
     made.style.description_width = "118px"
     made.layout.width = "auto"
     return made

@@ -10,20 +10,22 @@ mime type, which JupyterLab and plotly draw, and a sentence in plain text. An ou
 it is displayed: after updates, `refresh_output` stores the figure as it is now.
 """
 
-import functools
+import copy
 import gzip
 import itertools
 import math
 import uuid
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anywidget
 import ipywidgets as widgets
 import numpy as np
 import traitlets
+from IPython.display import display
 
 from lpkit.errors import ConfigError
 from lpkit.ui.style import TEMPLATE
@@ -35,8 +37,6 @@ WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 CONFIG = {"displaylogo": False, "displayModeBar": "hover", "scrollZoom": False,
           "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]]}
 
-Spec = Mapping[str, Any]   # {"data": [trace, ...], "layout": {...}}, as plotly.js reads it
-
 
 class Library(anywidget.AnyWidget):
     """plotly.js for every figure of this kernel. It has no view."""
@@ -44,30 +44,17 @@ class Library(anywidget.AnyWidget):
     _esm = "export default { render() {} }"
     version = traitlets.Unicode().tag(sync=True)
     packed = traitlets.Bytes(help="plotly.min.js, gzipped").tag(sync=True)
-
-
-@functools.cache
-def _packed_plotly() -> tuple[str, bytes]:
-    import plotly
-
-    # Level 4 takes a third of the time of level 9 for a tenth more bytes; it is paid once per
-    # kernel.
-    source = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-    return plotly.__version__, gzip.compress(source, compresslevel=4, mtime=0)
-
-
-@functools.cache
-def _libraries() -> list[Library]:
-    return []
+    current: ClassVar["Library | None"] = None
 
 
 def library() -> Library:
     """The one `Library` of this kernel; a new one when all widgets have been closed."""
-    made = _libraries()
-    if not made or made[-1].comm is None:
-        version, packed = _packed_plotly()
-        made[:] = [Library(version=version, packed=packed)]
-    return made[-1]
+    if Library.current is None or Library.current.comm is None:
+        source = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+        # Level 4 takes a third of the time of level 9 for a tenth more bytes.
+        packed = gzip.compress(source, compresslevel=4, mtime=0)
+        Library.current = Library(version=version("plotly"), packed=packed)
+    return Library.current
 
 
 class Stored:
@@ -86,11 +73,9 @@ class Stored:
         return {"text/plain": describe(self.figure.spec), WIDGET_MIME: view,
                 PLOTLY_MIME: {**self.figure.spec, "config": CONFIG}}
 
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
-
+    def _ipython_display_(self, update: bool = False) -> None:
         self._display_id = self._display_id or uuid.uuid4().hex
-        display(self._repr_mimebundle_(), raw=True, display_id=self._display_id)
+        display(self._repr_mimebundle_(), raw=True, display_id=self._display_id, update=update)
 
     def refresh_output(self) -> None:
         """Store the state of now in the output that is already displayed; nothing when it never
@@ -99,11 +84,9 @@ class Stored:
         Call it in the cell that waits for the last update, so that a headless run keeps the final
         figure.
         """
-        from IPython.display import display
-
         self.figure.flush()
         if self._display_id is not None:
-            display(self._repr_mimebundle_(), raw=True, display_id=self._display_id, update=True)
+            self._ipython_display_(update=True)
 
 
 class Figure(Stored, anywidget.AnyWidget):
@@ -155,7 +138,7 @@ def plain(spec: Any) -> dict:
         raise ConfigError(f"a figure is {{'data': [...], 'layout': {{...}}}} or a plotly Figure, "
                           f"got {spec!r:.80}")
     data = [_plain(thin(trace)) for trace in spec.get("data") or []]
-    layout = {**_plain({**(spec.get("layout") or {}), "template": None}), "template": TEMPLATE}
+    layout = _plain({**(spec.get("layout") or {}), "template": None}) | {"template": TEMPLATE}
     layout.setdefault("height", TEMPLATE["layout"]["height"])
     if isinstance(layout.get("title"), str):
         layout["title"] = {"text": layout["title"]}
@@ -166,11 +149,12 @@ def plain(spec: Any) -> dict:
 def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
     """Pixels above the axes for the title and, under it, the rows of the legend: plotly lets the
     two overlap."""
-    names = [trace.get("name") or "" for trace in data if trace.get("showlegend", True)]
-    shown = layout.get("showlegend", len(data) > 1) and "legend" not in layout and names
-    # columns of one width
-    rows = (math.ceil(len(names) * (48 + 7.5 * max(map(len, names))) / 640) if shown else 0)
-    return 16 + 28 * bool((layout.get("title") or {}).get("text")) + 21 * rows
+    rows, title = 0, (layout.get("title") or {}).get("text")
+    names = [len(trace.get("name") or "") for trace in data if trace.get("showlegend", True)]
+    if names and "legend" not in layout and layout.get("showlegend", len(data) > 1):
+        # columns of one width
+        rows = math.ceil(len(names) * (48 + 7.5 * max(names)) / 640)
+    return 16 + 28 * bool(title) + 21 * rows
 
 
 def _plain(value: Any) -> Any:
@@ -178,15 +162,13 @@ def _plain(value: Any) -> Any:
     gap."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray) or hasattr(value, "to_numpy"):
+    if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "to_numpy"):
         value = np.asarray(value).tolist()
     if isinstance(value, (list, tuple, range)):
         # nothing to do, and there may be thousands
         if set(map(type, value)) <= {int, str, bool, type(None)}:
             return list(value)
         return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -202,40 +184,33 @@ def thin(trace: Mapping[str, Any], limit: int = MAX_POINTS) -> Mapping[str, Any]
     y = trace.get("y")
     if trace.get("type", "scatter") not in ("scatter", "scattergl") or y is None or len(y) <= limit:
         return trace
-    count = len(y)
-    values = np.asarray([math.nan if item is None else item for item in y]
-                        if isinstance(y, (list, tuple)) else y, dtype=float)
-    edges = np.linspace(1, count - 1, (limit - 2) // 2 + 1).astype(int)
+    count, values = len(y), np.asarray(y, dtype=float)
+    low, high = (np.where(np.isnan(values), gap, values) for gap in (np.inf, -np.inf))
     kept = {0, count - 1}
+    edges = np.linspace(1, count - 1, (limit - 2) // 2 + 1).astype(int)
     for start, end in itertools.pairwise(edges):
-        stretch = values[start:end]
-        if np.isnan(stretch).all():
-            kept.add(int(start))
-        else:
-            kept |= {int(start + np.nanargmin(stretch)), int(start + np.nanargmax(stretch))}
+        kept |= {start + low[start:end].argmin(), start + high[start:end].argmax()}
     index = sorted(kept)
 
     def pick(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: pick(item) for key, item in value.items()}
-        if isinstance(value, np.ndarray) and len(value.shape) and len(value) == count:
-            return value[index]
-        if isinstance(value, (list, tuple, range)) and len(value) == count:
+        if isinstance(value, (np.ndarray, list, tuple, range)) and len(value) == count:
             return [value[i] for i in index]
         return value
 
     return pick(trace)
 
 
-def describe(spec: Spec) -> str:
+def describe(spec: Mapping[str, Any]) -> str:
     """One sentence for where nothing can be drawn."""
-    layout = spec.get("layout", {})
-    title = layout.get("title", {}).get("text") or "untitled"
-    names = [trace["name"] for trace in spec.get("data", []) if trace.get("name")]
-    axes = [layout.get(axis, {}).get("title") for axis in ("xaxis", "yaxis")]
-    axes = [axis.get("text") if isinstance(axis, Mapping) else axis for axis in axes]
-    return "".join([f"Figure: {title}", f" ({', '.join(names)})" if names else "",
-                    f"; {axes[1] or 'y'} over {axes[0] or 'x'}" if any(axes) else ""])
+    layout = spec["layout"]
+    words = f"Figure: {layout.get('title', {}).get('text') or 'untitled'}"
+    if names := [trace["name"] for trace in spec["data"] if trace.get("name")]:
+        words += f" ({', '.join(names)})"
+    titles = [layout.get(axis, {}).get("title") for axis in ("xaxis", "yaxis")]
+    x, y = (title.get("text") if isinstance(title, Mapping) else title for title in titles)
+    return f"{words}; {y or 'y'} over {x or 'x'}" if x or y else words
 
 
 def without_widgets(notebook: dict) -> dict:
@@ -244,15 +219,10 @@ def without_widgets(notebook: dict) -> dict:
     JupyterLab and sphinx draw the stored figures. A control without a picture keeps its view, by
     which the site knows to say where controls work.
     """
-    def still(output: dict) -> dict:
-        data = output.get("data", {})
-        if WIDGET_MIME not in data or not set(data) - {WIDGET_MIME, "text/plain"}:
-            return output
-        return {**output, "data": {mime: value for mime, value in data.items()
-                                   if mime != WIDGET_MIME}}
-
-    return {**notebook,
-            "metadata": {key: value for key, value in notebook["metadata"].items()
-                         if key != "widgets"},
-            "cells": [{**cell, "outputs": [still(output) for output in cell["outputs"]]}
-                      if "outputs" in cell else cell for cell in notebook["cells"]]}
+    notebook = copy.deepcopy(notebook)
+    notebook["metadata"].pop("widgets", None)
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if set(output.get("data", {})) - {WIDGET_MIME, "text/plain"}:
+                output["data"].pop(WIDGET_MIME, None)
+    return notebook

@@ -15,7 +15,22 @@ from lpkit.errors import ConfigError
 from lpkit.tables import FONT, INK
 
 
-class Guess(widgets.VBox):
+class Question(widgets.VBox):
+    """A question above the widget that takes the answer, which is `.value`."""
+
+    unit = ""
+
+    def __init__(self, question: str, answer: widgets.Widget, value: float | str):
+        style = f"font:600 14px {FONT};color:{INK};line-height:1.5"
+        text = widgets.HTML(f"<div style='{style}'>{escape(question)}</div>")
+        super().__init__([text, answer], layout={"padding": "4px 12px"}, value=value)
+
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        value = f"{self.value:g} {self.unit}" if self.unit else self.value
+        return {**super()._repr_mimebundle_(**kwargs), "text/plain": f"your guess: {value}"}
+
+
+class Guess(Question):
     """A question, a slider on a log scale from `low` to `high`, and a field to type into. `.value`
     is in `unit`."""
 
@@ -30,18 +45,17 @@ class Guess(widgets.VBox):
         if not low <= value <= high:
             raise ConfigError(f"Guess starts at value={value}, outside low={low} to high={high}")
         self.unit, self.low, self.high = unit, low, high
-        text = _asked(question)
         self.slider = widgets.FloatLogSlider(
             value=value, min=math.log10(low), max=math.log10(high), step=0.01, readout=False,
             description="your guess", style={"description_width": "90px"},
-            layout=widgets.Layout(width="460px"))
+            layout={"width": "460px"})
         self.field = widgets.BoundedFloatText(value=value, min=low, max=high, step=None,
-                                              layout=widgets.Layout(width="130px"))
-        row = widgets.HBox([self.slider, self.field, widgets.Label(unit)])
-        super().__init__([text, row], layout=widgets.Layout(padding="4px 12px"), value=value)
+                                              layout={"width": "130px"})
+        super().__init__(question, widgets.HBox([self.slider, self.field, widgets.Label(unit)]),
+                         value)
         self.slider.observe(self._moved, names="value")
-        self.field.observe(self._typed, names="value")
-        self.observe(self._set, names="value")
+        widgets.link((self, "value"), (self.field, "value"))
+        widgets.dlink((self, "value"), (self.slider, "value"))
 
     @traitlets.validate("value")
     def _bounded(self, proposal) -> float:
@@ -52,18 +66,8 @@ class Guess(widgets.VBox):
         if not math.isclose(change["new"], self.value, rel_tol=0.02):
             self.value = _round(change["new"])
 
-    def _typed(self, change) -> None:
-        self.value = change["new"]
 
-    def _set(self, change) -> None:
-        self.slider.value, self.field.value = change["new"], change["new"]
-
-    def _repr_mimebundle_(self, **kwargs) -> dict:
-        return {**super()._repr_mimebundle_(**kwargs), "text/plain": f"your guess: {self.value:g} "
-                f"{self.unit}"}
-
-
-class Pick(widgets.VBox):
+class Pick(Question):
     """A question and the answers to choose from. `.value` is one of them; the first, until somebody
     chooses."""
 
@@ -73,18 +77,9 @@ class Pick(widgets.VBox):
         if not answers:
             raise ConfigError("Pick needs at least one answer to choose from")
         self.buttons = widgets.ToggleButtons(options=list(answers), style={"button_width": "auto"},
-                                             layout=widgets.Layout(width="100%"))
-        super().__init__([_asked(question), self.buttons],
-                         layout=widgets.Layout(padding="4px 12px"), value=answers[0])
+                                             layout={"width": "100%"})
+        super().__init__(question, self.buttons, answers[0])
         widgets.link((self, "value"), (self.buttons, "value"))
-
-    def _repr_mimebundle_(self, **kwargs) -> dict:
-        return {**super()._repr_mimebundle_(**kwargs), "text/plain": f"your guess: {self.value}"}
-
-
-def _asked(question: str) -> widgets.HTML:
-    return widgets.HTML(f"<div style='font:600 14px "
-                        f"{FONT};color:{INK};line-height:1.5'>{escape(question)}</div>")
 
 
 def _round(value: float) -> float:

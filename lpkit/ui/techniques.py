@@ -17,14 +17,15 @@ HIGH, WIDE = 16, 6.6    # pixels of a name, and of a letter
 # by plotly's name: where the middle of a name is, in its width and height
 ANCHORS: dict[str, tuple[float, float]] = {
     "middle right": (0.5, 0), "middle left": (-0.5, 0), "top center": (0, 1),
-    "bottom center": (0, -1),
-    "top right": (0.5, 0.9), "bottom right": (0.5, -0.9), "top left": (-0.5, 0.9),
-    "bottom left": (-0.5, -0.9)}
+    "bottom center": (0, -1), "top right": (0.5, 0.9), "bottom right": (0.5, -0.9),
+    "top left": (-0.5, 0.9), "bottom left": (-0.5, -0.9)}
+
+Points = Mapping[str, tuple[float, float]]  # by technique: percent of time more, bytes less
+Box = tuple[float, float, float, float]     # left, low, right, high; pixels
 
 
-def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
-                  measured: Mapping[str, tuple[float, float]], *, plain: str = "plain",
-                  title: str = "") -> dict:
+def bought_figure(predicted: Mapping[str, tuple[float, float | None]], measured: Points, *,
+                  plain: str = "plain", title: str = "") -> dict:
     """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
     None without a formula: such a prediction is a dash at the measured time. Edge: what no other
     technique beats in both, as measured.
@@ -33,36 +34,42 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
     """
     if plain not in predicted or plain not in measured:
         raise ConfigError(f"what is bought is counted from {plain!r}, and it is missing")
-    names = [name for name in measured if name != plain]
-    at = {name: (100 * (measured[name][1] - 1), measured[plain][0] - measured[name][0])
-          for name in names}
-    said = {name: (at[name][0] if predicted[name][1] is None else 100 * (predicted[name][1] - 1),
-                   predicted[plain][0] - predicted[name][0]) for name in names if name in predicted}
-    edge = _edge(at)
+    most = measured[plain][0]
+    at = {name: (100 * (time - 1), most - size)
+          for name, (size, time) in measured.items() if name != plain}
+    timed, untimed = {}, {}
+    for name in at:
+        if name in predicted:
+            size, time = predicted[name]
+            less = predicted[plain][0] - size
+            if time is None:
+                untimed[name] = (at[name][0], less)
+            else:
+                timed[name] = (100 * (time - 1), less)
+    said = timed | untimed
     xs, ys = zip((0, 0), (1, 1), *at.values(), *said.values())
-    x_range = [min(xs) - 0.12 * (max(xs) - min(xs)), max(xs) + 0.25 * (max(xs) - min(xs))]
-    y_range = [min(ys) - 0.08 * (max(ys) - min(ys)), max(ys) + 0.1 * (max(ys) - min(ys))]
+    wide, high = max(xs) - min(xs), max(ys) - min(ys)
+    x_range = [min(xs) - 0.12 * wide, max(xs) + 0.25 * wide]
+    y_range = [min(ys) - 0.08 * high, max(ys) + 0.1 * high]
+    edge = _edge(at)
     joined = [point for name in said for point in (at[name], said[name], (None, None))]
-    timed = [name for name in said if predicted[name][1] is not None]
-    bytes_only = [name for name in said if predicted[name][1] is None]
+    names = {"mode": "markers+text", "text": [escape(name) for name in at],
+             "textfont": {"size": 12, "color": INK}, "cliponaxis": False,
+             "textposition": list(_positions(at, said, edge, x_range, y_range))}
     data = [
         scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
                 "not beaten by another", COLOURS[1], line={"width": 3, "shape": "hv"}, hover=None),
         scatter([x for x, _ in joined], [y for _, y in joined], colour=FAINT, line={"width": 1.5},
                 showlegend=False, hover=None),
-        _points("formula", timed, said, "circle-open", COLOURS[0]),
-        _points("formula for the bytes alone", bytes_only, said, "line-ew-open", COLOURS[0]),
-        {**_points("measured", names, at, "circle", COLOURS[4]),
-         "mode": "markers+text", "text": [escape(name) for name in names],
-         "textfont": {"size": 12, "color": INK},
-         "textposition": list(_positions(names, at, said, edge, x_range, y_range)),
-         "cliponaxis": False},
+        _points("formula", timed, "circle-open", COLOURS[0]),
+        _points("formula for the bytes alone", untimed, "line-ew-open", COLOURS[0]),
+        _points("measured", at, "circle", COLOURS[4]) | names,
     ]
     return figure(
-        [trace for trace in data if trace["x"]], escape(title), height=560,
-        x=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
-        y=axis(f"bytes less than plain's {quantity(measured[plain][0], 'bytes')}", range=y_range,
-               exponentformat="SI", ticksuffix="B", zeroline=False),
+        [trace for trace in data if trace["x"]], title, height=560,
+        xaxis=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
+        yaxis=axis(f"bytes less than plain's {quantity(most, 'bytes')}", range=y_range,
+                   exponentformat="SI", ticksuffix="B", zeroline=False),
         shapes=[rule(x=0, layer="below"), rule(y=0, layer="below")])
 
 
@@ -70,26 +77,24 @@ def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], 
                 title: str = "") -> dict:
     """The plotly spec: an error by bits, on a log scale."""
     bits = list(range(min(measured), max(measured) + 1))
-    return figure([
-        scatter(bits, [formula(n) for n in bits], "formula", COLOURS[0],
-                hover="%{x} bits: %{y:.2g}"),
-        scatter(measured, measured.values(), "measured", COLOURS[4], mode="markers",
-                marker={"size": 11}, hover="%{x} bits: %{y:.2g}")],
-        escape(title), height=340, x=axis("bits of a saved number", tickvals=bits),
-                  y=axis("error of the gradient, relative", type="log", dtick=1))
+    words = "%{x} bits: %{y:.2g}"
+    return figure(
+        [scatter(bits, map(formula, bits), "formula", COLOURS[0], hover=words),
+         scatter(measured, measured.values(), "measured", COLOURS[4], mode="markers",
+                 marker={"size": 11}, hover=words)],
+        title, height=340, xaxis=axis("bits of a saved number", tickvals=bits),
+        yaxis=axis("error of the gradient, relative", type="log", dtick=1))
 
 
-def _points(name: str, names: Sequence[str], at: Mapping[str, tuple[float, float]], symbol: str,
-            colour: str) -> dict:
-    words = [f"{escape(one)}: {quantity(at[one][1], 'bytes')} less, {at[one][0]:+.0f}% time"
-             for one in names]
-    return scatter([at[one][0] for one in names], [at[one][1] for one in names], name, colour,
-                   mode="markers", marker={"symbol": symbol, "size": 11,
-                                           "line": {"width": 2, "color": colour}}, customdata=words,
-                   hover="%{customdata}")
+def _points(name: str, points: Points, symbol: str, colour: str) -> dict:
+    words = [f"{escape(technique)}: {quantity(less, 'bytes')} less, {more:+.0f}% time"
+             for technique, (more, less) in points.items()]
+    return scatter([x for x, _ in points.values()], [y for _, y in points.values()], name, colour,
+                   mode="markers", customdata=words, hover="%{customdata}",
+                   marker={"symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}})
 
 
-def _edge(at: Mapping[str, tuple[float, float]]) -> list[str]:
+def _edge(at: Points) -> list[str]:
     """Those that save more than all that cost less, from cheap to dear."""
     best, edge = 0.0, []
     for name in sorted(at, key=lambda name: (at[name][0], -at[name][1])):
@@ -99,12 +104,8 @@ def _edge(at: Mapping[str, tuple[float, float]]) -> list[str]:
     return edge
 
 
-Box = tuple[float, float, float, float]     # left, low, right, high; pixels
-
-
-def _positions(names: Sequence[str], at: Mapping[str, tuple[float, float]],
-               said: Mapping[str, tuple[float, float]], edge: Sequence[str],
-               x_range: Sequence[float], y_range: Sequence[float]) -> Iterator[str]:
+def _positions(at: Points, said: Points, edge: Sequence[str], x_range: Sequence[float],
+               y_range: Sequence[float]) -> Iterator[str]:
     """For each name the side of its point on which it covers least: other names, points, and
     lines."""
     def pixel(point: tuple[float, float]) -> tuple[float, float]:
@@ -112,13 +113,13 @@ def _positions(names: Sequence[str], at: Mapping[str, tuple[float, float]],
                      for size, value, (low, high) in zip(INSIDE, point, (x_range, y_range)))
 
     taken = []
-    for name in names:
+    for name in at:
         (x, y), (u, v) = pixel(at[name]), pixel(said.get(name, at[name]))
         taken.append((min(x, u) - 7, min(y, v) - 7, max(x, u) + 7, max(y, v) + 7))
     # to the right, then up
     for (x, y), (u, v) in itertools.pairwise(pixel(at[name]) for name in edge):
         taken += [(x, y - 2, u, y + 2), (u - 2, y, u + 2, v)]
-    for name in names:
+    for name in at:
         boxes = {anchor: _box(*pixel(at[name]), WIDE * len(name), anchor) for anchor in ANCHORS}
         best = min(boxes, key=lambda anchor: _hidden(boxes[anchor], taken))
         taken.append(boxes[best])
@@ -132,10 +133,8 @@ def _box(x: float, y: float, width: float, anchor: str) -> Box:
 
 def _hidden(box: Box, others: Sequence[Box]) -> float:
     """Square pixels, those outside the axes too."""
-    outside = max(0.0, -box[0]) + max(0.0, box[2] - INSIDE[0] - 20)
-    return outside * HIGH + sum(max(0.0, min(box[2], b[2]) - max(box[0], b[0])) * max(0.0,
-                                                                                      min(box[3],
-                                                                                          b[3])
-                                                                                      - max(box[1],
-                                                                                            b[1]))
-                                for b in others)
+    left, low, right, high = box
+    area = HIGH * (max(0.0, -left) + max(0.0, right - INSIDE[0] - 20))
+    for a, b, c, d in others:
+        area += max(0.0, min(right, c) - max(left, a)) * max(0.0, min(high, d) - max(low, b))
+    return area

@@ -7,49 +7,44 @@ The functions take the samples of `lpkit.measure.telemetry.read` and know nothin
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, rule
+from lpkit.ui.draw import NAMES, axis, bars, box, columns, figure, note, rule
 from lpkit.ui.explorer import Explorer
 from lpkit.ui.style import COLOURS, WARNING
 from lpkit.ui.throttle import Throttle
 
 AS_RUN = "as it ran"
+Samples = Sequence[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
+    """A field of a sample's quality, or of the sample itself."""
+
     title: str
-    value: Callable[[Any, Any], float | None]      # of a sample and a quality
+    field: str
     form: str
-    colours: str = "Cividis"                       # light: high
+    scale: float = 1
 
-
-def _of(field: str, scale: float = 1) -> Callable[[Any, Any], float | None]:
-    def value(sample: Any, quality: Any) -> float | None:
-        found = getattr(quality, field, None)
-        return None if found is None else scale * found
-
-    return value
+    def of(self, sample: Any, recipe: str) -> float | None:
+        holder = sample if self.field == "amax" else quality_of(sample, recipe)
+        value = getattr(holder, self.field, None)
+        return None if value is None else self.scale * value
 
 
 METRICS = {
-    "SQNR": Metric(title="signal to quantisation noise (dB)", value=_of("sqnr_db"), form=".1f"),
-    "worst block": Metric(title="SQNR of the worst block (dB)", value=_of("worst_block_db"),
-                          form=".1f"),
-    "underflow": Metric(title="became zero (% of elements)", value=_of("underflow", 100),
-                        form=".2f"),
-    "saturated": Metric(title="saturated (% of elements)", value=_of("saturated", 100), form=".3f"),
-    "saturated blocks": Metric(title="blocks with a saturated element (%)",
-                               value=_of("saturated_blocks", 100), form=".2f"),
-    "zeroed blocks": Metric(title="blocks of which nothing is left (%)",
-                            value=_of("zeroed_blocks", 100), form=".2f"),
-    "scale spread": Metric(title="largest over smallest scale (octaves)",
-                           value=_of("scale_octaves"), form=".1f"),
-    "amax": Metric(title="largest magnitude", value=lambda sample, quality: sample.amax,
-                   form=".3g"),
+    "SQNR": Metric("signal to quantisation noise (dB)", "sqnr_db", ".1f"),
+    "worst block": Metric("SQNR of the worst block (dB)", "worst_block_db", ".1f"),
+    "underflow": Metric("became zero (% of elements)", "underflow", ".2f", 100),
+    "saturated": Metric("saturated (% of elements)", "saturated", ".3f", 100),
+    "saturated blocks": Metric("blocks with a saturated element (%)", "saturated_blocks", ".2f",
+                               100),
+    "zeroed blocks": Metric("blocks of which nothing is left (%)", "zeroed_blocks", ".2f", 100),
+    "scale spread": Metric("largest over smallest scale (octaves)", "scale_octaves", ".1f"),
+    "amax": Metric("largest magnitude", "amax", ".3g"),
 }
 
 
@@ -59,103 +54,97 @@ def quality_of(sample: Any, recipe: str) -> Any:
     return sample.own if recipe == AS_RUN else sample.others.get(recipe)
 
 
-def heat_map(samples: Sequence[Any], *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN,
+def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN,
              layer: str | None = None, step: int | None = None, title: str = "") -> dict:
     """The plotly spec of layers (top: the first) by steps; beside it the cell of `layer` and
     `step`, by default the last.
 
     Raises ConfigError when there are no samples of `role`.
     """
-    what, some = (pick(METRICS, metric, "metric"),
-                  [sample for sample in samples if sample.role == role])
-    if not some:
-        there = ", ".join(dict.fromkeys(sample.role for sample in samples))
+    what = pick(METRICS, metric, "metric")
+    cells = {(sample.layer, sample.step): sample for sample in samples if sample.role == role}
+    if not cells:
+        roles = ", ".join(_values(samples, "role"))
         raise ConfigError(f"there are no samples of {role!r}"
-                          + (f"; there are {there}" if there else " yet"))
-    steps = list(dict.fromkeys(sample.step for sample in some))
-    cells = {(sample.layer, sample.step): sample for sample in some}
+                          + (f"; there are {roles}" if roles else " yet"))
     # gradients come from the last layer to the first; the map is the same for all
-    there = {layer for layer, _ in cells}
-    layers = [layer for layer in dict.fromkeys(sample.layer for sample in samples)
-              if layer in there]
-    shown = chosen(some, layer, step)
-    values = [[cells[one, at] and what.value(cells[one, at], quality_of(cells[one, at], recipe))
-               if (one, at) in cells else None for at in steps] for one in layers]
-    words = [["" if (one, at) not in cells else "NaN" if cells[one, at].nonfinite else ""
-              for at in steps] for one in layers]
-    hover = [["" if value is None else f"{value:{what.form}}" for value in row] for row in values]
-    column, row = steps.index(shown.step), layers.index(shown.layer)
-    counts, layout = histogram(shown, recipe)
+    seen = {name for name, _ in cells}
+    layers = [name for name in _values(samples, "layer") if name in seen]
+    steps = _values(cells.values(), "step")
+    values, words, hover = ([[gap] * len(steps) for _ in layers] for gap in (None, "", ""))
+    for (name, at), sample in cells.items():
+        row, column = layers.index(name), steps.index(at)
+        value = what.of(sample, recipe)
+        values[row][column] = value
+        words[row][column] = "NaN" if sample.nonfinite else ""
+        hover[row][column] = "" if value is None else f"{value:{what.form}}"
     heat = {"type": "heatmap", "x": [str(at) for at in steps], "y": layers, "z": values,
             "text": words, "texttemplate": "%{text}", "customdata": hover,
-            "colorscale": what.colours, "xgap": 1, "ygap": 1, "hoverongaps": False,
+            "colorscale": "Cividis", "xgap": 1, "ygap": 1, "hoverongaps": False,
             "hovertemplate": f"%{{y}}, step %{{x}}<br>{what.title}: %{{customdata}}<extra></extra>",
             # between the panels: outside, plotly moves the titles
             "colorbar": {"thickness": 10, "len": 1, "lenmode": "fraction", "x": 0.565,
-                         "xanchor": "left", "ypad": 0,
-                         "tickfont": {"size": 11}}}
+                         "xanchor": "left", "ypad": 0, "tickfont": {"size": 11}}}
+    shown = _chosen(list(cells.values()), layer, step)
+    row, column = layers.index(shown.layer), steps.index(shown.step)
     frame = box(column - 0.5, column + 0.5, row - 0.5, row + 0.5, edge=WARNING, width=2.5)
+    counts, powers, window, notes = _histogram(shown, recipe)
     return figure(
-        [heat, *counts], escape(title), height=max(420, 150 + 22 * len(layers)), showlegend=False,
-        margin={"t": 64 + 28 * bool(title)},
-        x=axis("step", domain=[0, 0.56], type="category", showgrid=False),
-        y={**NAMES, "type": "category"}, xaxis2={"domain": [0.68, 0.98], "anchor": "y2",
-                                                 **layout["xaxis"]},
-        yaxis2={"anchor": "x2", **layout["yaxis"]}, shapes=[frame, *layout["shapes"]],
-        annotations=[note(what.title, 0, 1.02, xref="x domain", yref="y domain"),
-                     *layout["annotations"]])
+        [heat, counts], title, height=max(420, 150 + 22 * len(layers)), showlegend=False,
+        margin={"t": 64 + 28 * bool(title)}, shapes=[frame, *window],
+        annotations=[note(what.title, 0, 1.02, xref="x domain", yref="y domain"), *notes],
+        xaxis=axis("step", domain=[0, 0.56], type="category", showgrid=False),
+        yaxis={**NAMES, "type": "category"},
+        xaxis2=axis("log2 |x|", domain=[0.68, 0.98], anchor="y2", **powers),
+        yaxis2={"anchor": "x2", "type": "log", "exponentformat": "none", "dtick": 1,
+                "side": "right", "tickfont": {"size": 11}})
 
 
-def chosen(samples: Sequence[Any], layer: str | None = None, step: int | None = None) -> Any:
-    """The sample of `layer` at the last sampled step up to `step`; without a layer, of the
-    first."""
-    layer = (samples[0].layer if layer is None or all(sample.layer != layer for sample in samples)
-             else layer)
+def _values(samples: Samples, field: str) -> list:
+    return list(dict.fromkeys(getattr(sample, field) for sample in samples))
+
+
+def _chosen(samples: Samples, layer: str | None, step: int | None) -> Any:
+    """The sample of `layer` at the last sampled step up to `step`; of the first layer, where there
+    is none of this one."""
     ours = [sample for sample in samples if sample.layer == layer]
-    return max((sample for sample in ours if step is None or sample.step <= step),
-               key=lambda s: s.step, default=ours[0])
+    ours = ours or [sample for sample in samples if sample.layer == samples[0].layer]
+    before = [sample for sample in ours if step is None or sample.step <= step]
+    return max(before, key=lambda sample: sample.step, default=ours[0])
 
 
-def histogram(sample: Any, recipe: str = AS_RUN) -> tuple[list[dict], dict]:
-    """Traces and layout (of axes x2 and y2) of the exponents of one tensor, and the window of the
-    format over them."""
-    exponents = sorted(sample.exponents)
+def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[dict]]:
+    """Over axes x2 and y2: the exponents of one tensor, the range of x2, the window of the format,
+    and notes."""
+    exponents, quality = sorted(sample.exponents), quality_of(sample, recipe)
     total = sum(sample.exponents.values()) or 1
-    quality = quality_of(sample, recipe)
-    counts = [{"type": "bar", "x": [e + 0.5 for e in exponents],
-               "y": [100 * sample.exponents[e] / total for e in exponents], "xaxis": "x2",
-               "yaxis": "y2", "marker": {"color": COLOURS[0]}, "width": 1,
-               "hovertemplate": "2^%{x}: %{y:.3g}%<extra></extra>"}]
+    counts = columns([e + 0.5 for e in exponents],
+                     [100 * sample.exponents[e] / total for e in exponents], "", COLOURS[0],
+                     xaxis="x2", yaxis="y2", width=1, hover="2^%{x}: %{y:.3g}%")
     panel = {"xref": "x2 domain", "yref": "y2 domain"}
     head = (f"<b>{escape(sample.layer)}</b><br>"
             f"{escape(sample.role)}, step {sample.step}: % of elements")
-    if quality is not None:
-        head += f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}"
-    notes = [note(head, 0, 1.02, **panel, align="left", font={"size": 12})]
-    layout = {"xaxis": axis("log2 |x|"), "shapes": [], "annotations": notes,
-              "yaxis": {"type": "log", "exponentformat": "none", "dtick": 1, "side": "right",
-                        "tickfont": {"size": 11}}}
     if quality is None:
-        notes.append(note(f"{sample.nonfinite:,} NaN or Inf", 0.5, 0.5, "center middle", **panel,
-                          font={"color": FAINT}))
-        return counts, layout
+        return counts, {}, [], [
+            note(head, 0, 1.02, **panel, align="left", font={"size": 12}),
+            note(f"{sample.nonfinite:,} NaN or Inf", 0.5, 0.5, "center middle", **panel,
+                 font={"color": FAINT})]
+    head += f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}"
     low, high = quality.window
-    reach = [*exponents, high]
-    layout["xaxis"]["range"] = [max(min([*reach, low]), high - 48) - 1, max(reach) + 2]
     inside = {"xref": "x2", "yref": "y2 domain"}
-    layout["shapes"] = [box(low, high, 0, 1, fill=COLOURS[1], opacity=0.28, layer="below",
-                            **inside), *(rule(x=x, colour=INK, **inside) for x in (low, high))]
-    return counts, layout
+    window = [box(low, high, 0, 1, fill=COLOURS[1], opacity=0.28, layer="below", **inside),
+              *(rule(x=x, colour=INK, **inside) for x in (low, high))]
+    reach = [max(min(low, *exponents), high - 48) - 1, max(high, *exponents) + 2]
+    return counts, {"range": reach}, window, [
+        note(head, 0, 1.02, **panel, align="left", font={"size": 12})]
 
 
 def quality_table(sample: Any) -> str:
     """The cell under its own cast and under every other recipe's."""
-    def line(name: str, quality: Any) -> tuple[str, ...]:
-        ratio = "exact" if quality.sqnr_db is None else f"{quality.sqnr_db:.1f}"
-        return name, ratio, f"{quality.underflow:.2%}", f"{quality.saturated:.2%}"
-
-    rows = ([] if sample.own is None else [line(AS_RUN, sample.own),
-                                           *(line(*item) for item in sample.others.items())])
+    casts = {} if sample.own is None else {AS_RUN: sample.own, **sample.others}
+    rows = [(name, "exact" if quality.sqnr_db is None else f"{quality.sqnr_db:.1f}",
+             f"{quality.underflow:.2%}", f"{quality.saturated:.2%}")
+            for name, quality in casts.items()]
     drawn = f"{sample.sampled_rows:,} of {sample.total_rows:,} rows"
     return html_table(("cast", "SQNR (dB)", "to zero", "saturated"), rows,
                       caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
@@ -166,53 +155,41 @@ def search_figure(finding: Any, *, title: str = "") -> dict:
     share of the loss it brought back."""
     def words(trial: Any) -> str:
         layers = list(dict.fromkeys(layer for layer, _ in trial.promoted))
-        products = [product for _, product in trial.promoted]
         if len(layers) > 1:
             return f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
-        return f"{layers[0]}: {', '.join(products)}" if layers else "nothing"
+        products = ", ".join(product for _, product in trial.promoted)
+        return f"{layers[0]}: {products}" if layers else "nothing"
 
     names = [f"{i}. {words(trial)}" for i, trial in enumerate(finding.path, 1)]
-    if names:
-        names[-1] = f"{len(names)}. everything but the culprit"
+    names[-1:] = [f"{len(names)}. everything but the culprit"] if names else []
     shares = [100 * trial.recovery for trial in finding.path]
-    colours = [COLOURS[0] if share > 50 else COLOURS[3] for share in shares]
-    return figure([bars(names, shares, colour=colours, textposition="outside", cliponaxis=False,
+    return figure([bars(names, shares, colour=[COLOURS[0 if share > 50 else 3] for share in shares],
+                        textposition="outside", cliponaxis=False,
                         text=[f"{share:.0f}%" for share in shares], hover="%{y}: %{x:.1f}%")],
-                  escape(title), height=140 + 30 * len(names), showlegend=False, y=NAMES,
-                  x=axis("of the lost loss that comes back (%)",
-                         range=[min([0, *shares]) - 20, 120]))
+                  title, height=140 + 30 * len(names), showlegend=False, yaxis=NAMES,
+                  xaxis=axis("of the lost loss that comes back (%)",
+                             range=[min([0, *shares]) - 20, 120]))
 
 
-class Handle(Protocol):
-    def subscribe(self, observer: Callable[[Any], None]) -> None: ...
-    def on_done(self, callback: Callable[[], None]) -> None: ...
-
-
-def telemetry_explorer(read: Callable[[], Sequence[Any]] | Sequence[Any], *,
-                       handle: Handle | None = None, start: Mapping[str, Any] | None = None,
-                       title: str = "") -> Explorer:
+def telemetry_explorer(read: Callable[[], Samples] | Samples, *, handle: Any = None,
+                       start: Mapping[str, Any] | None = None, title: str = "") -> Explorer:
     """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the
     map.
 
-    `read` returns the samples, or is them. With a `handle`, what is read is read again while the
-    run goes on. Raises ConfigError when there is nothing to show and no run that could bring it.
+    `read` returns the samples, or is them. With the `handle` of a run, what is read is read again
+    while the run goes on. Raises ConfigError when there is nothing to show.
     """
-    held = list(read()) if callable(read) else list(read)
-    if not held:
-        raise ConfigError("there are no samples to show; the first comes with step 1")
-    explorer = Explorer(lambda **choices: _cell(held, title=title, **choices),
-                        **_menus(held, start))
-    _by_click(explorer)
+    held = list(read() if callable(read) else read)
+    explorer = _explorer(lambda **choices: _cell(held, title=title, **choices), held, start)
     if handle is not None and callable(read):
         def again(_record: Any = None) -> None:
             held[:] = read()
-            control = explorer.controls["step"]
-            last = control.value == control.options[-1][1]
-            if (now := list(dict.fromkeys(sample.step for sample in held))) != [value
-                                                                                for _, value
-                                                                                in control.options]:
-                control.options = [(f"{at:,}", at) for at in now]
-                explorer.set(step=now[-1] if last else control.value)
+            control, steps = explorer.controls["step"], _values(held, "step")
+            shown = [step for _, step in control.options]
+            if steps != shown:
+                step = steps[-1] if control.value == shown[-1] else control.value
+                control.options = [(f"{at:,}", at) for at in steps]
+                explorer.set(step=step)
 
         throttled = Throttle(again, max_hz=2)
         handle.subscribe(throttled)
@@ -220,48 +197,44 @@ def telemetry_explorer(read: Callable[[], Sequence[Any]] | Sequence[Any], *,
     return explorer
 
 
-def telemetry_of_runs(runs: Mapping[str, Sequence[Any]], *,
+def telemetry_of_runs(runs: Mapping[str, Samples], *,
                       start: Mapping[str, Any] | None = None) -> Explorer:
     """The same over the samples of several runs of one model, by name: one menu says which run,
     another what its tensors are looked at as. Raises ConfigError when no run has samples."""
     held = {name: list(samples) for name, samples in runs.items() if samples}
-    if not held:
-        raise ConfigError("no run has samples to show; the first comes with step 1")
 
     def show(run: str, **choices: Any) -> tuple[dict, str]:
         return _cell(held[run], title=f"Trained with {run}", **choices)
 
-    explorer = Explorer(show, run=list(held),
-                        labels={"run": "trained with", "role": "tensor", "recipe": "looked at"},
-                        **_menus([sample for samples in held.values() for sample in samples],
-                                 start))
-    _by_click(explorer)
-    return explorer
+    return _explorer(show, [sample for samples in held.values() for sample in samples], start,
+                     run=list(held),
+                     labels={"run": "trained with", "role": "tensor", "recipe": "looked at"})
 
 
-def _menus(samples: Sequence[Any], start: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The controls over all that was sampled; they begin at the last step."""
-    roles, layers = (list(dict.fromkeys(getattr(sample, key) for sample in samples))
-                     for key in ("role", "layer"))
-    steps = sorted({sample.step for sample in samples})
-    recipes = [AS_RUN, *max((sample.others for sample in samples), key=len)]
-    return {"metric": list(METRICS), "role": roles, "recipe": recipes, "layer": layers,
-            "step": steps, "start": {"step": steps[-1], **(start or {})}}
+def _explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
+              start: Mapping[str, Any] | None, **more: Any) -> Explorer:
+    """Menus over all that was sampled; they begin at the last step. A click into the map chooses
+    the cell."""
+    if not samples:
+        raise ConfigError("there are no samples to show; the first comes with step 1")
+    steps = sorted(_values(samples, "step"))
+    others = max((sample.others for sample in samples), key=len)
+    explorer = Explorer(show, **more, metric=list(METRICS), role=_values(samples, "role"),
+                        recipe=[AS_RUN, *others], layer=_values(samples, "layer"), step=steps,
+                        start={"step": steps[-1], **(start or {})})
 
-
-def _cell(samples: Sequence[Any], *, role: str, layer: str, step: int,
-          **choices: Any) -> tuple[dict, str]:
-    """The map with one cell chosen, and the table of that cell."""
-    some = [sample for sample in samples if sample.role == role]
-    table = quality_table(chosen(some, layer, step)) if some else ""
-    return heat_map(samples, role=role, layer=layer, step=step, **choices), table
-
-
-def _by_click(explorer: Explorer) -> None:
-    """A click into the map chooses the cell."""
     def clicked(change: dict) -> None:
         point = change["new"]
         if point.get("curve") == 0:
             explorer.set(layer=point["y"], step=int(point["x"]))
 
     explorer.figure.observe(clicked, names="clicked")
+    return explorer
+
+
+def _cell(samples: Samples, *, role: str, layer: str, step: int,
+          **choices: Any) -> tuple[dict, str]:
+    """The map with one cell chosen, and the table of that cell."""
+    ours = [sample for sample in samples if sample.role == role]
+    table = quality_table(_chosen(ours, layer, step)) if ours else ""
+    return heat_map(samples, role=role, layer=layer, step=step, **choices), table

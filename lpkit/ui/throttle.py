@@ -31,9 +31,6 @@ class Throttle:
     def __init__(self, deliver: Callable[[Any], None], *, max_hz: float = 8.0, share: float = 0.2,
                  clock: Callable[[], float] = time.monotonic,
                  timer: Callable[[float, Callable[[], None]], None] = _timer):
-        if not max_hz > 0 or not 0 < share <= 1:
-            raise ValueError(f"a throttle needs max_hz > 0 and 0 < share <= 1, got {max_hz} and "
-                             f"{share}")
         self._deliver, self._period, self._share = deliver, 1 / max_hz, share
         self._clock, self._timer = clock, timer
         self._state = threading.Lock()        # held for moments
