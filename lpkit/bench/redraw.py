@@ -59,7 +59,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     if chromium_path() is None:
         raise ConfigError("there is no chromium, chromium-browser or google-chrome on PATH; "
                           "install one to measure a page")
-    notebook = notebooks.with_tier(notebooks.find(NOTEBOOK), "smoke")
+    book = notebooks.read(notebooks.find(NOTEBOOK))
+    notebook = notebooks.with_parameters(book, {}, "smoke")
     notebook.cells.append(nbformat.v4.new_code_cell(CELL.format(rounds)))
     with tempfile.TemporaryDirectory() as folder:
         course = Path(folder) / "course"

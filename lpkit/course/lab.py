@@ -48,6 +48,8 @@ QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "
                                                                   "checkForUpdates": False}}
 QUIET_LOG = {"filters": {"known": {"()": f"{__name__}.KnownNoise"}},
              "handlers": {"console": {"filters": ["known"]}}}
+QUIET = {"KernelManager": {"transport_encryption": "auto"}, "LabApp": QUIET_APP,
+         "ServerApp": {"logging_config": QUIET_LOG}}
 
 
 class KnownNoise(logging.Filter):
@@ -63,19 +65,17 @@ class KnownNoise(logging.Filter):
 class Server:
     """A JupyterLab that answers. It lives as long as the `with serve(...)` that made it."""
 
-    root: Path
     ip: str
     port: int
     token: str
     token_file: Path        # mode 0600
     log_path: Path
     base_url: str           # where the reader is: http://127.0.0.1:8888
-    opens: str              # what the URL opens, relative to root
     process: subprocess.Popen
 
     @property
     def url(self) -> str:
-        return self.url_of(self.opens)
+        return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
         """The address of one file in the lab, with the token. It goes to a person or a browser,
@@ -89,8 +89,7 @@ class Server:
 def find_root(start: Path | None = None) -> Path:
     """The folder that holds notebooks/: the current one, else the checkout's or the installed
     package's."""
-    here = start or Path.cwd()
-    beside = resource("notebooks").parent
+    here, beside = start or Path.cwd(), resource("notebooks").parent
     for root in (here, beside):
         if (root / FIRST).is_file():
             return root.resolve()
@@ -110,22 +109,16 @@ def free_port(ip: str = LOCAL, asked: int = 0) -> int:
     are taken."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(ip or "0.0.0.0", None,
-                                                      type=socket.SOCK_STREAM)[0]
-    except OSError:
-        raise ConfigError(
-            f"{ip!r} is not an address of this machine; leave --ip out for {LOCAL}") from None
-    taken = None
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address[0], port))
-            except OSError as error:
-                taken = error
-            else:
+        try:
+            with socket.create_server((ip, port), family=family) as probe:
                 return probe.getsockname()[1]
+        except socket.gaierror:
+            raise ConfigError(f"{ip!r} is not an address of this machine; leave --ip out for "
+                              f"{LOCAL}") from None
+        except OSError as error:
+            taken = error
     raise ConfigError(f"no free port from {asked} to {asked + 49} on {ip} ({taken.strerror}); ask "
                       f"for another --port")
 
@@ -136,7 +129,7 @@ def check_public(ip: str, certfile: Path | None, keyfile: Path | None,
     locked."""
     if (certfile is None) != (keyfile is None):
         raise ConfigError("--certfile and --keyfile come together")
-    if not is_local(ip) and (certfile is None or password_file is None):
+    if not is_local(ip) and None in (certfile, password_file):
         raise ConfigError(
             f"--ip {ip} would open this machine to the network; leave --ip out and use an SSH "
             f"tunnel (ssh -N -L {PORT}:{LOCAL}:{PORT} USER@HOST), or give --certfile, --keyfile "
@@ -152,15 +145,14 @@ def check_public(ip: str, certfile: Path | None, keyfile: Path | None,
                           f"{password_file}")
     hashed = password_file.read_text(errors="replace").strip()
     if not hashed.startswith(("argon2:", "sha256:", "sha512:")) or "\n" in hashed:
-        raise ConfigError(
-            f"--password-file {password_file} must hold one line, the hash of the password; make "
-            f"it with " f'{sys.executable} -c "from jupyter_server.auth import passwd; '
-            f'print(passwd())"')
+        make = "from jupyter_server.auth import passwd; print(passwd())"
+        raise ConfigError(f"--password-file {password_file} must hold one line, the hash of the "
+                          f"password; make it with {sys.executable} -c \"{make}\"")
     return hashed
 
 
 @contextlib.contextmanager
-def serve(root: Path, *, ip: str = LOCAL, port: int = 0, opens: str = FIRST, browser: bool = False,
+def serve(root: Path, *, ip: str = LOCAL, port: int = 0, browser: bool = False,
           certfile: Path | None = None, keyfile: Path | None = None,
           password_file: Path | None = None, config: Mapping[str, Mapping[str, Any]] | None = None,
           settings: Mapping[str, Mapping[str, Any]] | None = None,
@@ -179,48 +171,45 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, opens: str = FIRST, bro
     not start.
     """
     hashed = check_public(ip, certfile, keyfile, password_file)
-    port = free_port(ip, port)
+    port, token = free_port(ip, port), secrets.token_hex(24)
+    identity = {"IdentityProvider": {"token": token},
+                "PasswordIdentityProvider": {"hashed_password": hashed} if hashed else {}}
+    app = json.dumps(_merged(QUIET, config or {}, identity))
     # mode 0700
     with tempfile.TemporaryDirectory(prefix="lpkit-lab-", ignore_cleanup_errors=True) as folder:
         private = Path(folder)
-        token = secrets.token_hex(24)
         token_file, log_path = private / "token", private / "server.log"
-        _write_private(token_file, token)
-        identity = {"IdentityProvider": {"token": token},
-                    "PasswordIdentityProvider": {"hashed_password": hashed} if hashed else {}}
-        quiet = {"KernelManager": {"transport_encryption": "auto"}, "LabApp": QUIET_APP,
-                 "ServerApp": {"logging_config": QUIET_LOG}}
         # Jupyter reads one file for the server and one for the lab; the same words in both leave no
         # gap.
-        app = json.dumps(_merged(quiet, config or {}, identity))
-        _write_private(private / "config" / "jupyter_server_config.json", app)
-        _write_private(private / "config" / "jupyter_lab_config.json", app)
-        _write_private(private / "config" / "labconfig" / "default_setting_overrides.json",
-                       json.dumps(_merged(QUIET_SETTINGS, settings or {})))
+        for path, text in ((token_file, token), (log_path, ""),
+                           (private / "config" / "jupyter_server_config.json", app),
+                           (private / "config" / "jupyter_lab_config.json", app),
+                           (private / "config" / "labconfig" / "default_setting_overrides.json",
+                            json.dumps(_merged(QUIET_SETTINGS, settings or {})))):
+            _write_private(path, text)
         # The two endpoints that this warning names (terminals, language servers) check the token
         # themselves.
         hush = "-Wignore:Extension endpoints without"
         command = [sys.executable, hush, "-m", "jupyterlab", f"--ServerApp.ip={ip}",
                    f"--ServerApp.port={port}", "--ServerApp.port_retries=0",
-                   f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{opens}",
+                   f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{FIRST}",
                    "--ServerApp.allow_unauthenticated_access=False"]
-        command += [] if browser else ["--no-browser"]
-        command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        command += [f"--ServerApp.certfile={certfile}",
-                    f"--ServerApp.keyfile={keyfile}"] if certfile else []
-        _write_private(log_path, "")
+        if not browser:
+            command.append("--no-browser")
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            command.append("--allow-root")
+        if certfile:
+            command += [f"--ServerApp.certfile={certfile}", f"--ServerApp.keyfile={keyfile}"]
         with log_path.open("a") as log:
             # A session of its own: Ctrl-C reaches us, and we stop the server, which would ask
             # before it stops.
-            process = subprocess.Popen(command, cwd=root,
-                                       env=_environment(private / "config", state), text=True,
-                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                       start_new_session=True)
-        scheme, host = (("https" if certfile else "http"),
-                        (LOCAL if is_local(ip) else socket.gethostname()))
-        server = Server(root=root, ip=ip, port=port, token=token, token_file=token_file,
-                        log_path=log_path, opens=opens, base_url=f"{scheme}://{host}:{port}",
-                        process=process)
+            process = subprocess.Popen(
+                command, cwd=root, env=_environment(private / "config", state), text=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        scheme = "https" if certfile else "http"
+        host = LOCAL if is_local(ip) else socket.gethostname()
+        server = Server(ip=ip, port=port, token=token, token_file=token_file, log_path=log_path,
+                        base_url=f"{scheme}://{host}:{port}", process=process)
         try:
             _wait(server)
             yield server
@@ -244,17 +233,16 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _environment(config: Path, state: Path | None) -> dict[str, str]:
-    env = {key: value for key, value in os.environ.items()
-           if key not in ("JUPYTER_TOKEN", "JUPYTER_TOKEN_FILE", "JUPYTER_NO_CONFIG")}
-    env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None,
-                                                        [str(config), os.environ.get(
-                                                            "JUPYTER_CONFIG_PATH")]))
+    left_out = ("JUPYTER_TOKEN", "JUPYTER_TOKEN_FILE", "JUPYTER_NO_CONFIG")
+    env = {key: value for key, value in os.environ.items() if key not in left_out}
+    paths = [str(config), env.get("JUPYTER_CONFIG_PATH")]
+    env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
     if state is not None:
-        env |= {"JUPYTER_CONFIG_DIR": str(state / "config"),
-                "JUPYTER_DATA_DIR": str(state / "data"),
-                "JUPYTER_RUNTIME_DIR": str(state / "runtime"), "IPYTHONDIR": str(state / "ipython"),
-                "JUPYTERLAB_SETTINGS_DIR": str(state / "lab" / "settings"),
-                "JUPYTERLAB_WORKSPACES_DIR": str(state / "lab" / "workspaces")}
+        folders = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data",
+                   "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython",
+                   "JUPYTERLAB_SETTINGS_DIR": "lab/settings",
+                   "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
+        env |= {name: str(state / folder) for name, folder in folders.items()}
     return env
 
 
@@ -265,7 +253,7 @@ def _status(server: Server, token: str | None) -> int:
     if server.base_url.startswith("https"):
         trust = ssl.create_default_context()
         # our own child, through the loopback
-        trust.check_hostname, trust.verify_mode = (False, ssl.CERT_NONE)
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(host, server.port, timeout=5, context=trust)
     else:
         connection = http.client.HTTPConnection(host, server.port, timeout=5)
@@ -277,17 +265,17 @@ def _status(server: Server, token: str | None) -> int:
 
 def _wait(server: Server) -> None:
     """Until the token is let in; then a stranger must not be."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
+    deadline, inside, failure = time.monotonic() + START_SECONDS, None, ""
+    while inside is None:
         if server.process.poll() is not None:
-            raise ConfigError(f"JupyterLab did not start; the end of its "
-                              f"log:\n{server.log()[-1500:].strip()}")
+            failure = "start"
+        elif time.monotonic() > deadline:
+            failure = f"answer within {START_SECONDS:.0f} s"
+        if failure:
+            raise ConfigError(f"JupyterLab did not {failure}; the end of its log:\n"
+                              f"{server.log()[-1500:].strip()}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             inside = _status(server, server.token)
-            break
-        if time.monotonic() > deadline:
-            raise ConfigError(f"JupyterLab did not answer within {START_SECONDS:.0f} s; the end of "
-                              f"its log:\n{server.log()[-1500:].strip()}")
         time.sleep(0.05)
     stranger = _status(server, None)
     if inside != 200 or stranger not in (401, 403):

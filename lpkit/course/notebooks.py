@@ -12,11 +12,13 @@ assert below it holds it.
 """
 
 import ast
+import contextlib
 import copy
 import importlib
 import io
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -25,27 +27,28 @@ import sys
 import threading
 import time
 import tokenize
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import psutil
 
 from lpkit.config import convert
-from lpkit.errors import ConfigError, nearest
+from lpkit.errors import ConfigError, nearest, pick
 from lpkit.files import resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-TIERS = ("smoke", "cpu", "gpu")
 FORMAT = "lpkit-notebook-run"
 SAMPLE_SECONDS = 0.1
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
+PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
+            "counted in each; at least the kernel's own VmHWM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,14 @@ class Job:
     values: Mapping[str, Any]       # every declared parameter
     out: Path
 
+    @property
+    def output(self) -> Path:
+        return self.out / f"{self.label}.ipynb"
+
+    @property
+    def record(self) -> Path:
+        return self.out / f"{self.label}.json"
+
 
 # --- what a notebook declares
 
@@ -90,22 +101,15 @@ def find(name: str) -> Path:
     """'00_start_here', '00', 'start_here' or a path -> the file. Raises ConfigError with the
     nearest name."""
     if name.endswith(".ipynb") or os.sep in name:
-        path = Path(name)
-        if not path.is_file():
+        if not Path(name).is_file():
             raise ConfigError(f"there is no notebook {name!r}; `lpkit notebook --list` shows the "
                               f"course")
-        return path.resolve()
-    books = course()
+        return Path(name).resolve()
     known: dict[str, Path] = {}
-    for path in books:
+    for path in course():
         number, _, rest = path.stem.partition("_")
-        known.update({path.stem: path, number: path} | ({rest: path} if rest else {}))
-    if name not in known:
-        close = nearest(name, known) if known else "the course is empty"
-        if known and not close.startswith("did"):
-            close = f"choose one of {', '.join(path.stem for path in books)}"
-        raise ConfigError(f"there is no notebook {name!r}; {close}")
-    return known[name]
+        known |= {path.stem: path, number: path, rest or number: path}
+    return pick(known, name, "notebook")
 
 
 def needed(package: str) -> Any:
@@ -139,8 +143,7 @@ def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
     """What the parameters cell declares: `name: annotation = literal  # comment`, and nothing else,
     unexecuted."""
-    cells = tagged(book, "parameters")
-    return declared(cells[0].source) if cells else {}
+    return declared("".join(cell.source for cell in tagged(book, "parameters")[:1]))
 
 
 def declared(source: str) -> dict[str, Parameter]:
@@ -165,12 +168,10 @@ def declared(source: str) -> dict[str, Parameter]:
         name, kind = node.target.id, _kind(node.annotation)
         try:
             default = ast.literal_eval(node.value)      # reads a literal, runs nothing
-            convert(default, kind, name)
-        except ConfigError:
-            raise
         except ValueError:
             raise ConfigError(f"the default of {name} must be a literal, not "
                               f"`{ast.unparse(node.value)}`") from None
+        convert(default, kind, name)
         found[name] = Parameter(name=name, kind=kind, annotation=ast.unparse(node.annotation),
                                 default=default, comment=comments.get(node.end_lineno, ""))
     return found
@@ -199,18 +200,12 @@ def _kind(node: ast.expr) -> Any:
 
 def claim(book: "NotebookNode") -> str:
     """What the notebook claims: the comment that opens each cell tagged `claim`, in one line."""
-    said = []
+    claims = []
     for cell in tagged(book, "claim"):
         lines = itertools.takewhile(lambda line: line.startswith("#"),
                                     cell.source.lstrip().splitlines())
-        said.append(" ".join(line.lstrip("#").strip() for line in lines))
-    return "; ".join(filter(None, said))
-
-
-def title(book: "NotebookNode") -> str:
-    heading = (line for cell in book.cells if cell.cell_type == "markdown"
-               for line in cell.source.splitlines() if line.startswith("# "))
-    return next(heading, "").lstrip("# ").strip()
+        claims.append(" ".join(line.lstrip("#").strip() for line in lines))
+    return "; ".join(filter(None, claims))
 
 
 # --- what was asked
@@ -232,21 +227,13 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
         if name not in known:
             raise ConfigError(f"this notebook has no parameter {name!r}; "
                               + (nearest(name, known) if known else "it declares none"))
-        values[name] = _literal(convert(value, known[name].kind, name), name)
+        values[name] = convert(value, known[name].kind, name)
+        try:
+            ast.literal_eval(repr(values[name]))        # reads a literal, runs nothing
+        except ValueError:
+            raise ConfigError(f"{name} cannot be {values[name]!r}: a parameter is a finite "
+                              f"number, text, true/false, none or a list") from None
     return values
-
-
-def _literal(value: Any, name: str) -> Any:
-    """Only what Python reads back from its own repr may enter a notebook: no inf, no nan, no
-    subclass of anything."""
-    try:
-        same = ast.literal_eval(repr(value)) == value       # reads a literal, runs nothing
-    except (ValueError, SyntaxError):
-        same = False
-    if not same:
-        raise ConfigError(f"{name} cannot be {value!r}: a parameter is a finite number, text, "
-                          f"true/false, none or a list")
-    return value
 
 
 def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
@@ -260,16 +247,12 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
         key = key.strip()
         if not equals or not key:
             raise ConfigError(f"expected key=value, got {setting!r}")
-        commas = key in known and not _holds_commas(known[key].kind)
-        axes.setdefault(key, []).extend(part.strip()
-                                        for part in (value.split(",") if commas else [value]))
+        kind = known[key].kind if key in known else str
+        kinds = (kind, *get_args(kind))
+        whole = str in kinds or tuple in map(get_origin, kinds)
+        parts = [value] if whole else value.split(",")
+        axes.setdefault(key, []).extend(part.strip() for part in parts)
     return [dict(zip(axes, point)) for point in itertools.product(*axes.values())]
-
-
-def _holds_commas(kind: Any) -> bool:
-    if get_origin(kind) in (types.UnionType, Union):
-        return any(map(_holds_commas, get_args(kind)))
-    return kind is str or get_origin(kind) is tuple
 
 
 def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
@@ -284,20 +267,14 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
 
     known = parameters(book)
     values = choose(known, asked, tier)
-    changed = {name: values[name] for name in known if values[name] != known[name].default}
+    lines = [f"{name} = {values[name]!r}" for name in known if values[name] != known[name].default]
     book = copy.deepcopy(book)
-    if changed:
+    if lines:
         at = book.cells.index(tagged(book, "parameters")[0]) + 1
-        source = "\n".join(["# Parameters",
-                            *(f"{name} = {value!r}" for name, value in changed.items())])
-        book.cells.insert(at, new_code_cell(source, id="injected-parameters",
+        book.cells.insert(at, new_code_cell("\n".join(["# Parameters", *lines]),
+                                            id="injected-parameters",
                                             metadata={"tags": ["injected-parameters"]}))
     return book
-
-
-def with_tier(path: Path, tier: str) -> "NotebookNode":
-    """A copy of the notebook at `path` that runs at `tier`: what nbval checks at the smoke size."""
-    return with_parameters(read(Path(path)), {}, tier)
 
 
 # --- running
@@ -305,42 +282,39 @@ def with_tier(path: Path, tier: str) -> "NotebookNode":
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
     """One job for each point of the grid, all of them checked before the first one starts."""
-    book = read(path)
-    known = parameters(book)
+    known = parameters(read(path))
     points = grid(known, settings)
-    labels = ([path.stem] if len(points) == 1
-              else [f"{path.stem}-{i + 1:03}" for i in range(len(points))])
-    jobs = [Job(path=path, label=label, asked=point, values=choose(known, point, tier),
-                out=Path(out).resolve()) for label, point in zip(labels, points)]
-    for job in jobs:
-        _refuse_strangers(job)
+    jobs = []
+    for i, point in enumerate(points, 1):
+        label = path.stem if len(points) == 1 else f"{path.stem}-{i:03}"
+        jobs.append(Job(path=path, label=label, asked=point, values=choose(known, point, tier),
+                        out=Path(out).resolve()))
+        _refuse_strangers(jobs[-1])
     return jobs
 
 
 def _refuse_strangers(job: Job) -> None:
     """A notebook in `out` may be replaced only by a run of the same notebook, and not while that
     run goes on."""
-    import psutil
-
     if job.out.exists() and not job.out.is_dir():
         raise ConfigError(f"--out {job.out.name} is a file; give a folder")
-    output, record = job.out / f"{job.label}.ipynb", job.out / f"{job.label}.json"
-    if output.exists() and (output.samefile(job.path) or not record.exists()):
-        raise ConfigError(f"{output.name} in {job.out} is not the output of a run; choose another "
-                          f"--out")
-    if record.exists():
-        try:
-            old = json.loads(record.read_text())
-            ours = old["format"] == FORMAT and old["notebook"] == job.path.stem
-        except (OSError, ValueError, KeyError, TypeError):
-            ours = False
-        if not ours:
-            raise ConfigError(f"{record.name} in {job.out} is not a record of {job.path.stem}; "
-                              f"choose another --out")
-        if old["status"] == "running" and old["pid"] != os.getpid() and psutil.pid_exists(
-                old["pid"]):
-            raise ConfigError(f"process {old['pid']} is still writing {record.name} in {job.out}; "
-                              f"wait for it, or choose another --out")
+    recorded = job.record.exists()
+    if job.output.exists() and (job.output.samefile(job.path) or not recorded):
+        raise ConfigError(f"{job.output.name} in {job.out} is not the output of a run; choose "
+                          f"another --out")
+    if not recorded:
+        return
+    try:
+        old = json.loads(job.record.read_text())
+        ours = old["format"] == FORMAT and old["notebook"] == job.path.stem
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise ConfigError(f"{job.record.name} in {job.out} is not a record of {job.path.stem}; "
+                          f"choose another --out")
+    if old["status"] == "running" and old["pid"] != os.getpid() and psutil.pid_exists(old["pid"]):
+        raise ConfigError(f"process {old['pid']} is still writing {job.record.name} in {job.out}; "
+                          f"wait for it, or choose another --out")
 
 
 def run(job: Job, *, threads: int | None = None,
@@ -352,33 +326,33 @@ def run(job: Job, *, threads: int | None = None,
     says which cell. An interrupt is recorded as `killed` and goes on upwards. `threads` is torch's
     share of the processor.
     """
-    import logging
-
     papermill = needed("papermill")
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     from lpkit.ui import without_widgets
 
-    book = read(job.path)
+    book, started = read(job.path), time.perf_counter()
     job.out.mkdir(parents=True, exist_ok=True)
     # The process id keeps a second run from writing into this one's temporary file.
     unfinished = job.out / f".{job.label}.{os.getpid()}.ipynb"
     code = [cell.id for cell in book.cells if cell.cell_type == "code"]
-    kernel = _Kernel(threads)
-    record = _Record(job, claim(book), len(code), kernel)
-    started = time.perf_counter()
+    record, kernel = _asked(job) | {"claim": claim(book), "cells": len(code)}, _Kernel(threads)
+
+    def update(**changes: Any) -> None:
+        record.update(changes, seconds=time.perf_counter() - started,
+                      peak_rss_bytes=kernel.peak_rss_bytes)
+        _save(job, record)
 
     def cell_starts(cell, cell_index):
         if cell.get("id") in code:
-            record.update(cell=code.index(cell.id) + 1,
-                          line=next(iter(cell.source.splitlines()), ""),
-                          seconds=time.perf_counter() - started)
-            say(f"{job.label}: cell {record.values['cell']} of {len(code)}")
+            number = code.index(cell.id) + 1
+            update(cell=number, line=next(iter(cell.source.splitlines()), ""))
+            say(f"{job.label}: cell {number} of {len(code)}")
 
     # everything that it would say is in the record
     logging.getLogger("papermill").setLevel(logging.CRITICAL)
-    record.update(status="running")
+    update(status="running")
     ending: dict[str, Any] = {"status": "killed"}
     try:
         with kernel.measured():
@@ -386,25 +360,44 @@ def run(job: Job, *, threads: int | None = None,
                 with_parameters(book, job.values),
                 str(unfinished).replace("{", "{{").replace("}", "}}"), kernel_name="python3",
                 progress_bar=False, store_widget_state=False, kernel_manager_class=kernel.manager(),
-                resources={"metadata": {"path": str(job.path.parent)}}, on_cell_start=cell_starts,
-            )
+                resources={"metadata": {"path": str(job.path.parent)}}, on_cell_start=cell_starts)
         ending = {"status": "done"}
     except PapermillExecutionError as error:
-        ending = record.failed(error.ename, error.evalue)
+        ending = _failed(record, error.ename, error.evalue)
     except DeadKernelError:
-        ending = record.failed("DeadKernelError", f"the kernel died while cell "
-                               f"{record.values['cell']} ran{kernel.cause_of_death()}")
+        ending = _failed(record, "DeadKernelError", f"the kernel died while cell {record['cell']} "
+                         f"ran{kernel.cause_of_death()}")
     except RuntimeError as error:       # the kernel did not start
-        ending = record.failed(type(error).__name__, str(error))
+        ending = _failed(record, type(error).__name__, str(error))
     finally:
         if unfinished.exists():
             # without the kernel a widget's view is an error message; the figures lie beside it
-            write_atomically(job.out / f"{job.label}.ipynb",
-                             json.dumps(without_widgets(json.loads(unfinished.read_text())),
-                                        indent=1))
+            still = without_widgets(json.loads(unfinished.read_text()))
+            write_atomically(job.output, json.dumps(still, indent=1))
             unfinished.unlink()
-        record.update(**ending, seconds=time.perf_counter() - started, end=_now())
-    return record.values
+        update(**ending, end=_now())
+    return record
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    """The record of a run that has not begun."""
+    packages = versions(("lpkit", "torch", "ipykernel", "papermill"))
+    found = {name: version or "not installed" for name, version in packages.items()}
+    return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
+            "status": "asked", "claim": "", "tier": job.values.get("tier"),
+            "asked": dict(job.asked), "parameters": dict(job.values), "start": _now(), "end": None,
+            "seconds": 0.0, "cell": 0, "cells": 0, "line": "", "error": None, "peak_rss_bytes": 0,
+            "peak_rss_how": PEAK_HOW, "output": str(job.output), "pid": os.getpid(),
+            "versions": {"python": platform.python_version(), **found}}
+
+
+def _failed(record: dict[str, Any], kind: str, message: str) -> dict[str, Any]:
+    return {"status": "failed", "error": {"cell": record["cell"], "line": record["line"],
+                                          "kind": kind, "message": message}}
+
+
+def _save(job: Job, record: dict[str, Any]) -> None:
+    write_atomically(job.record, json.dumps(record, indent=1, allow_nan=False))
 
 
 def run_all(jobs: list[Job], *, processes: int = 1,
@@ -440,18 +433,15 @@ def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -
         workers.append(worker)
         say(f"{job.label}: started as process {worker.pid}")
         worker.join()
-        record = _Record(job, "", 0, _Kernel(None))
-        if record.path.exists():
-            record.values = json.loads(record.path.read_text())
-        values = record.values
-        if values["status"] in ("asked", "running") or values["pid"] != worker.pid:
-            ending = record.failed("killed", f"the process that ran it ended with exit code "
-                                   f"{worker.exitcode}")
-            values |= ending | {"status": "killed", "end": _now()}
+        record = json.loads(job.record.read_text()) if job.record.exists() else _asked(job)
+        if record["status"] in ("asked", "running") or record["pid"] != worker.pid:
+            failed = _failed(record, "killed", f"the process that ran it ended with exit code "
+                             f"{worker.exitcode}")
+            record |= failed | {"status": "killed", "end": _now()}
             job.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(record.path, json.dumps(values, indent=1))
-        say(f"{job.label}: {values['status']}")
-        return values
+            _save(job, record)
+        say(f"{job.label}: {record['status']}")
+        return record
 
     with ThreadPoolExecutor(processes) as pool:
         try:
@@ -469,7 +459,7 @@ def _work(job: Job, threads: int) -> None:
         run(job, threads=threads)
 
 
-@contextmanager
+@contextlib.contextmanager
 def unwinding() -> Iterator[None]:
     """Within, SIGTERM unwinds like an interrupt: the kernel is shut down and the record says
     `killed`. Exits 143."""
@@ -482,39 +472,6 @@ def unwinding() -> Iterator[None]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-class _Record:
-    """The record of one run, on disk since its first moment."""
-
-    def __init__(self, job: Job, claimed: str, cells: int, kernel: "_Kernel"):
-        self.path = job.out / f"{job.label}.json"
-        self.kernel = kernel
-        packages = versions(("lpkit", "torch", "ipykernel", "papermill"))
-        found = {name: version or "not installed" for name, version in packages.items()}
-        self.values: dict[str, Any] = {
-            "format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
-            "status": "asked",
-            "claim": claimed, "tier": job.values.get("tier"), "asked": dict(job.asked),
-            "parameters": dict(job.values), "start": _now(), "end": None, "seconds": 0.0, "cell": 0,
-            "cells": cells,
-            "line": "", "error": None, "peak_rss_bytes": 0, "peak_rss_how": PEAK_HOW,
-            "output": str(job.out / f"{job.label}.ipynb"), "pid": os.getpid(),
-            "versions": {"python": platform.python_version(), **found},
-        }
-
-    def failed(self, kind: str, message: str) -> dict[str, Any]:
-        error = {"cell": self.values["cell"], "line": self.values["line"], "kind": kind,
-                 "message": message}
-        return {"status": "failed", "error": error}
-
-    def update(self, **changes: Any) -> None:
-        self.values |= changes | {"peak_rss_bytes": self.kernel.peak_rss_bytes}
-        write_atomically(self.path, json.dumps(self.values, indent=1, allow_nan=False))
-
-
-PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
-            "counted in each; at least the kernel's own VmHWM")
 
 
 class _Kernel:
@@ -546,7 +503,7 @@ class _Kernel:
 
         return Manager
 
-    @contextmanager
+    @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Within, look at the kernel's memory every SAMPLE_SECONDS."""
         over = threading.Event()
@@ -564,21 +521,14 @@ class _Kernel:
             thread.join()
 
     def sample(self) -> None:
-        import psutil
-
         if self.process is None:
             return
         total = 0
-        try:
+        with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.process.pid)
-            family = [root, *root.children(recursive=True)]
-        except psutil.Error:
-            return
-        for process in family:
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:        # gone since it was listed
-                continue
+            for process in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):     # gone since it was listed
+                    total += process.memory_info().rss
         # the kernel's own high-water mark is what sampling misses between two looks
         own = status_bytes("VmHWM", self.process.pid) or 0
         self.peak_rss_bytes = max(self.peak_rss_bytes, total, own)
@@ -599,6 +549,8 @@ def describe(path: Path) -> dict[str, Any]:
     """One notebook for `--list`: its title, claim and parameters, JSON-ready."""
     book = read(path)
     listed = [{"name": p.name, "annotation": p.annotation, "default": p.default,
-               "comment": p.comment}
-              for p in parameters(book).values()]
-    return {"name": path.stem, "title": title(book), "claim": claim(book), "parameters": listed}
+               "comment": p.comment} for p in parameters(book).values()]
+    headings = [line.lstrip("# ").strip() for cell in book.cells if cell.cell_type == "markdown"
+                for line in cell.source.splitlines() if line.startswith("# ")]
+    return {"name": path.stem, "title": next(iter(headings), ""), "claim": claim(book),
+            "parameters": listed}
