@@ -12,7 +12,7 @@ from lpkit.predict.frontier import Candidate, Point, frontier, triangle
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
-from lpkit.ui.frontier import frontier_figure, frontier_view
+from lpkit.ui import frontier_figure, frontier_view
 
 AXES = ("days", "loss", "dollars")
 

@@ -5,7 +5,7 @@ import pytest
 
 from lpkit.errors import ConfigError
 from lpkit.ui import bits_figure, bought_figure
-from lpkit.ui.techniques import INSIDE, WIDE, _box, _edge, _hidden, _positions
+from lpkit.ui.memory import INSIDE, WIDE, _box, _edge, _hidden, _positions
 
 PREDICTED = {"plain": (100.0, 1.0), "half": (50.0, 1.3), "most": (20.0, None)}
 MEASURED = {"plain": (101.0, 1.0), "half": (51.0, 1.2), "most": (20.0, 1.5)}

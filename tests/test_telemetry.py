@@ -313,29 +313,13 @@ def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):
 
 
 def test_a_cell_is_chosen_by_a_click(samples):
-    explorer = telemetry_explorer(lambda: samples)
+    explorer = telemetry_explorer(samples)
     assert explorer.choices["step"] == 2
     explorer.figure.clicked = {"curve": 0, "x": "1", "y": "blocks.1.mlp.down"}
     assert (explorer.choices["layer"], explorer.choices["step"]) == ("blocks.1.mlp.down", 1)
     assert "blocks.1.mlp.down</b><br>x, step 1" in explorer.figure.spec["layout"]["annotations"][1]["text"]
     explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is no cell
     assert explorer.choices["step"] == 1
-
-
-def test_a_map_grows_with_its_run(samples):
-    class Handle:
-        def subscribe(self, observer):
-            self.tell = observer
-
-        def on_done(self, callback):
-            self.done = callback
-
-    held, handle = [s for s in samples if s.step == 1], Handle()
-    explorer = telemetry_explorer(lambda: held, handle=handle)
-    assert explorer.choices["step"] == 1
-    held[:] = samples
-    handle.done()
-    assert explorer.choices["step"] == 2 and explorer.figure.spec["data"][0]["x"] == ["1", "2"]
 
 
 def test_what_is_not_finite_is_written_into_its_cell(samples):

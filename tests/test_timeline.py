@@ -9,7 +9,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import memory
 from lpkit.ui import memory_figure, timeline_figure, timelines_view
-from lpkit.ui.memory import COLOURS
+from lpkit.ui.memory import ROW_COLOURS
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def test_areas_add_up_and_the_peak_is_named():
     areas = [trace for trace in figure["data"] if "stackgroup" in trace]
     line = figure["data"][-1]
     assert line["y"] == [sum(ys) for ys in zip(*(area["y"] for area in areas))] == [sum(p.rows.values()) for p in STEP]
-    assert [area["name"] for area in areas] == [row for row in COLOURS if any(row in p.rows for p in STEP)]
+    assert [area["name"] for area in areas] == [row for row in ROW_COLOURS if any(row in p.rows for p in STEP)]
     assert any(note["text"] == "23 B, backward, blocks.1.mlp" for note in figure["layout"]["annotations"])
     assert figure["layout"]["title"]["text"] == "a &lt; b"
     go.Figure(figure)
@@ -88,6 +88,6 @@ def test_every_row_of_the_ledger_has_a_colour_of_its_own():
     pytest.importorskip("torch")
     from lpkit.measure.tracking import ROWS
 
-    assert set(COLOURS) == set(ROWS) and len(set(COLOURS.values())) == len(COLOURS)
+    assert set(ROW_COLOURS) == set(ROWS) and len(set(ROW_COLOURS.values())) == len(ROW_COLOURS)
     for recipe in ("bf16", "fp8-delayed", "mxfp8"):
         memory_figure(memory(Config(model=MODEL, global_batch=2).replace({"precision.recipe": recipe})))

@@ -1,7 +1,7 @@
 """The parts of a plotly spec that the kit's figures are made of, as plain dicts.
 
-`figure` puts traces into a layout; `scatter` and `bars` are traces; `rule`, `box` and `note` are
-drawn over them. What has no argument here is passed on to plotly under its own name:
+`figure` puts traces into a layout; `scatter`, `bars` and `columns` are traces; `rule`, `box` and
+`note` are drawn over them. What has no argument here is passed on to plotly under its own name:
 https://plotly.com/javascript/reference/
 """
 
@@ -14,6 +14,7 @@ from lpkit.tables import FAINT
 # an axis of names, the first on top
 NAMES = {"autorange": "reversed", "ticks": "", "showgrid": False}
 POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axis of powers of ten
+BYTES = {"exponentformat": "SI", "ticksuffix": "B"}
 
 
 def figure(data: Iterable[dict], title: str, **layout: Any) -> dict:
@@ -37,14 +38,15 @@ def scatter(x: Iterable, y: Iterable, name: str = "", colour: str | None = None,
 
 
 def bars(names: Iterable[str], sizes: Iterable[float | None], name: str = "", colour: Any = None, *,
-         hover: str = "", **more: Any) -> dict:
-    """Horizontal bars, one a name."""
+         hover: str, **more: Any) -> dict:
+    """Horizontal bars, one a name, each with its `text` at its end."""
     return {"type": "bar", "orientation": "h", "y": list(names), "x": list(sizes), "name": name,
-            "marker": {"color": colour}, **_hover(hover, name), **more}
+            "marker": {"color": colour}, "textposition": "outside", "cliponaxis": False,
+            **_hover(hover, name), **more}
 
 
-def columns(x: Iterable, y: Iterable, name: str = "", colour: str | None = None, *,
-            hover: str = "", **more: Any) -> dict:
+def columns(x: Iterable, y: Iterable, name: str, colour: str, *, hover: str = "",
+            **more: Any) -> dict:
     """Upright bars over numbers."""
     return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour},
             **_hover(hover, name), **more}
@@ -53,17 +55,15 @@ def columns(x: Iterable, y: Iterable, name: str = "", colour: str | None = None,
 def _hover(words: str | None, name: str) -> dict:
     if words is None:
         return {"hoverinfo": "skip"}
-    if not words:
-        return {}
-    return {"hovertemplate": words if "<extra>" in words else f"{words}<extra>{name}</extra>"}
+    extra = "" if "<extra>" in words else f"<extra>{name}</extra>"
+    return {"hovertemplate": words + extra} if words else {}
 
 
 def rule(*, x: float | None = None, y: float | None = None, colour: str = FAINT, width: float = 1,
          dash: str = "dot", **more: Any) -> dict:
     """A straight line across the whole plot, at `x` or at `y`."""
-    if y is None:
-        ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
-    else:
+    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    if y is not None:
         ends = {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}
     return {"type": "line", **ends, "line": {"color": colour, "width": width, "dash": dash}, **more}
 

@@ -13,6 +13,7 @@ it is displayed: after updates, `refresh_output` stores the figure as it is now.
 import copy
 import gzip
 import itertools
+import json
 import math
 import uuid
 from collections.abc import Mapping
@@ -158,36 +159,28 @@ def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """numpy to lists; what JSON has no word for (NaN, infinities) to null, which plotly draws as a
-    gap."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "to_numpy"):
-        value = np.asarray(value).tolist()
-    if isinstance(value, (list, tuple, range)):
-        # nothing to do, and there may be thousands
-        if set(map(type, value)) <= {int, str, bool, type(None)}:
-            return list(value)
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    """numpy to lists, dates to text; what JSON has no word for (NaN, infinities) to null, which
+    plotly draws as a gap."""
+    def listed(item: Any) -> Any:
+        if hasattr(item, "isoformat"):
+            return item.isoformat()
+        return item.tolist() if hasattr(item, "tolist") else list(item)
+
+    return json.loads(json.dumps(value, default=listed), parse_constant=lambda _: None)
 
 
-def thin(trace: Mapping[str, Any], limit: int = MAX_POINTS) -> Mapping[str, Any]:
-    """A scatter trace with at most `limit` points: both ends, and the lowest and highest y of each
-    stretch between.
-
-    Every list of the trace that is as long as y (x, text, customdata, marker sizes) keeps the same
-    points.
-    """
+def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A scatter trace with at most MAX_POINTS points: both ends, and the lowest and highest y of
+    each stretch between. Every list of the trace that is as long as y (x, text, customdata, marker
+    sizes) keeps the same points."""
     y = trace.get("y")
-    if trace.get("type", "scatter") not in ("scatter", "scattergl") or y is None or len(y) <= limit:
+    count = 0 if y is None else len(y)
+    if trace.get("type", "scatter") not in ("scatter", "scattergl") or count <= MAX_POINTS:
         return trace
-    count, values = len(y), np.asarray(y, dtype=float)
+    values = np.asarray(y, dtype=float)
     low, high = (np.where(np.isnan(values), gap, values) for gap in (np.inf, -np.inf))
     kept = {0, count - 1}
-    edges = np.linspace(1, count - 1, (limit - 2) // 2 + 1).astype(int)
+    edges = np.linspace(1, count - 1, MAX_POINTS // 2).astype(int)
     for start, end in itertools.pairwise(edges):
         kept |= {start + low[start:end].argmin(), start + high[start:end].argmax()}
     index = sorted(kept)

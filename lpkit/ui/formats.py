@@ -1,65 +1,32 @@
-"""Number formats, drawn: one value among its neighbours, every format's range and gaps, and where
-tensors lie in them.
+"""Number formats, drawn: one value among its neighbours, every format's range and gaps, where
+tensors lie in them; scaling recipes around an outlier; what mixed precision and few bits lose.
 
 A format here is anything with the fields of `lpkit.precision.formats.Format`; values and counts
-come from the notebook.
+come from the notebook. Every figure is a plotly spec.
 """
 
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import ipywidgets as widgets
-import traitlets
-
 from lpkit.tables import FAINT, INK
-from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, scatter
+from lpkit.ui.draw import NAMES, POWERS, axis, box, columns, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
-SIGN, EXPONENT, MANTISSA = "#6b7280", "#004488", "#ddaa33"
+BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": (COLOURS[1], INK)}
 ROLE_COLOURS = {"weights": COLOURS[0], "activations": COLOURS[1], "gradients": COLOURS[2]}
+KIND_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
 PAPER = {"xref": "paper", "yref": "paper"}
 CELL = 0.052        # the width of a bit, in that of the plot
 
 
-class Bits(widgets.VBox):
-    """Eight bits to switch, and a slider over the number they make: `.value`, 0 to 255. A control
-    of an Explorer."""
-
-    value = traitlets.Int(0, min=0, max=255)
-    # an Explorer gives its controls words and a width of words; the bits need neither
-    description = ""
-
-    def __init__(self):
-        self.style = SimpleNamespace()
-        small = {"width": "30px", "padding": "0", "margin": "1px"}
-        self.buttons = [widgets.ToggleButton(tooltip=f"bit {7 - i}", description="0", layout=small)
-                        for i in range(8)]
-        self.slider = widgets.IntSlider(min=0, max=255, description="code",
-                                        style={"description_width": "46px"},
-                                        layout={"width": "98%"})
-        label = widgets.Label("bits", layout={"width": "46px"})
-        super().__init__([widgets.HBox([label, *self.buttons]), self.slider])
-        for button in self.buttons:
-            button.observe(self._switched, names="value")
-        widgets.link((self, "value"), (self.slider, "value"))
-        self.observe(self._show, names="value")
-
-    def _switched(self, change: dict) -> None:
-        bit = 128 >> self.buttons.index(change["owner"])
-        self.value = self.value | bit if change["new"] else self.value & ~bit
-
-    def _show(self, change: dict) -> None:
-        for button, bit in zip(self.buttons, f"{change['new']:08b}"):
-            button.value, button.description = bit == "1", bit
-
+# Formats.
 
 def value_figure(listed: Any, code: int) -> dict:
-    """The plotly spec for one bit pattern of a format of at most 8 bits (a `Listed`: `format`, and
-    `values` by code). Bits above the format's own are ignored."""
+    """One bit pattern of a format of at most 8 bits (a `Listed`: `format`, and `values` by code).
+    Bits above the format's own are ignored."""
     fmt, values = listed.format, listed.values
     code &= (1 << fmt.bits) - 1
     value = values[code]
@@ -83,10 +50,10 @@ def value_figure(listed: Any, code: int) -> dict:
     for points, colour, mode, place in ((grid, COLOURS[3], "markers", "bottom center"),
                                         (near, COLOURS[1], "markers+text", "bottom center"),
                                         (chosen, COLOURS[2], "markers+text", "top center")):
+        line = {"width": 3, "color": colour}
         data.append(scatter(points, [0] * len(points), mode=mode, xaxis="x2", yaxis="y2",
-                            text=[_words(v) for v in points], textposition=place, showlegend=False,
-                            marker={"symbol": "line-ns", "size": 26,
-                                    "line": {"width": 3, "color": colour}},
+                            text=list(map(_words, points)), textposition=place, showlegend=False,
+                            marker={"symbol": "line-ns", "size": 26, "line": line},
                             hover="%{x:.6g}"))
     shapes, notes = _cells(fmt, code)
     notes.append(note(f"{_terms(fmt, code)} = {words}", CELL * fmt.bits + 0.02, 1.12, "left middle",
@@ -106,13 +73,11 @@ def value_figure(listed: Any, code: int) -> dict:
 
 def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
     """The bits as coloured squares over the plot: sign, exponent, mantissa."""
-    colours = [EXPONENT] * fmt.exponent_bits + [MANTISSA] * fmt.mantissa_bits
-    if fmt.signed:
-        colours.insert(0, SIGN)
+    kinds = "s" * fmt.signed + "e" * fmt.exponent_bits + "m" * fmt.mantissa_bits
     shapes, notes = [], []
-    for i, (colour, bit) in enumerate(zip(colours, f"{code:0{fmt.bits}b}")):
-        x, ink = CELL * i, INK if colour == MANTISSA else "#ffffff"
-        shapes.append(box(x, x + 0.048, 1.07, 1.17, fill=colour, **PAPER))
+    for i, (kind, bit) in enumerate(zip(kinds, f"{code:0{fmt.bits}b}")):
+        x, (fill, ink) = CELL * i, BIT_COLOURS[kind]
+        shapes.append(box(x, x + 0.048, 1.07, 1.17, fill=fill, **PAPER))
         notes.append(note(bit, x + 0.024, 1.12, "center middle", **PAPER,
                           font={"size": 16, "color": ink}))
     return shapes, notes
@@ -121,7 +86,6 @@ def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
 def _terms(fmt: Any, code: int) -> str:
     """The value as a sum: sign, (1 + mantissa) and power of two."""
     magnitude = code & ((1 << (fmt.bits - fmt.signed)) - 1)
-    sign = "-" if magnitude < code else ""
     if not fmt.exponent_bits:
         return "two's complement"
     if fmt.first_nan is not None and magnitude >= fmt.first_nan - fmt.has_infinities:
@@ -129,19 +93,20 @@ def _terms(fmt: Any, code: int) -> str:
     field, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
     if not fmt.mantissa_bits:
         return f"2<sup>{field} - {fmt.bias}</sup>"
+    sign = "-" if magnitude < code else ""
     leading, power = (1, field) if field else (0, 1)
     return (f"{sign}({leading} + {mantissa}/{1 << fmt.mantissa_bits}) x "
             f"2<sup>{power} - {fmt.bias}</sup>")
 
 
 def _words(value: float) -> str:
-    return {"nan": "not a number", "inf": "infinity", "-inf": "-infinity"}.get(
-        str(value), f"{value:.6g}")
+    special = {"nan": "not a number", "inf": "infinity", "-inf": "-infinity"}
+    return special.get(str(value), f"{value:.6g}")
 
 
 def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
-    """The plotly spec: for each format a line over its magnitudes, as high as the largest relative
-    error of rounding to nearest. Left of the kink lie the subnormals."""
+    """For each format a line over its magnitudes, as high as the largest relative error of rounding
+    to nearest. Left of the kink lie the subnormals."""
     data = []
     for i, fmt in enumerate(formats):
         flat = 2.0**-(fmt.mantissa_bits + 1)
@@ -153,7 +118,7 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
         else:
             points = {1.0: 0.5, fmt.largest: 0.5 / fmt.largest}
         again, colour = divmod(i, len(COLOURS))
-        powers = [math.log2(x) for x in points]
+        powers = list(map(math.log2, points))
         data.append(scatter(powers, points.values(), fmt.name, COLOURS[colour],
                             mode="lines+markers", line={"dash": ("solid", "dash")[again]},
                             text=[f"2<sup>{power:.4g}</sup>" for power in powers],
@@ -168,8 +133,8 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
 
 def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterable[Any], *,
                      title: str = "") -> dict:
-    """The plotly spec: above, the share of each role's elements at each power of two; below, what
-    each format holds without a scale, its subnormals paler."""
+    """Above, the share of each role's elements at each power of two; below, what each format holds
+    without a scale, its subnormals paler."""
     formats = list(formats)
     seen = [e for counts in shares.values() for e, share in counts.items() if share > 1e-5]
     low, high = min(seen) - 1, max(*seen, 10) + 2
@@ -183,12 +148,116 @@ def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterabl
         for start, end, opacity in ((first, normal, 0.35), (normal, last, 1.0)):
             start, end = max(start, low), min(end, high)
             if end > start:
-                data.append(scatter([start, end], [fmt.name] * 2, colour=COLOURS[i % 5],
+                data.append(scatter([start, end], [fmt.name] * 2, "", COLOURS[i % 5], hover=words,
                                     line={"width": 11}, yaxis="y2", showlegend=False,
-                                    opacity=opacity, hover=words))
+                                    opacity=opacity))
     rows = 0.05 * len(formats)
     return figure(
-        data, title, height=320 + 26 * len(formats), barmode="overlay", hovermode="closest",
+        data, title, height=320 + 26 * len(formats), barmode="overlay",
         xaxis=axis("log2 of the magnitude", range=[low, high], dtick=5, anchor="y2"),
         yaxis=axis("share of the elements", tickformat=".0%", domain=[0.1 + rows, 1]),
         yaxis2={**NAMES, "domain": [0, 0.04 + rows], "tickfont": {"color": FAINT}})
+
+
+# Recipes around an outlier.
+
+def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
+                values: Sequence[Sequence[float]], becomes: Sequence[Sequence[float]], recipe: str,
+                sqnr_db: float, block: tuple[int, int]) -> dict:
+    """Every element of a small tensor by what became of it; the frame is the block that holds the
+    outlier."""
+    everything = [kind for line in kinds for kind in line]
+    row, column = divmod(everything.index(len(names) - 1), len(kinds[0]))
+    high, wide = block[0] or len(kinds), block[1] or len(kinds[0])
+    top, left = row // high * high - 0.5, column // wide * wide - 0.5
+    scale = []
+    for i, colour in enumerate(KIND_COLOURS):
+        scale += [[i / len(names), colour], [(i + 1) / len(names), colour]]
+    words = [[f"{x:.4g} becomes {y:.4g}" for x, y in zip(*lines)] for lines in zip(values, becomes)]
+    cells = {
+        "type": "heatmap", "z": kinds, "zmin": -0.5, "zmax": len(names) - 0.5, "colorscale": scale,
+        "text": words, "xgap": 0.4, "ygap": 0.4,
+        "hovertemplate": "row %{y}, column %{x}: %{text}<extra></extra>",
+        "colorbar": {"tickvals": list(range(len(names))), "ticktext": list(names), "ticks": "",
+                     "len": 0.9, "thickness": 14}}
+    flushed = everything.count(2) / len(everything)
+    return figure(
+        [cells], f"{recipe}: {sqnr_db:.1f} dB for the others, {flushed:.0%} of them flushed to "
+        f"zero", height=330, yaxis=axis("row", autorange="reversed", showgrid=False),
+        xaxis=axis("column (the contracted axis)", showgrid=False, constrain="domain"),
+        shapes=[box(left, left + wide, top, top + high, edge=INK, width=2)])
+
+
+def outlier_figure(axis_values: Sequence[float], formula: Mapping[str, Sequence[float]],
+                   sizes: Sequence[float], measured: Mapping[str, Sequence[float]], *,
+                   title: str = "") -> dict:
+    """Signal over noise of the other elements against the outlier's size: lines over `axis_values`
+    by formula, points measured."""
+    data = []
+    for i, name in enumerate(formula):
+        shared = {"name": name, "colour": COLOURS[i % len(COLOURS)], "legendgroup": name}
+        data += [scatter(axis_values, formula[name], hover="%{y:.1f} dB by formula", **shared),
+                 scatter(sizes, measured[name], hover="%{y:.1f} dB measured", mode="markers",
+                         marker={"symbol": i}, showlegend=False, **shared)]
+    return figure(data, title, height=440,
+                  xaxis=axis("outlier, in standard deviations of the others", **POWERS),
+                  yaxis=axis("signal over noise of the others, dB", rangemode="tozero"))
+
+
+# Mixed precision, and few bits.
+
+def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
+                measured: Mapping[float, float], *, title: str = "") -> dict:
+    """Share of the updates that a bf16 weight does not feel, against the learning rate: limits, and
+    what was counted."""
+    data = [scatter(rates, [100 * y for y in shares], name, COLOURS[i],
+                    line={"dash": ("solid", "dash")[i % 2]})
+            for i, (name, shares) in enumerate(formula.items())]
+    data.append(scatter(measured, [100 * y for y in measured.values()], "measured", COLOURS[4],
+                        mode="markers", marker={"size": 10}))
+    return figure(data, title, height=360, xaxis=axis("learning rate", **POWERS),
+                  yaxis=axis("updates lost, %", range=[0, 105]))
+
+
+def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
+    """Training losses by name, step by step."""
+    lines = [scatter(range(1, len(losses) + 1), losses, name, COLOURS[i % len(COLOURS)],
+                     line={"dash": ("solid", "dash", "dot")[i % 3]})
+             for i, (name, losses) in enumerate(curves.items())]
+    return figure(lines, title, height=380, xaxis=axis("step"),
+                  yaxis=axis("training loss, nats per token"))
+
+
+def scaling_view(shares: Mapping[int, float], smallest: float,
+                 largest: float) -> Callable[[int], dict]:
+    """For an Explorer with one control, `exponent` of the scale: gradients, as `shares` by the
+    exponent of two, times 2^exponent between the ends of a format. What lies left of the window
+    becomes zero, what lies right of it infinite."""
+    low, high = math.log2(smallest) - 1, math.log2(largest)
+
+    def show(exponent: int) -> dict:
+        moved = {float(e + exponent): 100 * share for e, share in shares.items()}
+        held = {e: share for e, share in moved.items() if low <= e + 0.999 and e <= high}
+        lost = {e: share for e, share in moved.items() if e not in held}
+        zero = sum(share for e, share in lost.items() if e < low)
+        return figure(
+            [columns(held, held.values(), "held", COLOURS[0], width=0.9),
+             columns(lost, lost.values(), "lost", COLOURS[2], width=0.9)],
+            f"Scaled by 2^{exponent}: {zero:.1f}% of the gradients become zero", height=360,
+            barmode="overlay", yaxis=axis("share of the gradients, %"),
+            xaxis=axis("exponent of two of a gradient, scaled", range=[-50, 20]),
+            shapes=[rule(x=x, width=1.5, dash="dash") for x in (low, high)])
+
+    return show
+
+
+def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *,
+                title: str = "") -> dict:
+    """An error by bits, on a log scale."""
+    bits, words = range(min(measured), max(measured) + 1), "%{x} bits: %{y:.2g}"
+    return figure(
+        [scatter(bits, map(formula, bits), "formula", COLOURS[0], hover=words),
+         scatter(measured, measured.values(), "measured", COLOURS[4], mode="markers",
+                 marker={"size": 11}, hover=words)],
+        title, height=340, xaxis=axis("bits of a saved number", tickvals=list(bits)),
+        yaxis=axis("error of the gradient, relative", type="log", dtick=1))

@@ -1,6 +1,6 @@
 """A plan to look into: what a layout holds and how long it takes, row by row, each row with its
 formula and source; why other layouts are left out; what a budget buys by a scaling law; published
-runs beside the formula."""
+runs beside the formula; and days, loss and dollars, which cannot all be least."""
 
 import itertools
 import math
@@ -13,6 +13,7 @@ import ipywidgets as widgets
 
 from lpkit.config import Config
 from lpkit.predict.compare import Row, percent
+from lpkit.predict.frontier import Point, frontier
 from lpkit.predict.ledger import MOMENTS
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
@@ -20,9 +21,8 @@ from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, GRID, INK, html_table
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
-from lpkit.ui.memory import COLOURS as MEMORY_COLOURS
-from lpkit.ui.memory import limit_of
+from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
+from lpkit.ui.memory import ROW_COLOURS, limit_of
 from lpkit.ui.style import COLOURS
 
 KINDS = {   # of the rows of a step's time
@@ -36,7 +36,15 @@ KIND_OF = {     # what is not here: communication where the name has a colon, el
 }
 ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 76, 6
 POINTS = 81         # of a curve
+PAPER_COLOURS = (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f", COLOURS[5])
+LOGARITHMIC = {"type": "log", "dtick": 1}
+GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)", type="linear"),
+         "dollars": axis("US dollars", **LOGARITHMIC)}
+SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
+EVERY = "every machine"
 
+
+# Layouts.
 
 def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budget: float,
               deadline: float) -> tuple[dict, str]:
@@ -44,11 +52,15 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     as a figure; the next ones, and the reasons why the rest are left out, as tables."""
     budget, deadline = (None if math.isinf(limit) else limit for limit in (budget, deadline))
     found = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
+    rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
+            for name, refusal in found.refusals.items() if refusal.layouts]
+    heads = ("left out by", "layouts", "the nearest of them")
+    refused = html_table(heads, rows, prose=2) if rows else ""
     if found.options:
-        return option_figure(found.options[0], found), _ranked(found) + _refused(found)
+        return option_figure(found.options[0], found), _ranked(found) + refused
     title = f"None of {found.counted} layouts will do; the nearest misses stand in the table"
-    nothing = figure([], title, height=80, xaxis={"visible": False}, yaxis={"visible": False})
-    return nothing, _refused(found)
+    hidden = {"visible": False}
+    return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
 
 
 def layouts_view(found: Plan) -> tuple[Callable[[Option], tuple[dict, str]],
@@ -71,27 +83,28 @@ def option_figure(option: Option, found: Plan) -> dict:
     """The plotly spec of two staircases: bytes of a device at the peak, up to the device's; seconds
     of a step. Each row begins where the one before it ended. What hides behind other rows is drawn
     pale, under the rows that it hides behind."""
-    held, step, on = option.held, option.step, found.machine
+    held, step = option.held, option.step
     sizes, right = held.at(held.peak_moment), {"xaxis": "x2", "yaxis": "y2"}
     rows = [row for row in held.rows if row.name in sizes]
     data = [_stairs([(row.name, start, sizes[row.name], row.formula)
                      for row, start in zip(rows, _starts(sizes.values()))], "bytes",
-                    name="bytes", colour=[MEMORY_COLOURS[name] for name in sizes],
-                    showlegend=False)]
-    times = list(zip(step.rows, _starts(row.seconds for row in step.rows)))
-    for kind, colour in KINDS.items():
-        stairs = [(row.name, start, row.seconds, row.formula) for row, start in times
-                  if _kind(row.name) == kind and row.seconds]
-        if stairs:
-            data.append(_stairs(stairs, "seconds", name=kind, colour=colour, **right))
-    hidden = [(row.name, max(0.0, start - row.hidden_seconds), row.hidden_seconds,
-               f"hidden behind other rows. {row.formula}")
-              for row, start in times if row.hidden_seconds]
+                    name="bytes", colour=[ROW_COLOURS[name] for name in sizes], showlegend=False)]
+    kinds: dict[str, list] = {kind: [] for kind in KINDS}
+    hidden = []
+    for row, start in zip(step.rows, _starts(row.seconds for row in step.rows)):
+        kind = KIND_OF.get(row.name, "communication" if ":" in row.name else "products")
+        if row.seconds:
+            kinds[kind].append((row.name, start, row.seconds, row.formula))
+        if row.hidden_seconds:
+            hidden.append((row.name, max(0.0, start - row.hidden_seconds), row.hidden_seconds,
+                           f"hidden behind other rows. {row.formula}"))
+    data += [_stairs(stairs, "seconds", name=kind, colour=KINDS[kind], **right)
+             for kind, stairs in kinds.items() if stairs]
     if hidden:
         data.append(_stairs(hidden, "seconds", name="hidden communication", colour=COLOURS[1],
                             opacity=0.35, text="", **right))
 
-    below = ROW_PIXELS * len(times)
+    below = ROW_PIXELS * len(step.rows)
     height = ROW_PIXELS * len(sizes) + GAP_PIXELS + below
     limit, ends, shapes = limit_of(held), "", []
     if limit:
@@ -99,17 +112,17 @@ def option_figure(option: Option, found: Plan) -> dict:
         shapes = [rule(x=x, colour=INK, dash=dash, yref="y domain", layer="below")
                   for x, dash in ((limit, "dash"), (USABLE_MEMORY_SHARE * limit, "dot"))]
     cost = "" if option.paid.cost is None else f", {_dollars(option)}"
-    numbers = {"exponentformat": "SI", "rangemode": "tozero", "zeroline": False}
+    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.paid.seconds)}"
+             f"{cost}, MFU {step.mfu:.0%}")
     names = {**NAMES, "type": "category"}
     return figure(
-        data, f"{option.layout.devices:,} x {on.title}: {duration(option.paid.seconds)}{cost}, "
-        f"MFU {step.mfu:.0%}", barmode="overlay", bargap=0.25, height=height + 160, shapes=shapes,
-        xaxis=axis(f"bytes of a device at the peak ({held.peak_moment}){ends}", **numbers,
-                   ticksuffix="B", anchor="y",
-                   range=[0, 1.14 * max(held.peak_bytes, limit or 0)]),
+        data, title, barmode="overlay", bargap=0.25, height=height + 160, shapes=shapes,
+        xaxis=axis(f"bytes of a device at the peak ({held.peak_moment}){ends}", **BYTES, anchor="y",
+                   zeroline=False, range=[0, 1.14 * max(held.peak_bytes, limit or 0)]),
         yaxis={**names, "domain": [(below + GAP_PIXELS) / height, 1], "categoryarray": list(sizes)},
-        xaxis2=axis(f"seconds of a step of {quantity(step.tokens, 'tokens')}", **numbers,
-                    ticksuffix="s", anchor="y2", range=[0, 1.14 * step.step_seconds]),
+        xaxis2=axis(f"seconds of a step of {quantity(step.tokens, 'tokens')}", ticksuffix="s",
+                    exponentformat="SI", anchor="y2", zeroline=False,
+                    range=[0, 1.14 * step.step_seconds]),
         yaxis2={**names, "domain": [0, below / height], "anchor": "x2",
                 "categoryarray": [row.name for row in step.rows]})
 
@@ -118,19 +131,15 @@ def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) ->
     """Rows: name, start, size, formula."""
     names, starts, sizes, formulas = zip(*rows)
     says = [quantity(size, unit) for size in sizes]
-    more = {"text": says, "textposition": "outside", "cliponaxis": False, **more}
     return bars(names, sizes, base=list(starts), hovertext=says,
                 customdata=["<br>".join(wrap(escape(formula), 90)) for formula in formulas],
-                hover="%{y}: %{hovertext}<br>%{customdata}<extra></extra>", **more)
+                hover="%{y}: %{hovertext}<br>%{customdata}<extra></extra>",
+                **{"text": says, **more})
 
 
 def _starts(sizes: Iterable[float]) -> list[float]:
     """Where each begins, when they lie end to end."""
-    return [0.0, *itertools.accumulate(sizes)][:-1]
-
-
-def _kind(name: str) -> str:
-    return KIND_OF.get(name) or ("communication" if ":" in name else "products")
+    return [0.0, *itertools.accumulate(sizes)]
 
 
 def _chunks(option: Option) -> str:
@@ -155,15 +164,6 @@ def _ranked(found: Plan) -> str:
     return html_table(heads, rows, prose=0, caption=f"{caption}; price {price}")
 
 
-def _refused(found: Plan) -> str:
-    rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
-            for name, refusal in found.refusals.items() if refusal.layouts]
-    heads = ("left out by", "layouts", "the nearest of them")
-    return html_table(heads, rows, prose=2) if rows else ""
-
-
-# Every row, to be opened.
-
 def opened(option: Option) -> str:
     """HTML: the rows of a layout's memory and time; a click opens formula and source. The largest
     are open already."""
@@ -174,42 +174,36 @@ def opened(option: Option) -> str:
         memory.append((row, row.bytes, quantity(row.bytes, "bytes"),
                        "" if row.name in sizes else "not at the peak", f"lives at: {moments}"))
     for row in step.rows:
-        beside = f"and {duration(row.hidden_seconds)} hidden behind other rows"
-        time.append((row, row.seconds, duration(row.seconds), beside if row.hidden_seconds else "",
+        hidden = f"and {duration(row.hidden_seconds)} hidden behind other rows"
+        time.append((row, row.seconds, duration(row.seconds), hidden if row.hidden_seconds else "",
                      ""))
     style = f"font:13px {escape(FONT)};color:{INK};line-height:1.5;max-width:1000px"
-    peak = quantity(held.peak_bytes, "bytes")
+    peak, seconds = quantity(held.peak_bytes, "bytes"), duration(step.step_seconds)
     return (f"<div style='{style}'>"
             + _opened(f"memory of a device: {peak} at most", memory, held.peak_bytes)
-            + _opened(f"time of a step: {duration(step.step_seconds)}", time, step.step_seconds)
-            + "</div>")
+            + _opened(f"time of a step: {seconds}", time, step.step_seconds) + "</div>")
 
 
 def _opened(title: str, rows: Sequence[tuple], whole: float) -> str:
     """Rows: a row with name, formula and source; its value, also in words; what else to say of it;
     and what to say inside."""
-    largest = max(rows, key=lambda row: row[1])
-    lines = [f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>"]
-    for line in rows:
-        row, value, says, beside, more = line
-        cells = ""
+    largest, *_ = max(rows, key=lambda row: row[1])
+    link = (rf"<a style='color:{COLOURS[0]};text-decoration:underline' target='_blank' "
+            rf"rel='noopener' href='\g<0>'>\g<0></a>")
+    html = f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>"
+    for row, value, says, beside, more in rows:
+        html += (f"<details{' open' if row is largest else ''} "
+                 f"style='border-bottom:1px solid {GRID}'>"
+                 f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>")
         for text, width, side in ((row.name, "15em", "left"), (says, "6em", "right"),
                                   (f"{value / whole:.1%}", "4.5em", "right")):
-            cells += (f"<span style='display:inline-block;width:{width};text-align:{side}'>"
-                      f"{escape(text)}</span>")
-        inside = "<br>".join(filter(None, (escape(row.formula), _linked(row.source), more)))
-        lines.append(
-            f"<details{' open' if line is largest else ''} style='border-bottom:1px solid {GRID}'>"
-            f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>{cells}"
-            f"<span style='padding-left:1.5em;color:{FAINT}'>{beside}</span></summary>"
-            f"<div style='padding:2px 0 6px 2em;color:{FAINT}'>{inside}</div></details>")
-    return "".join(lines)
-
-
-def _linked(source: str) -> str:
-    style = f"color:{COLOURS[0]};text-decoration:underline"
-    link = rf"<a style='{style}' target='_blank' rel='noopener' href='\g<0>'>\g<0></a>"
-    return re.sub(r"https://[^\s,;)]+", link, escape(source))
+            html += (f"<span style='display:inline-block;width:{width};text-align:{side}'>"
+                     f"{escape(text)}</span>")
+        source = re.sub(r"https://[^\s,;)]+", link, escape(row.source))
+        inside = "<br>".join(filter(None, (escape(row.formula), source, more)))
+        html += (f"<span style='padding-left:1.5em;color:{FAINT}'>{beside}</span></summary>"
+                 f"<div style='padding:2px 0 6px 2em;color:{FAINT}'>{inside}</div></details>")
+    return html
 
 
 # What a budget buys.
@@ -250,14 +244,13 @@ def optimum_figure(flops: float, parameters: float) -> dict:
                 data.append(scatter(sizes, ours, name, colour, line={"dash": dash}, hover=None))
         here = law.extrapolate(parameters, _tokens(flops, parameters)).nats
         top = max(top, here + 0.05)
-        marks = ((optimum.parameters, optimum.loss.nats, "its least"),
-                 (parameters, here, "this model"))
+        ends, nats = (optimum.parameters, parameters), (optimum.loss.nats, here)
         data.append(scatter(
-            [size for size, *_ in marks], [nats for _, nats, _ in marks], "", colour,
-            mode="markers", marker={"size": 11, "symbol": ["circle", "x"]}, showlegend=False,
+            ends, nats, "", colour, mode="markers", showlegend=False, hover="%{text}",
+            marker={"size": 11, "symbol": ["circle", "x"]},
             text=[f"{law.name}, {words}: {quantity(size, 'parameters')} on "
-                  f"{quantity(_tokens(flops, size), 'tokens')}, {nats:.3f} nats"
-                  for size, nats, words in marks], hover="%{text}"))
+                  f"{quantity(_tokens(flops, size), 'tokens')}, {loss:.3f} nats"
+                  for size, loss, words in zip(ends, nats, ("its least", "this model"))]))
     return figure(
         data, f"{flops:.2e} FLOPs: the least loss (circles), and this model's (crosses)",
         height=420, xaxis=axis("parameters", type="log", exponentformat="B", dtick=1),
@@ -277,17 +270,15 @@ def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dic
     papers: dict[str, list[Row]] = {}
     for row in runs:
         papers.setdefault(row.where.partition(",")[0], []).append(row)
-    calibrated, data, notes, names = list(calibrated), [], [], []
-    white = {"bgcolor": "#ffffff"}
-    for (paper, rows), colour in zip(papers.items(), (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f",
-                                                      COLOURS[5])):
+    names = [row.name for rows in papers.values() for row in rows]
+    calibrated, data, white = list(calibrated), [], {"bgcolor": "#ffffff"}
+    notes = [note("calibrated by one step", _faster(row), row.name, "left auto", xshift=8, **white)
+             for row in calibrated]
+    for (paper, rows), colour in zip(papers.items(), PAPER_COLOURS):
         data.append(_ratios(paper, rows, {"color": colour, "size": 9}))
-        names += [row.name for row in rows]
         x, at = (0.99, "right auto") if _faster(rows[0]) < 1.25 else (0.02, "left auto")
         notes.append(note(escape(paper), x, rows[0].name, at, xref="paper", **white,
                           font={"color": colour}))
-    notes += [note("calibrated by one step", _faster(row), row.name, "left auto", xshift=8, **white)
-              for row in calibrated]
     data.append(_ratios("calibrated by one measured step", calibrated,
                         {"color": INK, "size": 11, "symbol": "diamond-open", "line": {"width": 2}}))
     return figure(
@@ -309,3 +300,71 @@ def _ratios(name: str, rows: Sequence[Row], marker: dict) -> dict:
 def _faster(row: Row) -> float:
     """Predicted over published speed; of seconds, published over predicted."""
     return row.measured / row.formula if row.unit == "seconds" else row.formula / row.measured
+
+
+# Days, loss and dollars cannot all be least.
+
+def frontier_figure(points: Sequence[Point], *, title: str = "") -> dict:
+    """The plotly spec: three axes, days, loss and dollars, one legend entry for each kind of point;
+    those that no other beats stand out. Drag to turn, click the legend to filter."""
+    best = {id(point) for point in frontier(points, least=GOALS)}
+    groups: dict[tuple[bool, str], list[Point]] = {}
+    for point in points:
+        groups.setdefault((id(point) in best, point.where), []).append(point)
+    data = []
+    for (leads, where), group in sorted(groups.items(), reverse=True):
+        marker = {"symbol": SYMBOLS.get(where, "circle"), "size": 4, "color": FAINT, "opacity": 0.6}
+        if leads:
+            marker |= {"size": 6, "color": COLOURS[0], "opacity": 1.0}
+        x, y, z = ([point.values[goal] for point in group] for goal in GOALS)
+        data.append(scatter(x, y, f"{'not beaten' if leads else 'beaten'}, {where}", mode="markers",
+                            marker=marker, text=list(map(_facts, group)),
+                            hover="%{text}<extra></extra>") | {"type": "scatter3d", "z": z})
+    scene: dict = {"aspectmode": "cube",
+                   "camera": {"eye": {"x": 1.45, "y": 1.45, "z": 0.7}, "center": {"z": -0.2}}}
+    for place, goal in zip(("xaxis", "yaxis", "zaxis"), GOALS.values()):
+        scene[place] = {**goal, "gridcolor": GRID, "color": INK, "exponentformat": "SI"}
+    return figure(data, title, height=560, showlegend=True, margin={"l": 0, "r": 0, "b": 0},
+                  scene=scene)
+
+
+def _facts(point: Point) -> str:
+    values = [f"{name.replace('_', ' ')}: {quantity(value)}"
+              for name, value in point.values.items()]
+    return "<br>".join([point.name, *values, point.facts.get("layout", ""),
+                        point.facts.get("note", point.where)])
+
+
+def frontier_view(points: Sequence[Point],
+                  ) -> tuple[Callable[..., tuple[dict, str]], dict[str, list]]:
+    """A function for an Explorer, and its controls: which machine, and at most how many dollars and
+    days.
+
+    show, controls = frontier_view(points); Explorer(show, **controls)
+    """
+    machines = {point.facts.get("machine", "") for point in points}
+    controls = {"machine": [EVERY, *sorted(machines)],
+                "dollars_at_most": _steps([point.values["dollars"] for point in points]),
+                "days_at_most": _steps([point.values["days"] for point in points])}
+
+    def show(machine: str, dollars_at_most: float, days_at_most: float) -> tuple[dict, str]:
+        inside = [point for point in points if machine in (EVERY, point.facts.get("machine"))
+                  and point.values["dollars"] <= dollars_at_most
+                  and point.values["days"] <= days_at_most]
+        best = sorted(frontier(inside, least=GOALS), key=lambda point: point.values["loss"])
+        rows = [(point.name, quantity(point.values["days"], "days"), f"{point.values['loss']:.3f}",
+                 "$" + quantity(point.values["dollars"]), point.where) for point in best[:12]]
+        title = f"{len(best)} of {len(inside)} are not beaten in speed, quality and cost"
+        heads = ("not beaten", "time", "loss", "cost", "loss is")
+        return frontier_figure(inside, title=title), html_table(heads, rows)
+
+    return show, controls
+
+
+def _steps(values: Sequence[float]) -> list[float]:
+    """Ten limits from all points to few, the widest first; rounded up to two digits."""
+    limits = set()
+    for value in values:
+        unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+        limits.add(float(f"{math.ceil(value / unit) * unit:.2g}"))
+    return sorted(limits, reverse=True)[::max(1, len(limits) // 10)]

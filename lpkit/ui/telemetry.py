@@ -11,10 +11,9 @@ from typing import Any
 
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
+from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, columns, figure, note, rule
-from lpkit.ui.explorer import Explorer
 from lpkit.ui.style import COLOURS, WARNING
-from lpkit.ui.throttle import Throttle
 
 AS_RUN = "as it ran"
 Samples = Sequence[Any]
@@ -171,30 +170,12 @@ def search_figure(finding: Any, *, title: str = "") -> dict:
                              range=[min([0, *shares]) - 20, 120]))
 
 
-def telemetry_explorer(read: Callable[[], Samples] | Samples, *, handle: Any = None,
-                       start: Mapping[str, Any] | None = None, title: str = "") -> Explorer:
+def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = None,
+                       title: str = "") -> Explorer:
     """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the
-    map.
-
-    `read` returns the samples, or is them. With the `handle` of a run, what is read is read again
-    while the run goes on. Raises ConfigError when there is nothing to show.
-    """
-    held = list(read() if callable(read) else read)
-    explorer = _explorer(lambda **choices: _cell(held, title=title, **choices), held, start)
-    if handle is not None and callable(read):
-        def again(_record: Any = None) -> None:
-            held[:] = read()
-            control, steps = explorer.controls["step"], _values(held, "step")
-            shown = [step for _, step in control.options]
-            if steps != shown:
-                step = steps[-1] if control.value == shown[-1] else control.value
-                control.options = [(f"{at:,}", at) for at in steps]
-                explorer.set(step=step)
-
-        throttled = Throttle(again, max_hz=2)
-        handle.subscribe(throttled)
-        handle.on_done(lambda: (throttled.flush(), again(), explorer.refresh_output()))
-    return explorer
+    map. Raises ConfigError when there is nothing to show."""
+    samples = list(samples)
+    return _explorer(lambda **choices: _cell(samples, title=title, **choices), samples, start)
 
 
 def telemetry_of_runs(runs: Mapping[str, Samples], *,

@@ -1,0 +1,220 @@
+"""Controls over a pure function, and questions to answer before a run answers them.
+
+The function is the product, the controls are the view. Questions hold a value and show it; they
+neither compute nor wait. The cell below reads `.value`, which is set from the start, so that a
+headless run goes straight through.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from types import SimpleNamespace
+from typing import Any
+
+import ipywidgets as widgets
+import traitlets
+
+from lpkit.errors import ConfigError, pick
+from lpkit.tables import FONT, INK
+from lpkit.ui.figure import Figure, Stored
+from lpkit.ui.style import WARNING
+
+Control = Sequence | range | Mapping | bool | widgets.Widget
+ALERT = (f"font:13px {FONT};color:{WARNING};border-left:3px solid {WARNING};padding:2px 10px;"
+         f"margin:4px 12px")
+WIDE = {"width": "100%", "overflow": "hidden"}
+
+
+class Explorer(Stored, widgets.VBox):
+    """Redraws `show(**choices)` on every change of a control.
+
+    show      a pure and fast (under 50 ms) function of its arguments: returns a plotly spec, or
+              (spec, html) for a table beside the figure. A ConfigError it raises is shown as a
+              sentence, under the last good figure
+    controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu),
+              name=range(...), name=True or False (a box to tick), or a widget with a `value`
+    labels    the words beside a control; by default its name
+    start     values to begin with; by default the first
+
+    explorer.set(devices=8, zero_stage=3) moves controls from Python and redraws once.
+    """
+
+    def __init__(self, show: Callable[..., Any], /, *, labels: Mapping[str, str] | None = None,
+                 start: Mapping[str, Any] | None = None, **controls: Control):
+        labels, start = labels or {}, start or {}
+        for name in (*labels, *start):
+            pick(controls, name, "control")
+        self.show, self._moving = show, False
+        self.controls = {name: _control(control, labels.get(name, name.replace("_", " ")))
+                         for name, control in controls.items()}
+        for name, value in start.items():
+            self.controls[name].value = value
+        for control in self.controls.values():
+            control.observe(self._changed, names="value")
+        self.figure = Figure(max_hz=60)   # the browser draws only the latest anyway
+        self.table = widgets.HTML(layout={"flex": "0 1 auto", "margin": "8px 0 0 0"})
+        self.message = widgets.HTML(layout={"display": "none"})
+        panel = widgets.GridBox(list(self.controls.values()), layout={
+            "grid_template_columns": "repeat(auto-fill, minmax(300px, 1fr))", "width": "100%",
+            "grid_gap": "2px 24px", "align_items": "center", "padding": "8px 12px"})
+        drawing = widgets.Box([self.figure], layout={"flex": "1 1 520px", "min_width": "0",
+                                                     "overflow": "hidden"})
+        row = widgets.HBox([drawing, self.table], layout={
+            "flex_flow": "row wrap", "align_items": "flex-start", **WIDE})
+        super().__init__([panel, self.message, row], layout=WIDE)
+        self.draw()
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        return {name: control.value for name, control in self.controls.items()}
+
+    def set(self, **choices: Any) -> None:
+        for name in choices:
+            pick(self.controls, name, "control")
+        self._moving = True
+        try:
+            for name, value in choices.items():
+                self.controls[name].value = value
+        finally:
+            self._moving = False
+        self.draw()
+
+    def _changed(self, _change: dict) -> None:
+        if not self._moving:
+            self.draw()
+
+    def draw(self) -> None:
+        try:
+            shown = self.show(**self.choices)
+        except ConfigError as error:
+            self.message.value = f"<div role='alert' style='{ALERT}'>{escape(str(error))}</div>"
+            self.message.layout.display = None
+            return
+        spec, self.table.value = shown if isinstance(shown, tuple) else (shown, "")
+        self.figure.update(spec)
+        self.figure.flush()
+        self.message.layout.display = "none"
+        self.table.layout.display = None if self.table.value else "none"
+
+
+def _control(control: Control, label: str) -> widgets.Widget:
+    """The widget of a control, at its first value."""
+    if isinstance(control, widgets.Widget):
+        made = control
+    elif isinstance(control, bool):
+        made = widgets.Checkbox(value=control)
+    elif isinstance(control, range):
+        made = widgets.IntSlider(value=control[0], min=control[0], max=control[-1],
+                                 step=control.step)
+    elif not control:
+        raise ConfigError(f"the control {label!r} has no values to choose from")
+    elif isinstance(control, Mapping):
+        made = widgets.Dropdown(options=list(control.items()))
+    elif all(isinstance(value, (int, float)) for value in control):
+        made = widgets.SelectionSlider(options=[(f"{value:,}", value) for value in control])
+    else:
+        made = widgets.Dropdown(options=[(str(value), value) for value in control])
+    made.description = made.description or label
+    made.style.description_width = "118px"
+    made.layout.width = "auto"
+    return made
+
+
+class Bits(widgets.VBox):
+    """Eight bits to switch, and a slider over the number they make: `.value`, 0 to 255. A control
+    of an Explorer."""
+
+    value = traitlets.Int(0, min=0, max=255)
+    # an Explorer gives its controls words and a width of words; the bits need neither
+    description = ""
+
+    def __init__(self):
+        self.style = SimpleNamespace()
+        small = {"width": "30px", "padding": "0", "margin": "1px"}
+        self.buttons = [widgets.ToggleButton(tooltip=f"bit {7 - i}", description="0", layout=small)
+                        for i in range(8)]
+        self.slider = widgets.IntSlider(min=0, max=255, description="code", layout={"width": "98%"},
+                                        style={"description_width": "46px"})
+        label = widgets.Label("bits", layout={"width": "46px"})
+        super().__init__([widgets.HBox([label, *self.buttons]), self.slider])
+        for button in self.buttons:
+            button.observe(self._switched, names="value")
+        widgets.link((self, "value"), (self.slider, "value"))
+        self.observe(self._show, names="value")
+
+    def _switched(self, change: dict) -> None:
+        bit = 128 >> self.buttons.index(change["owner"])
+        self.value = self.value | bit if change["new"] else self.value & ~bit
+
+    def _show(self, change: dict) -> None:
+        for button, bit in zip(self.buttons, f"{change['new']:08b}"):
+            button.value, button.description = bit == "1", bit
+
+
+class Question(widgets.VBox):
+    """A question above the widget that takes the answer, which is `.value`."""
+
+    def __init__(self, question: str, answer: widgets.Widget, value: float | str):
+        style = f"font:600 14px {FONT};color:{INK};line-height:1.5"
+        text = widgets.HTML(f"<div style='{style}'>{escape(question)}</div>")
+        super().__init__([text, answer], layout={"padding": "4px 12px"}, value=value)
+
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        value = f"{self.value:g} {self.unit}" if isinstance(self.value, float) else self.value
+        return {**super()._repr_mimebundle_(**kwargs), "text/plain": f"your guess: {value}"}
+
+
+class Guess(Question):
+    """A question, a slider on a log scale from `low` to `high`, and a field to type into. `.value`
+    is in `unit`."""
+
+    value = traitlets.Float(help="the guess, between low and high")
+
+    def __init__(self, question: str, *, unit: str, low: float, high: float,
+                 value: float | None = None):
+        if not 0 < low < high < math.inf:
+            raise ConfigError(f"Guess needs 0 < low < high on its log scale, got low={low} and "
+                              f"high={high}")
+        value = _round((low * high) ** 0.5) if value is None else value
+        if not low <= value <= high:
+            raise ConfigError(f"Guess starts at value={value}, outside low={low} to high={high}")
+        self.unit, self.low, self.high = unit, low, high
+        self.slider = widgets.FloatLogSlider(
+            value=value, min=math.log10(low), max=math.log10(high), step=0.01, readout=False,
+            description="your guess", style={"description_width": "90px"},
+            layout={"width": "460px"})
+        self.field = widgets.BoundedFloatText(value=value, min=low, max=high, step=None,
+                                              layout={"width": "130px"})
+        super().__init__(question, widgets.HBox([self.slider, self.field, widgets.Label(unit)]),
+                         value)
+        self.slider.observe(self._moved, names="value")
+        widgets.link((self, "value"), (self.field, "value"))
+        widgets.dlink((self, "value"), (self.slider, "value"))
+
+    @traitlets.validate("value")
+    def _bounded(self, proposal: dict) -> float:
+        return min(max(proposal["value"], self.low), self.high)
+
+    def _moved(self, change: dict) -> None:
+        # a typed value lies between two steps
+        if not math.isclose(change["new"], self.value, rel_tol=0.02):
+            self.value = _round(change["new"])
+
+
+class Pick(Question):
+    """A question and the answers to choose from. `.value` is one of them; the first, until somebody
+    chooses."""
+
+    value = traitlets.Unicode(help="the answer that is chosen")
+
+    def __init__(self, question: str, answers: Sequence[str]):
+        if not answers:
+            raise ConfigError("Pick needs at least one answer to choose from")
+        self.buttons = widgets.ToggleButtons(options=list(answers), style={"button_width": "auto"},
+                                             layout={"width": "100%"})
+        super().__init__(question, self.buttons, answers[0])
+        widgets.link((self, "value"), (self.buttons, "value"))
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.3g}")

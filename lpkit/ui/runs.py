@@ -1,0 +1,314 @@
+"""Training runs as they happen, with buttons to stop and pause them: one run's loss, gradient norm
+and speed; or recipes on one model, one after the other, and what each cost when they have ended.
+
+`training_figure`, `race_figure` and `gap_figure` are pure functions; `LiveRun` and `LiveRuns`
+follow a handle with them. Losses are in nats per token.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from lpkit.contracts import StepRecord
+from lpkit.errors import ConfigError
+from lpkit.predict.units import duration, quantity
+from lpkit.tables import FAINT, FONT, INK
+from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, rule, scatter
+from lpkit.ui.figure import Figure, Stored
+from lpkit.ui.style import COLOURS
+from lpkit.ui.throttle import Throttle
+
+STATUS = f"font:13px {FONT};color:{FAINT};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
+STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}
+DECIBELS = (15.0, 45.0)     # of the live map's colours: from 4-bit floats to INT8 at its best
+
+
+# One run.
+
+def training_figure(records: Sequence[StepRecord], *, title: str = "",
+                    planned_steps: int | None = None,
+                    levels: Mapping[str, float] | None = None) -> dict:
+    """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over
+    the same steps. `levels` are losses to compare with, by name: dotted lines."""
+    levels = levels or {}
+    steps = [record.step for record in records]
+    evaluated = [record for record in records if record.val_loss is not None]
+    # `tokens` is the total so far, and every step has as many
+    speeds = [record.tokens / record.step / record.step_seconds for record in records]
+    thin = {"line": {"width": 1.2}, "showlegend": False}
+    data = [
+        scatter(steps, [record.loss for record in records], "training loss", COLOURS[0],
+                line={"width": 1.5}, hover="step %{x}: %{y:.4f}<extra></extra>"),
+        scatter([record.step for record in evaluated], [record.val_loss for record in evaluated],
+                "validation loss", COLOURS[1], mode="lines+markers", line={"width": 2.5},
+                marker={"size": 8}, cliponaxis=False,
+                hover="step %{x}: %{y:.4f} on held-out text<extra></extra>"),
+        scatter(steps, [record.grad_norm for record in records], "gradient norm", COLOURS[2],
+                xaxis="x2", yaxis="y2", **thin),
+        scatter(steps, speeds, "tokens/s", COLOURS[4], xaxis="x3", yaxis="y3", **thin),
+    ]
+    reach = {"range": [0, max([planned_steps or 1, *steps[-1:]])], "autorange": False}
+    right = {"domain": [0.7, 1], "matches": "x"}
+    return figure(
+        data, title, height=380, uirevision="run",
+        shapes=[rule(y=y, xref="x domain") for y in levels.values()],
+        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain",
+                          font={"color": FAINT}) for name, y in levels.items()],
+        xaxis=axis("step", domain=[0, 0.6], **reach), yaxis=axis("loss (nats per token)"),
+        xaxis2={**right, "anchor": "y2", "showticklabels": False},
+        yaxis2=axis("gradient norm", domain=[0.56, 1], anchor="x2", rangemode="tozero"),
+        xaxis3=axis("step", **right, anchor="y3"),
+        yaxis3=axis("tokens/s", domain=[0, 0.44], anchor="x3", rangemode="tozero"))
+
+
+def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
+    """Where a run is, in words: 'step 20 of 300 · loss 3.121 · 12.3k tokens/s · about 14 s
+    left'."""
+    if not records:
+        return f"starting: {planned_steps} steps planned"
+    last = records[-1]
+    # the first step also compiles
+    recent = sorted(record.step_seconds for record in records[-20:])
+    seconds = recent[len(recent) // 2]
+    parts = [f"step {last.step} of {planned_steps}", f"loss {last.loss:.3f}"]
+    validations = [record.val_loss for record in records if record.val_loss is not None]
+    parts += [f"validation {loss:.3f}" for loss in validations[-1:]]
+    parts.append(quantity(last.tokens / last.step / seconds, "tokens/s"))
+    if last.step < planned_steps:
+        parts.append(f"about {duration(round((planned_steps - last.step) * seconds))} left")
+    return " · ".join(parts)
+
+
+class LiveRun(Stored, widgets.VBox):
+    """A live figure of the run of a `handle` that `lpkit.start` returned, with Stop and Pause. Stop
+    keeps a checkpoint and the partial run.
+
+    The buttons work while the kernel is idle or awaits (`run = await handle`); a cell that blocks
+    hears nothing.
+    """
+
+    def __init__(self, handle: Any, *, throttle: Callable[..., Throttle] = Throttle):
+        self.handle = handle
+        self._stopping = self._paused = False
+        self.status = widgets.HTML(layout={"flex": "1 1 auto", "min_width": "0"})
+        self.pause_button, self.stop_button = (
+            widgets.Button(description=word, icon=word.lower(), layout={"width": "104px"})
+            for word in ("Pause", "Stop"))
+        self.stop_button.tooltip = "stop after this step and keep a checkpoint"
+        # throttled here, so that a spec that is not shown is not made
+        self.figure = Figure(max_hz=60)
+        bar = widgets.HBox(
+            [self.status, self.pause_button, self.stop_button],
+            layout={"width": "100%", "align_items": "center", "padding": "4px 12px"})
+        super().__init__([bar, self.figure], layout={"width": "100%", "overflow": "hidden"})
+        self.pause_button.on_click(self._pause)
+        self.stop_button.on_click(self._stop)
+        self._show()
+        self._changed = throttle(self._show, max_hz=8.0)
+        handle.subscribe(self._changed)
+        handle.on_done(self._done)
+
+    def _spec(self) -> dict:
+        return training_figure(list(self.handle.records), title=self.handle.title,
+                               planned_steps=self.handle.planned_steps)
+
+    def _words(self) -> str:
+        return progress(list(self.handle.records), self.handle.planned_steps)
+
+    @property
+    def _reached_all(self) -> bool:
+        """Whether what has ended has done all that was planned."""
+        records = self.handle.records
+        return bool(records) and records[-1].step >= self.handle.planned_steps
+
+    @property
+    def _state(self) -> str:
+        if self.handle.done:
+            if self.handle.error is not None:
+                return "failed"
+            return "done" if self._reached_all else "stopped"
+        if self._stopping:
+            return "stopping"
+        return "paused" if self._paused else "running"
+
+    def _show(self, _record: Any = None) -> None:
+        self.figure.update(self._spec())
+        self.figure.flush()
+        self._say()
+
+    def _say(self) -> None:
+        state, words = self._state, self._words()
+        if state != "running":
+            words = words.split(" · about")[0]
+        if state == "failed":
+            words = str(self.handle.error)
+        colour = STATE_COLOURS.get(state, INK)
+        self.status.value = (f"<div style='{STATUS}'><b style='color:{colour}'>{state}</b>&ensp;"
+                             f"{escape(words)}</div>")
+        ending = self._stopping or self.handle.done
+        self.stop_button.disabled = self.pause_button.disabled = ending
+
+    def _stop(self, _button: Any) -> None:
+        self._stopping = True
+        self.handle.stop()
+        if self._paused:             # a paused run must wake up to end
+            self.handle.resume()
+        self._say()
+
+    def _pause(self, _button: Any) -> None:
+        self._paused = not self._paused
+        if self._paused:
+            self.handle.pause()
+        else:
+            self.handle.resume()
+        self.pause_button.description = "Resume" if self._paused else "Pause"
+        self.pause_button.icon = "play" if self._paused else "pause"
+        self._say()
+
+    def _done(self) -> None:
+        self._changed.flush()
+        self._show()
+        self.refresh_output()
+
+
+# Recipes, one run after the other.
+
+def line_of(i: int) -> dict[str, Any]:
+    """How the i-th recipe is drawn: the base in dots, the others each in a colour of its own, then
+    dashed."""
+    if i == 0:
+        return {"color": FAINT, "width": 2, "dash": "dot"}
+    again, colour = divmod(i - 1, len(COLOURS))
+    return {"color": COLOURS[colour], "width": 2, "dash": ("solid", "dash")[again % 2]}
+
+
+def race_figure(losses: Mapping[str, Mapping[int, float]],
+                samples: Mapping[str, Sequence[Any]] | None = None, *, title: str = "",
+                planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
+    """The plotly spec of runs as they go: training losses by step; what each lies above the first;
+    and, from telemetry samples by run, how noisy each layer is at the last sampled step. `paired`:
+    the runs that met the batches of the first; None: all."""
+    base, first = next(iter(losses.items()), ("the first", {}))
+    data: list[dict] = []
+    for i, (name, curve) in enumerate(losses.items()):
+        above = {}
+        if paired is None or name in paired:
+            above = {step: 100 * (loss / first[step] - 1)
+                     for step, loss in curve.items() if step in first}
+        shared = {"name": escape(name), "line": line_of(i), "legendgroup": name}
+        data += [scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared),
+                 scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%", showlegend=False,
+                         xaxis="x2", yaxis="y2", **shared)]
+    if samples:
+        data.append(_noise_map(samples))
+    reach = {"range": [0, planned_steps], "autorange": False} if planned_steps else {}
+    left = {"domain": [0, 0.46], **reach}
+    small = {"type": "category", "showgrid": False, "ticks": "", "tickfont": {"size": 11}}
+    return figure(
+        data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
+        xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
+        yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
+        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"),
+        xaxis3={**small, "domain": [0.64, 1], "anchor": "y3", "tickangle": -40},
+        yaxis3={**small, "anchor": "x3", "autorange": "reversed"},
+        annotations=[note("signal over noise of the worst of x, w and dy, dB", 1, 1.01,
+                          "right bottom", xref="paper", yref="paper", font={"size": 12})])
+
+
+def _noise_map(samples: Mapping[str, Sequence[Any]]) -> dict:
+    layers = list(dict.fromkeys(sample.layer for of_run in samples.values() for sample in of_run))
+    worst: dict[tuple[str, str], float] = {}
+    for name, of_run in samples.items():
+        last = max((sample.step for sample in of_run), default=0)
+        for sample in of_run:
+            cell, db = (sample.layer, name), getattr(sample.own, "sqnr_db", None)
+            if sample.step == last and sample.role in ("x", "w", "dy") and db is not None:
+                worst[cell] = min(db, worst.get(cell, db))
+    return {"type": "heatmap", "x": [escape(name) for name in samples], "y": layers,
+            "z": [[worst.get((layer, name)) for name in samples] for layer in layers],
+            "xaxis": "x3", "yaxis": "y3", "zmin": DECIBELS[0], "zmax": DECIBELS[1],
+            "colorscale": "Cividis", "xgap": 1, "ygap": 1, "hoverongaps": False,
+            "colorbar": {"thickness": 10, "len": 1, "x": 1.01, "ypad": 0, "tickfont": {"size": 11}},
+            "hovertemplate": "%{x}, %{y}: %{z:.1f} dB<extra></extra>"}
+
+
+class LiveRuns(LiveRun):
+    """A live figure of the series of runs that `lpkit.start_each` returned, with Stop and Pause.
+    Stop ends the run at hand and begins no other.
+
+    `read(path)` returns the telemetry samples of a run folder, and raises ConfigError while there
+    are none; None: no map.
+    """
+
+    def __init__(self, series: Any, *, read: Callable[[Any], Sequence[Any]] | None = None):
+        self._read, self._ended = read, {}
+        super().__init__(series)
+
+    def _spec(self) -> dict:
+        begun, configs = dict(self.handle.handles), self.handle.configs
+        losses = {name: {record.step: record.loss for record in list(one.records)}
+                  for name, one in begun.items()}
+        first = next(iter(configs.values())).seed
+        return race_figure(losses, self._samples(begun), planned_steps=self.handle.planned_steps,
+                           title=f"{len(begun)} of {len(configs)}: {self.handle.title}",
+                           paired=[name for name in begun if configs[name].seed == first])
+
+    def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+        """Of a run that has ended they are read once."""
+        samples = {}
+        for name, one in begun.items() if self._read else ():
+            ended = one.done
+            with contextlib.suppress(ConfigError):
+                samples[name] = self._ended.get(name) or self._read(one.path)
+                if ended:
+                    self._ended[name] = samples[name]
+        return samples
+
+    @property
+    def _reached_all(self) -> bool:
+        return len(self.handle.handles) == len(self.handle.configs) and super()._reached_all
+
+    def _words(self) -> str:
+        return f"{self.handle.title} · {super()._words()}"
+
+
+def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
+               predicted: Mapping[str, float], measured: Mapping[str, float | None], base: str,
+               title: str = "") -> dict:
+    """The plotly spec of what recipes cost. Left: the validation loss above the base's, in percent
+    over the steps, over a band of +-`band` that two seeds of the base differ by; None where the
+    second was not run. Right: signal over noise of a product in dB, by formula and measured."""
+    lines = {name: line_of(i) for i, name in enumerate(gaps, 1)}
+    order = sorted(predicted, key=lambda name: -predicted[name])
+    colours = [lines[name]["color"] if name in lines else FAINT for name in order]
+    right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
+    data = [scatter(gap, gap.values(), escape(name), mode="lines+markers", line=lines[name],
+                    marker={"size": 6}, legendgroup=name, hover="step %{x}: %{y:+.2f}%")
+            for name, gap in gaps.items()]
+    data += [
+        bars(order, [predicted[name] for name in order], "formula", width=0.62,
+             hover="%{y}: %{x:.1f} dB by formula<extra></extra>",
+             marker={"color": colours, "opacity": 0.45}, **right),
+        scatter([measured.get(name) for name in order], order, "measured", mode="markers",
+                marker={"symbol": "line-ns", "size": 18, "line": {"color": INK, "width": 3}},
+                hover="%{y}: %{x:.1f} dB measured<extra></extra>", **right)]
+    notes, shapes = [note("bar: formula; mark: measured", 0, 1.01, xref="x2 domain", yref="paper",
+                          font={"size": 12})], []
+    if band is not None:
+        shapes.append(box(0, 1, -band, band, fill=COLOURS[6], xref="x domain", yref="y",
+                          layer="below", opacity=0.22))
+        notes.append(note(f"two seeds of {escape(base)} differ by {band:.2g}%", 0.01, -band,
+                          xref="x domain", font={"color": FAINT, "size": 12}))
+    largest = max([band or 0, *(abs(value) for gap in gaps.values() for value in gap.values())])
+    reach = 1.15 * largest or 1.0
+    return figure(
+        data, title, height=440, margin={"t": 92}, legend={"y": 1.08}, shapes=shapes,
+        annotations=notes, xaxis=axis("step", domain=[0, 0.56], rangemode="tozero"),
+        yaxis=axis(f"validation loss above {escape(base)}'s, %", zeroline=True,
+                   zerolinecolor=FAINT, range=[-reach, reach]),
+        xaxis2=axis("signal over noise of a product, dB", domain=[0.72, 1], anchor="y2",
+                    rangemode="tozero"),
+        yaxis2={**NAMES, "anchor": "x2"})
