@@ -55,7 +55,6 @@ PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s,
 class Parameter:
     """One line of a parameters cell: `steps: int = 200  # updates`."""
 
-    name: str
     kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
     annotation: str         # as written
     default: Any
@@ -83,18 +82,13 @@ class Job:
 
 # --- what a notebook declares
 
-def folder() -> Path:
-    """The course: `notebooks/` here, or the project's own."""
+def course() -> list[Path]:
+    """The notebooks of the course, in order: `notebooks/` here, or the project's own."""
     for place in (Path.cwd() / "notebooks", resource("notebooks")):
         if place.is_dir():
-            return place
+            return sorted(place.glob("*.ipynb"))
     raise ConfigError("there is no notebooks/ folder here; run this in the repository, or give the "
                       "path of a notebook")
-
-
-def course() -> list[Path]:
-    """The notebooks of the course, in order."""
-    return sorted(folder().glob("*.ipynb"))
 
 
 def find(name: str) -> Path:
@@ -172,7 +166,7 @@ def declared(source: str) -> dict[str, Parameter]:
             raise ConfigError(f"the default of {name} must be a literal, not "
                               f"`{ast.unparse(node.value)}`") from None
         convert(default, kind, name)
-        found[name] = Parameter(name=name, kind=kind, annotation=ast.unparse(node.annotation),
+        found[name] = Parameter(kind=kind, annotation=ast.unparse(node.annotation),
                                 default=default, comment=comments.get(node.end_lineno, ""))
     return found
 
@@ -317,14 +311,12 @@ def _refuse_strangers(job: Job) -> None:
                           f"wait for it, or choose another --out")
 
 
-def run(job: Job, *, threads: int | None = None,
-        say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run(job: Job, *, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Run one notebook in a fresh kernel and return its record, which lies in `job.out` all the
     while.
 
     A failing cell and a killed kernel are results, not exceptions: status `failed`, and `error`
-    says which cell. An interrupt is recorded as `killed` and goes on upwards. `threads` is torch's
-    share of the processor.
+    says which cell. An interrupt is recorded as `killed` and goes on upwards.
     """
     papermill = needed("papermill")
     from nbclient.exceptions import DeadKernelError
@@ -337,7 +329,7 @@ def run(job: Job, *, threads: int | None = None,
     # The process id keeps a second run from writing into this one's temporary file.
     unfinished = job.out / f".{job.label}.{os.getpid()}.ipynb"
     code = [cell.id for cell in book.cells if cell.cell_type == "code"]
-    record, kernel = _asked(job) | {"claim": claim(book), "cells": len(code)}, _Kernel(threads)
+    record, kernel = _asked(job) | {"claim": claim(book), "cells": len(code)}, _Kernel()
 
     def update(**changes: Any) -> None:
         record.update(changes, seconds=time.perf_counter() - started,
@@ -406,8 +398,6 @@ def run_all(jobs: list[Job], *, processes: int = 1,
 
     Raises ConfigError when the output cannot be written.
     """
-    if processes < 1:
-        raise ConfigError(f"processes must be 1 or more, got {processes}")
     needed("papermill")     # before a process is started for each job
     try:
         if processes == 1:
@@ -455,8 +445,10 @@ def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -
 
 
 def _work(job: Job, threads: int) -> None:
+    """In a process of its own, whose kernel inherits its share of the processor."""
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     with unwinding():
-        run(job, threads=threads)
+        run(job)
 
 
 @contextlib.contextmanager
@@ -478,14 +470,12 @@ class _Kernel:
     """What the front door must know about the kernel beneath papermill: its process, its memory,
     how it ended."""
 
-    def __init__(self, threads: int | None):
-        self.threads = threads
+    def __init__(self):
         self.process: Any = None
         self.peak_rss_bytes = 0
 
     def manager(self) -> type:
-        """A kernel manager for this run: encrypted where it can be (ipykernel warns otherwise),
-        threads shared out."""
+        """A kernel manager for this run: encrypted where it can be (ipykernel warns otherwise)."""
         from jupyter_client import AsyncKernelManager
 
         kernel = self
@@ -494,10 +484,6 @@ class _Kernel:
             async def start_kernel(self, **options):
                 if self.has_trait("transport_encryption"):
                     self.transport_encryption = "auto"
-                if kernel.threads:
-                    share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
-                                          str(kernel.threads))
-                    options["env"] = {**os.environ, **(options.get("env") or {}), **share}
                 await super().start_kernel(**options)
                 kernel.process = self.provisioner.process
 
@@ -548,8 +534,8 @@ class _Kernel:
 def describe(path: Path) -> dict[str, Any]:
     """One notebook for `--list`: its title, claim and parameters, JSON-ready."""
     book = read(path)
-    listed = [{"name": p.name, "annotation": p.annotation, "default": p.default,
-               "comment": p.comment} for p in parameters(book).values()]
+    listed = [{"name": name, "annotation": p.annotation, "default": p.default,
+               "comment": p.comment} for name, p in parameters(book).items()]
     headings = [line.lstrip("# ").strip() for cell in book.cells if cell.cell_type == "markdown"
                 for line in cell.source.splitlines() if line.startswith("# ")]
     return {"name": path.stem, "title": next(iter(headings), ""), "claim": claim(book),
