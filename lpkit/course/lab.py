@@ -78,8 +78,7 @@ class Server:
         return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
-        """The address of one file in the lab, with the token. It goes to a person or a browser,
-        never into `ps`."""
+        """Of one file in the lab, with the token: for a person or a browser, never for `ps`."""
         return f"{self.base_url}/lab/tree/{path}?token={self.token}"
 
     def log(self) -> str:
@@ -105,8 +104,7 @@ def is_local(ip: str) -> bool:
 
 
 def free_port(ip: str = LOCAL, asked: int = 0) -> int:
-    """`asked` or the next free one; 0: any. Errors: ConfigError when the address is not ours or all
-    are taken."""
+    """`asked` or the next free one; 0: any. Errors: ConfigError for an address that is not ours."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -285,8 +283,7 @@ def _wait(server: Server) -> None:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """SIGTERM lets Jupyter shut its kernels down; what is then left of its process group is
-    killed."""
+    """SIGTERM lets Jupyter shut its kernels down; what is left of its process group is killed."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -22,6 +22,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -196,9 +197,8 @@ def claim(book: "NotebookNode") -> str:
     """What the notebook claims: the comment that opens each cell tagged `claim`, in one line."""
     claims = []
     for cell in tagged(book, "claim"):
-        lines = itertools.takewhile(lambda line: line.startswith("#"),
-                                    cell.source.lstrip().splitlines())
-        claims.append(" ".join(line.lstrip("#").strip() for line in lines))
+        comment = re.match(r"(#.*\n?)*", cell.source.lstrip())[0]
+        claims.append(" ".join(line.lstrip("#").strip() for line in comment.splitlines()))
     return "; ".join(filter(None, claims))
 
 
@@ -231,10 +231,8 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
 
 
 def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
-    """['lr=1e-3,3e-4', 'steps=10', 'steps=20'] -> the four combinations.
-
-    A repeated key makes a grid, and so do commas, unless the parameter itself is text or a tuple.
-    """
+    """['lr=1e-3,3e-4', 'steps=10', 'steps=20'] -> the four combinations. A repeated key makes a
+    grid, and so do commas, unless the parameter itself is text or a tuple."""
     axes: dict[str, list[str]] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -251,12 +249,8 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
 
 def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
                     tier: str | None = None) -> "NotebookNode":
-    """A copy of `book` with a cell after its parameters cell that sets what was asked, as papermill
-    would place it.
-
-    The cell is written here: papermill turns a tuple into text and warns about annotations that it
-    cannot parse.
-    """
+    """A copy of `book` with a cell after its parameters cell that sets what was asked. It is not
+    papermill's: that turns a tuple into text and warns about annotations that it cannot parse."""
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)
@@ -313,11 +307,8 @@ def _refuse_strangers(job: Job) -> None:
 
 def run(job: Job, *, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Run one notebook in a fresh kernel and return its record, which lies in `job.out` all the
-    while.
-
-    A failing cell and a killed kernel are results, not exceptions: status `failed`, and `error`
-    says which cell. An interrupt is recorded as `killed` and goes on upwards.
-    """
+    while. A failing cell and a killed kernel are results, not exceptions: status `failed`, and
+    `error` says which cell. An interrupt is recorded as `killed` and goes on upwards."""
     papermill = needed("papermill")
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
@@ -383,9 +374,10 @@ def _asked(job: Job) -> dict[str, Any]:
             "versions": {"python": platform.python_version(), **found}}
 
 
-def _failed(record: dict[str, Any], kind: str, message: str) -> dict[str, Any]:
-    return {"status": "failed", "error": {"cell": record["cell"], "line": record["line"],
-                                          "kind": kind, "message": message}}
+def _failed(record: dict[str, Any], kind: str, message: str,
+            status: str = "failed") -> dict[str, Any]:
+    return {"status": status, "error": {"cell": record["cell"], "line": record["line"],
+                                        "kind": kind, "message": message}}
 
 
 def _save(job: Job, record: dict[str, Any]) -> None:
@@ -395,9 +387,7 @@ def _save(job: Job, record: dict[str, Any]) -> None:
 def run_all(jobs: list[Job], *, processes: int = 1,
             say: Callable[[str], None] = lambda line: None) -> list[dict]:
     """Run jobs side by side, each in a process of its own, and return their records in order.
-
-    Raises ConfigError when the output cannot be written.
-    """
+    Raises ConfigError when the output cannot be written."""
     needed("papermill")     # before a process is started for each job
     try:
         if processes == 1:
@@ -425,9 +415,8 @@ def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -
         worker.join()
         record = json.loads(job.record.read_text()) if job.record.exists() else _asked(job)
         if record["status"] in ("asked", "running") or record["pid"] != worker.pid:
-            failed = _failed(record, "killed", f"the process that ran it ended with exit code "
-                             f"{worker.exitcode}")
-            record |= failed | {"status": "killed", "end": _now()}
+            why = f"the process that ran it ended with exit code {worker.exitcode}"
+            record |= _failed(record, "killed", why, "killed") | {"end": _now()}
             job.out.mkdir(parents=True, exist_ok=True)
             _save(job, record)
         say(f"{job.label}: {record['status']}")

@@ -26,12 +26,8 @@ PRODUCTS = {    # how names of products end
 
 def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
     """The plotly spec of grouped horizontal bars for a `Comparison` or its rows, the first on top;
-    None has no bar.
-
-    Rows of one unit share an axis in that unit. Rows of several units are shown in multiples of
-    what was measured (of the formula where nothing was); the number beside a bar is always the
-    value itself.
-    """
+    None has no bar. Rows of one unit share an axis in it. Rows of several are shown in multiples of
+    what was measured (of the formula where nothing was), with the value itself beside a bar."""
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")

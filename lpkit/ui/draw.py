@@ -1,7 +1,7 @@
 """The parts of a plotly spec that the kit's figures are made of, as plain dicts.
 
-`figure` puts traces into a layout; `scatter`, `bars` and `columns` are traces; `rule`, `box` and
-`note` are drawn over them. What has no argument here is passed on to plotly under its own name:
+`figure` puts traces into a layout; `scatter`, `bars`, `columns` and `heat` are traces; `rule`,
+`box` and `note` are drawn over them. What has no argument here goes to plotly under its own name:
 https://plotly.com/javascript/reference/
 """
 
@@ -50,6 +50,14 @@ def columns(x: Iterable, y: Iterable, name: str, colour: str, *, hover: str = ""
     """Upright bars over numbers."""
     return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour},
             **_hover(hover, name), **more}
+
+
+def heat(x: list, y: list, z: list, *, bar: dict, **more: Any) -> dict:
+    """Cells in colour, light: high; None is a gap. `bar`: of the colours."""
+    return {"type": "heatmap", "x": x, "y": y, "z": z, "colorscale": "Cividis", "xgap": 1,
+            "ygap": 1, "hoverongaps": False,
+            "colorbar": {"thickness": 10, "len": 1, "ypad": 0, "tickfont": {"size": 11}, **bar},
+            **more}
 
 
 def _hover(words: str | None, name: str) -> dict:

@@ -59,12 +59,8 @@ def library() -> Library:
 
 
 class Stored:
-    """Mixin for widgets that show `figure`: their stored output can be drawn without a kernel, and
-    brought up to date.
-
-    It displays itself under an id of its own, so that an executed notebook can be given the final
-    state.
-    """
+    """Mixin for widgets that show `figure`: their stored output can be drawn without a kernel, and,
+    because it has an id, brought up to date."""
 
     figure: "Figure"
     _display_id: str | None = None
@@ -79,12 +75,8 @@ class Stored:
         display(self._repr_mimebundle_(), raw=True, display_id=self._display_id, update=update)
 
     def refresh_output(self) -> None:
-        """Store the state of now in the output that is already displayed; nothing when it never
-        was.
-
-        Call it in the cell that waits for the last update, so that a headless run keeps the final
-        figure.
-        """
+        """Store the state of now in the output, where there is one. Call it in the cell that waits
+        for the last update, so that a headless run keeps the final figure."""
         self.figure.flush()
         if self._display_id is not None:
             self._ipython_display_(update=True)
@@ -110,8 +102,7 @@ class Figure(Stored, anywidget.AnyWidget):
 
     def __init__(self, spec: Any = None, *, max_hz: float = 8.0):
         self._updates = Throttle(self._show, max_hz=max_hz)
-        super().__init__(spec=plain(spec or {}), library=library(),
-                         layout=widgets.Layout(width="100%"))
+        super().__init__(spec=plain(spec or {}), library=library(), layout={"width": "100%"})
 
     @property
     def figure(self) -> "Figure":

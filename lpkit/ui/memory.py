@@ -93,10 +93,8 @@ Places = Sequence[tuple[str, str]]      # phase and part of the model, by point
 def timeline_figure(points: Points, *, formula: Memory | None = None, title: str = "",
                     highest: float | None = None) -> dict:
     """The plotly spec: live bytes, stacked by row. `formula`: its moments, each a diamond over the
-    largest point of that part of the step.
-
-    highest: bytes at the top of the axis, to compare figures. Raises ConfigError without points.
-    """
+    largest point of that part of the step. `highest`: bytes at the top of the axis, to compare
+    figures. Raises ConfigError without points."""
     if not points:
         raise ConfigError("a timeline needs at least one point; "
                           "`lpkit.measure.memory(config).timeline` has them")
@@ -254,10 +252,7 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
                   measured: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
     """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
     None without a formula: such a prediction is a dash at the measured time. Edge: what no other
-    technique beats in both, as measured.
-
-    Raises ConfigError when `plain` is not among them.
-    """
+    technique beats in both, as measured. Raises ConfigError without "plain"."""
     if PLAIN not in predicted or PLAIN not in measured:
         raise ConfigError(f"what is bought is counted from {PLAIN!r}, and it is missing")
     most = measured[PLAIN][0]

@@ -16,7 +16,7 @@ from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, INK
-from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, rule, scatter
+from lpkit.ui.draw import NAMES, axis, bars, box, figure, heat, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS
 from lpkit.ui.throttle import Throttle
@@ -227,12 +227,10 @@ def _noise_map(samples: Mapping[str, Sequence[Any]]) -> dict:
             cell, db = (sample.layer, name), getattr(sample.own, "sqnr_db", None)
             if sample.step == last and sample.role in ("x", "w", "dy") and db is not None:
                 worst[cell] = min(db, worst.get(cell, db))
-    return {"type": "heatmap", "x": [escape(name) for name in samples], "y": layers,
-            "z": [[worst.get((layer, name)) for name in samples] for layer in layers],
-            "xaxis": "x3", "yaxis": "y3", "zmin": DECIBELS[0], "zmax": DECIBELS[1],
-            "colorscale": "Cividis", "xgap": 1, "ygap": 1, "hoverongaps": False,
-            "colorbar": {"thickness": 10, "len": 1, "x": 1.01, "ypad": 0, "tickfont": {"size": 11}},
-            "hovertemplate": "%{x}, %{y}: %{z:.1f} dB<extra></extra>"}
+    values = [[worst.get((layer, name)) for name in samples] for layer in layers]
+    return heat([escape(name) for name in samples], layers, values, bar={"x": 1.01}, xaxis="x3",
+                yaxis="y3", zmin=DECIBELS[0], zmax=DECIBELS[1],
+                hovertemplate="%{x}, %{y}: %{z:.1f} dB<extra></extra>")
 
 
 class LiveRuns(LiveRun):

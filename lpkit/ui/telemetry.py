@@ -1,49 +1,29 @@
-"""What number formats do to the tensors of a run, drawn: layers by steps in colour, and one cell as
-a histogram.
-
-The functions take the samples of `lpkit.measure.telemetry.read` and know nothing else about them.
-"""
+"""What number formats do to the tensors of a run, drawn from the samples of
+`lpkit.measure.telemetry.read`: layers by steps in colour, and one cell as a histogram."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.controls import Explorer
-from lpkit.ui.draw import NAMES, axis, bars, box, columns, figure, note, rule
+from lpkit.ui.draw import NAMES, axis, bars, box, columns, figure, heat, note, rule
 from lpkit.ui.style import COLOURS, WARNING
 
 AS_RUN = "as it ran"
 Samples = Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A field of a sample's quality, or of the sample itself."""
-
-    title: str
-    field: str
-    form: str
-    scale: float = 1
-
-    def of(self, sample: Any, recipe: str) -> float | None:
-        holder = sample if self.field == "amax" else quality_of(sample, recipe)
-        value = getattr(holder, self.field, None)
-        return None if value is None else self.scale * value
-
-
-METRICS = {
-    "SQNR": Metric("signal to quantisation noise (dB)", "sqnr_db", ".1f"),
-    "worst block": Metric("SQNR of the worst block (dB)", "worst_block_db", ".1f"),
-    "underflow": Metric("became zero (% of elements)", "underflow", ".2f", 100),
-    "saturated": Metric("saturated (% of elements)", "saturated", ".3f", 100),
-    "saturated blocks": Metric("blocks with a saturated element (%)", "saturated_blocks", ".2f",
-                               100),
-    "zeroed blocks": Metric("blocks of which nothing is left (%)", "zeroed_blocks", ".2f", 100),
-    "scale spread": Metric("largest over smallest scale (octaves)", "scale_octaves", ".1f"),
-    "amax": Metric("largest magnitude", "amax", ".3g"),
+METRICS = {     # title, field of a sample's quality or of the sample itself, scale, format
+    "SQNR": ("signal to quantisation noise (dB)", "sqnr_db", 1, ".1f"),
+    "worst block": ("SQNR of the worst block (dB)", "worst_block_db", 1, ".1f"),
+    "underflow": ("became zero (% of elements)", "underflow", 100, ".2f"),
+    "saturated": ("saturated (% of elements)", "saturated", 100, ".3f"),
+    "saturated blocks": ("blocks with a saturated element (%)", "saturated_blocks", 100, ".2f"),
+    "zeroed blocks": ("blocks of which nothing is left (%)", "zeroed_blocks", 100, ".2f"),
+    "scale spread": ("largest over smallest scale (octaves)", "scale_octaves", 1, ".1f"),
+    "amax": ("largest magnitude", "amax", 1, ".3g"),
 }
 
 
@@ -56,11 +36,8 @@ def quality_of(sample: Any, recipe: str) -> Any:
 def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN,
              layer: str | None = None, step: int | None = None, title: str = "") -> dict:
     """The plotly spec of layers (top: the first) by steps; beside it the cell of `layer` and
-    `step`, by default the last.
-
-    Raises ConfigError when there are no samples of `role`.
-    """
-    what = pick(METRICS, metric, "metric")
+    `step`, by default the last. Raises ConfigError when there are no samples of `role`."""
+    what, field, scale, form = pick(METRICS, metric, "metric")
     cells = {(sample.layer, sample.step): sample for sample in samples if sample.role == role}
     if not cells:
         roles = ", ".join(_values(samples, "role"))
@@ -73,25 +50,23 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
     values, words, hover = ([[gap] * len(steps) for _ in layers] for gap in (None, "", ""))
     for (name, at), sample in cells.items():
         row, column = layers.index(name), steps.index(at)
-        value = what.of(sample, recipe)
-        values[row][column] = value
+        value = getattr(sample if field == "amax" else quality_of(sample, recipe), field, None)
+        if value is not None:
+            values[row][column], hover[row][column] = scale * value, f"{scale * value:{form}}"
         words[row][column] = "NaN" if sample.nonfinite else ""
-        hover[row][column] = "" if value is None else f"{value:{what.form}}"
-    heat = {"type": "heatmap", "x": [str(at) for at in steps], "y": layers, "z": values,
-            "text": words, "texttemplate": "%{text}", "customdata": hover,
-            "colorscale": "Cividis", "xgap": 1, "ygap": 1, "hoverongaps": False,
-            "hovertemplate": f"%{{y}}, step %{{x}}<br>{what.title}: %{{customdata}}<extra></extra>",
-            # between the panels: outside, plotly moves the titles
-            "colorbar": {"thickness": 10, "len": 1, "lenmode": "fraction", "x": 0.565,
-                         "xanchor": "left", "ypad": 0, "tickfont": {"size": 11}}}
+    # the bar stands between the panels: outside, plotly moves the titles
+    cells_of = heat([str(at) for at in steps], layers, values, bar={"x": 0.565, "xanchor": "left"},
+                    text=words, texttemplate="%{text}", customdata=hover,
+                    hovertemplate=f"%{{y}}, step %{{x}}<br>{what}: %{{customdata}}"
+                    f"<extra></extra>")
     shown = _chosen(list(cells.values()), layer, step)
     row, column = layers.index(shown.layer), steps.index(shown.step)
     frame = box(column - 0.5, column + 0.5, row - 0.5, row + 0.5, edge=WARNING, width=2.5)
     counts, powers, window, notes = _histogram(shown, recipe)
     return figure(
-        [heat, counts], title, height=max(420, 150 + 22 * len(layers)), showlegend=False,
+        [cells_of, counts], title, height=max(420, 150 + 22 * len(layers)), showlegend=False,
         margin={"t": 64 + 28 * bool(title)}, shapes=[frame, *window],
-        annotations=[note(what.title, 0, 1.02, xref="x domain", yref="y domain"), *notes],
+        annotations=[note(what, 0, 1.02, xref="x domain", yref="y domain"), *notes],
         xaxis=axis("step", domain=[0, 0.56], type="category", showgrid=False),
         yaxis={**NAMES, "type": "category"},
         xaxis2=axis("log2 |x|", domain=[0.68, 0.98], anchor="y2", **powers),
@@ -121,21 +96,20 @@ def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[d
                      [100 * sample.exponents[e] / total for e in exponents], "", COLOURS[0],
                      xaxis="x2", yaxis="y2", width=1, hover="2^%{x}: %{y:.3g}%")
     panel = {"xref": "x2 domain", "yref": "y2 domain"}
-    head = (f"<b>{escape(sample.layer)}</b><br>"
-            f"{escape(sample.role)}, step {sample.step}: % of elements")
+    head = note(f"<b>{escape(sample.layer)}</b><br>{escape(sample.role)}, step {sample.step}: % of "
+                f"elements", 0, 1.02, **panel, align="left", font={"size": 12})
     if quality is None:
-        return counts, {}, [], [
-            note(head, 0, 1.02, **panel, align="left", font={"size": 12}),
-            note(f"{sample.nonfinite:,} NaN or Inf", 0.5, 0.5, "center middle", **panel,
-                 font={"color": FAINT})]
-    head += f"<br>shaded: {escape(sample.cast['format'] if recipe == AS_RUN else recipe)}"
+        words = f"{sample.nonfinite:,} NaN or Inf"
+        return counts, {}, [], [head, note(words, 0.5, 0.5, "center middle", **panel,
+                                           font={"color": FAINT})]
+    shaded = sample.cast["format"] if recipe == AS_RUN else recipe
+    head["text"] += f"<br>shaded: {escape(shaded)}"
     low, high = quality.window
     inside = {"xref": "x2", "yref": "y2 domain"}
     window = [box(low, high, 0, 1, fill=COLOURS[1], opacity=0.28, layer="below", **inside),
               *(rule(x=x, colour=INK, **inside) for x in (low, high))]
     reach = [max(min(low, *exponents), high - 48) - 1, max(high, *exponents) + 2]
-    return counts, {"range": reach}, window, [
-        note(head, 0, 1.02, **panel, align="left", font={"size": 12})]
+    return counts, {"range": reach}, window, [head]
 
 
 def quality_table(sample: Any) -> str:
