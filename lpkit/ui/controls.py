@@ -87,7 +87,7 @@ class Explorer(Stored, widgets.VBox):
         try:
             shown = self.show(**self.choices)
         except ConfigError as error:
-            self.message.value = f"<div role='alert' style='{ALERT}'>{escape(str(error))}</div>"
+            self.message.value = f'<div role="alert" style="{ALERT}">{escape(str(error))}</div>'
             self.message.layout.display = None
             return
         spec, self.table.value = shown if isinstance(shown, tuple) else (shown, "")
@@ -156,7 +156,7 @@ class Question(widgets.VBox):
 
     def __init__(self, question: str, answer: widgets.Widget, value: float | str):
         style = f"font:600 14px {FONT};color:{INK};line-height:1.5"
-        text = widgets.HTML(f"<div style='{style}'>{escape(question)}</div>")
+        text = widgets.HTML(f'<div style="{style}">{escape(question)}</div>')
         super().__init__([text, answer], layout={"padding": "4px 12px"}, value=value)
 
     def _repr_mimebundle_(self, **kwargs) -> dict:

@@ -42,6 +42,7 @@ GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)"
          "dollars": axis("US dollars", **LOGARITHMIC)}
 SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
 EVERY = "every machine"
+View = Callable[..., tuple[dict, str]]      # for an Explorer: a figure, and a table
 
 
 # Layouts.
@@ -63,10 +64,8 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
 
 
-def layouts_view(found: Plan) -> tuple[Callable[[Option], tuple[dict, str]],
-                                       dict[str, widgets.Dropdown]]:
-    """A function for an Explorer, and its control: one layout of a plan, its rows open to formula
-    and source.
+def layouts_view(found: Plan) -> tuple[View, dict[str, widgets.Dropdown]]:
+    """One layout of a plan, its rows open to formula and source.
 
     show, controls = layouts_view(found); Explorer(show, **controls)
     """
@@ -335,10 +334,8 @@ def _facts(point: Point) -> str:
                         point.facts.get("note", point.where)])
 
 
-def frontier_view(points: Sequence[Point],
-                  ) -> tuple[Callable[..., tuple[dict, str]], dict[str, list]]:
-    """A function for an Explorer, and its controls: which machine, and at most how many dollars and
-    days.
+def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
+    """Which machine, and at most how many dollars and days.
 
     show, controls = frontier_view(points); Explorer(show, **controls)
     """

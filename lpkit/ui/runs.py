@@ -146,7 +146,7 @@ class LiveRun(Stored, widgets.VBox):
         if state == "failed":
             words = str(self.handle.error)
         colour = STATE_COLOURS.get(state, INK)
-        self.status.value = (f"<div style='{STATUS}'><b style='color:{colour}'>{state}</b>&ensp;"
+        self.status.value = (f'<div style="{STATUS}"><b style="color:{colour}">{state}</b>&ensp;'
                              f"{escape(words)}</div>")
         ending = self._stopping or self.handle.done
         self.stop_button.disabled = self.pause_button.disabled = ending
