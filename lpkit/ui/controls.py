@@ -51,7 +51,7 @@ class Explorer(Stored, widgets.VBox):
             self.controls[name].value = value
         for control in self.controls.values():
             control.observe(self._changed, names="value")
-        self.figure = Figure(max_hz=60)   # the browser draws only the latest anyway
+        self.figure = Figure()
         self.table = widgets.HTML(layout={"flex": "0 1 auto", "margin": "8px 0 0 0"})
         self.message = widgets.HTML(layout={"display": "none"})
         panel = widgets.GridBox(list(self.controls.values()), layout={
@@ -91,8 +91,7 @@ class Explorer(Stored, widgets.VBox):
             self.message.layout.display = None
             return
         spec, self.table.value = shown if isinstance(shown, tuple) else (shown, "")
-        self.figure.update(spec)
-        self.figure.flush()
+        self.figure.show(spec)
         self.message.layout.display = "none"
         self.table.layout.display = None if self.table.value else "none"
 

@@ -86,8 +86,9 @@ class Figure(Stored, anywidget.AnyWidget):
     """A live plotly figure. `Figure(spec)` takes {"data": [...], "layout": {...}} or a
     `plotly.graph_objects.Figure`.
 
-    figure.update(spec)   replace it, in one message; from any thread. What comes faster than
-                          `max_hz` is coalesced: the latest wins, and the last always arrives
+    figure.show(spec)     replace it, in one message; from any thread
+    figure.update(spec)   the same, but what comes faster than `max_hz` is coalesced: the latest
+                          wins, and the last always arrives
     figure.clicked        {"curve", "x", "y"} of the point that was clicked last: observe it
     figure.spec           what is shown: plain lists and numbers, in the house style, at most 5000
                           points per trace (a longer line keeps its ends and the extremes of every
@@ -101,12 +102,15 @@ class Figure(Stored, anywidget.AnyWidget):
     library = traitlets.Instance(Library).tag(sync=True, **widgets.widget_serialization)
 
     def __init__(self, spec: Any = None, *, max_hz: float = 8.0):
-        self._updates = Throttle(self._show, max_hz=max_hz)
+        self._updates = Throttle(self.show, max_hz=max_hz)
         super().__init__(spec=plain(spec or {}), library=library(), layout={"width": "100%"})
 
     @property
     def figure(self) -> "Figure":
         return self
+
+    def show(self, spec: Any) -> None:
+        self.spec = plain(spec)
 
     def update(self, spec: Any) -> None:
         self._updates(spec)
@@ -114,9 +118,6 @@ class Figure(Stored, anywidget.AnyWidget):
     def flush(self) -> None:
         """Show what `update` still holds back."""
         self._updates.flush()
-
-    def _show(self, spec: Any) -> None:
-        self.spec = plain(spec)
 
 
 def plain(spec: Any) -> dict:

@@ -98,8 +98,7 @@ class LiveRun(Stored, widgets.VBox):
             widgets.Button(description=word, icon=word.lower(), layout={"width": "104px"})
             for word in ("Pause", "Stop"))
         self.stop_button.tooltip = "stop after this step and keep a checkpoint"
-        # throttled here, so that a spec that is not shown is not made
-        self.figure = Figure(max_hz=60)
+        self.figure = Figure()
         bar = widgets.HBox(
             [self.status, self.pause_button, self.stop_button],
             layout={"width": "100%", "align_items": "center", "padding": "4px 12px"})
@@ -107,6 +106,7 @@ class LiveRun(Stored, widgets.VBox):
         self.pause_button.on_click(self._pause)
         self.stop_button.on_click(self._stop)
         self._show()
+        # throttled here, so that a spec that is not shown is not made
         self._changed = throttle(self._show, max_hz=8.0)
         handle.subscribe(self._changed)
         handle.on_done(self._done)
@@ -135,8 +135,7 @@ class LiveRun(Stored, widgets.VBox):
         return "paused" if self._paused else "running"
 
     def _show(self, _record: Any = None) -> None:
-        self.figure.update(self._spec())
-        self.figure.flush()
+        self.figure.show(self._spec())
         self._say()
 
     def _say(self) -> None:
