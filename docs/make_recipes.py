@@ -82,7 +82,7 @@ def plain_panel(title: str, x: Tensor, recipe: Recipe, factor: float = 1.0) -> P
 
 
 def _panels_fp16(recipe: Recipe) -> list[Panel]:
-    scale, g = recipe.loss_scaling.initial, gaussian() * GRADIENT
+    scale, g = recipe.loss_scaling.loss_scale, gaussian() * GRADIENT
     return [plain_panel("x of y = x w^T", with_outlier(), recipe),
             plain_panel(f"gradients of about 2^{math.log2(GRADIENT):.0f}, as they are", g, recipe),
             plain_panel(f"the same gradients, with a loss scale of {scale:,.0f}", g, recipe, scale)]
@@ -294,10 +294,10 @@ def facts(recipe: Recipe) -> str:
     if recipe.high_precision_layers:
         parts.append(f"In 16 bits stay: {', '.join(recipe.high_precision_layers)}.")
     if recipe.delayed:
-        parts.append(f"The scale is made from the {recipe.delayed.rule} of {recipe.delayed.history} earlier amaxes, "
+        parts.append(f"The scale is made from the {recipe.delayed.history_rule} of {recipe.delayed.history} earlier amaxes, "
                      f"with a margin of {recipe.delayed.margin}.")
     if recipe.loss_scaling:
-        parts.append(f"The loss is scaled by {recipe.loss_scaling.initial:,.0f} at first; {recipe.loss_scaling.growth_steps} "
+        parts.append(f"The loss is scaled by {recipe.loss_scaling.loss_scale:,.0f} at first; {recipe.loss_scaling.growth_steps} "
                      f"updates without an overflow double it.")
     return " ".join(parts)
 

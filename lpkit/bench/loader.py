@@ -7,6 +7,7 @@ draws with replacement, and both of its usual settings of num_workers race. All 
 (B, T) int64 tensors.
 """
 
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -82,7 +83,7 @@ def _race(path: Path, B: int, T: int, rounds: int) -> list[Result]:
 
     # Samples long enough that the batches which workers fetched during the others' turns hardly
     # count.
-    return race("loader", ours=policy.batches().__next__, peers=peers, check=check,
+    return race("loader", ours=map(policy.batch, itertools.count()).__next__, peers=peers, check=check,
                 target=dict.fromkeys(peers, DATALOADER_TARGET) | {LOOP: LOOP_TARGET},
                 case=f"{B}x{T}", rounds=rounds, sample_seconds=0.05, packages=PACKAGES)
 

@@ -47,7 +47,7 @@ from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
-from lpkit.training.runs import read_metrics
+from lpkit.training.runs import read_lines
 from lpkit.training.training import Training
 
 FILE = "telemetry.jsonl"
@@ -387,7 +387,7 @@ def read(path: str | Path) -> list[Sample]:
     if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps "
                           f"for example")
-    samples = map(Sample.from_dict, read_metrics(file))
+    samples = map(Sample.from_dict, read_lines(file))
     last = {(sample.step, sample.layer, sample.role): sample for sample in samples}
     return sorted(last.values(), key=lambda sample: sample.step)
 

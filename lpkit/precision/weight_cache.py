@@ -22,7 +22,7 @@ from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend
 from lpkit.precision.linear import Arithmetic, scaled_linears
 from lpkit.precision.scaled import Scaled
-from lpkit.techniques.recipes import FLOAT32_BYTES, SCALES, Recipe
+from lpkit.techniques.recipes import SCALES, Recipe
 
 CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 
@@ -121,10 +121,10 @@ def weight_cache_bytes(recipe: Recipe, arithmetic: Arithmetic, N: int, K: int,
         operands.append((recipe.y[1], N, K))
     if recipe.dx is not None and not (recipe.dx[1].transposes and (recipe.dx[1], N, K) in operands):
         operands.append((recipe.dx[1], K, N))
-    total = 0
+    total, float32 = 0, torch.float32.itemsize
     for cast, rows, columns in operands:
         value, scale = arithmetic.held(cast, dtype)
         blocks = rows // (cast.block[0] or rows) * (columns // (cast.block[1] or columns))
-        total += rows * columns * value + (blocks * scale if scale else FLOAT32_BYTES)
-        total += FLOAT32_BYTES * (SCALES[cast.scale].levels - 1)
+        total += rows * columns * value + (blocks * scale if scale else float32)
+        total += float32 * (SCALES[cast.scale].levels - 1)
     return total

@@ -90,10 +90,8 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every step that was reported. A last line torn by a kill is left out."""
-        path = self.path / METRICS
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """Every step that was reported."""
+        return read_lines(self.path / METRICS)
 
     def _json(self, name: str) -> Any:
         path = self.path / name
@@ -101,6 +99,12 @@ class Run:
 
     def _repr_html_(self) -> str:
         return html_table((), described({"run_dir": str(self.path), **self.summary}), prose=1)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON, a line each; of a missing file none. A last line torn by a kill is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:

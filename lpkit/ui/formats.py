@@ -1,7 +1,7 @@
 """Number formats, drawn: one value among its neighbours, every format's range and gaps, where
 tensors lie in them; scaling recipes around an outlier; what mixed precision and few bits lose.
 
-A format here is anything with the fields of `lpkit.precision.formats.Format`; values and counts
+A format here is anything with the fields of `lpkit.techniques.formats.Format`; values and counts
 come from the notebook. Every figure is a plotly spec.
 """
 
