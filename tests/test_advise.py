@@ -9,7 +9,7 @@ import pytest
 from lpkit.cli import main
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost
+from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.flops import Product
 from lpkit.predict.precision import amdahl, memory_change, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency, product_seconds
@@ -18,7 +18,6 @@ from lpkit.studies.advice import (
     MIN_WORTHWHILE_SPEEDUP,
     advise,
     claims,
-    describe,
     in_emulation,
     measure,
     recall,
@@ -180,7 +179,7 @@ def test_bytes_are_those_of_the_linear_itself():
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
             layer(torch.randn(M, K, requires_grad=True))
-        recipe = in_emulation(describe(name, RECIPES[name], Config()), RECIPES[name], "bf16")
+        recipe = in_emulation(on_hardware(name, RECIPES[name], Config().model), RECIPES[name], "bf16")
         change = memory_change(recipe, {linear(M, N, K): 1})
         assert sum(held.values()) == pytest.approx(2 * (M * K + N * K) + sum(change.values()), abs=16)
 
@@ -192,7 +191,7 @@ def test_histories_are_counted_and_weights_are_not():
 
 
 def test_layers_that_are_kept_stay():
-    row = describe("nvfp4", RECIPES["nvfp4"], Config())
+    row = on_hardware("nvfp4", RECIPES["nvfp4"], Config().model)
     assert row.kept == {"head": 1, "attention.qkv": 1, "attention.out": 1, "mlp.up": 1, "mlp.down": 1} and row.dtype == "fp4"
     cost = step_cost(Config(), row, CATALOGUE["b200"])
     assert {one.name: one.calls for one in cost.linears} == dict.fromkeys(("attention.qkv", "attention.out", "mlp.up", "mlp.down"), 3)

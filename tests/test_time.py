@@ -8,18 +8,19 @@ import pytest
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.predict.casts import Recipe, low_recipe
+from lpkit.predict.casts import Recipe, on_hardware
 from lpkit.predict.flops import forward_flops, products, training_flops
-from lpkit.predict.ledger import PRECISIONS
 from lpkit.predict.links import Link, link
 from lpkit.predict.precision import step_cost
 from lpkit.predict.published import calibrated, published, published_table
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
 from lpkit.predict.time import PHASES, bill, calibrate, rank_products, step_floor, step_time
 from lpkit.presets import PRESETS, preset
+from lpkit.studies.advice import advise
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.recipes import RECIPES
 
 H100 = CATALOGUE["h100"]
 SMALL = preset("gpt2-124m")
@@ -65,9 +66,21 @@ def test_one_device_is_the_sum_that_advise_makes():
     step, cost = step_time(SMALL, H100, precision="bf16"), step_cost(SMALL, Recipe(name="bf16", dtype="bf16"), H100)
     assert cost.rest_seconds == {row.name: row.seconds for row in step.rows}
     assert step.step_seconds == cost.base_step_seconds == cost.step_seconds and cost.speedup == 1
-    low = step_cost(SMALL, low_recipe("fp8-tensorwise", PRECISIONS["fp8-tensorwise"], SMALL.model), H100)
+    low = step_cost(SMALL, on_hardware("fp8-tensorwise", RECIPES["fp8-tensorwise"], SMALL.model), H100)
     assert low.step_seconds == step_time(SMALL, H100, precision="fp8-tensorwise").step_seconds
     assert low.base_step_seconds == step.step_seconds
+
+
+@pytest.mark.parametrize("settings", [
+    {"name": "fp8-tensorwise", "high_precision_layers": "first,last,head"},
+    {"name": "fp8-tensorwise", "high_precision_layers": "blocks.*.mlp.down"},
+    {"name": "fp8-tensorwise", "high_precision_layers": "none"},
+    {"name": "fp8-tensorwise", "transform": "hadamard"}], ids=str)
+def test_settings_of_a_recipe_cost_the_same_wherever_they_are_asked(settings):
+    config = SMALL.replace({"precision.recipe": settings})
+    (plan,) = advise(config, H100, recipes=[settings["name"]], base="bf16").plans
+    named = SMALL.replace({"precision.recipe": settings["name"]})
+    assert plan.cost.step_seconds == step_time(config, H100).step_seconds != step_time(named, H100).step_seconds
 
 
 def test_a_recipe_makes_its_linears_faster_and_pays_for_casts():

@@ -9,17 +9,19 @@ The passes of each cast are those of torchao's own roofline
 (torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.
 """
 
-import itertools
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lpkit.config import ModelConfig
 from lpkit.predict.flops import Product
 from lpkit.predict.params import of
-from lpkit.predict.recipes import BF16, FP32, Precision
+from lpkit.predict.recipes import BF16, FP32
 from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import PRODUCTS
+from lpkit.techniques.recipes import PRODUCTS, kept, scale_bytes
+from lpkit.techniques.recipes import Recipe as Row
 
 ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
 COALESCED = 32                      # columns that a kernel reads together as it walks down one
@@ -72,27 +74,23 @@ class Recipe:
         return pair and pair[PRODUCTS[product].index(tensor)]
 
 
-def on_hardware(name: str, dtype: str, casts: Mapping[str, tuple[Operand, Operand]], *,
-                history: int = 0, kept: Mapping[str, int]) -> Recipe:
-    """A recipe whose products run in `dtype` itself."""
-    share = 1.0
-    for operand in itertools.chain(*casts.values()):
-        if operand.block != (0, 0) and operand.scale_bytes == FP32:
-            share = FINE_SHARE.get(dtype, 1.0)
-    return Recipe(name=name, dtype=dtype, casts=casts, history=history, kept=kept,
-                  result_bytes=RESULT_BYTES.get(dtype, BF16), product_share=share)
-
-
-def low_recipe(name: str, p: Precision, m: ModelConfig) -> Recipe:
-    """The casts of a precision. Gradients are cast as activations are."""
-    low = p.low
-    x, w = (Operand(bits=low.bits, block=block, scale_bytes=low.scale_bytes,
-                    transposes=block[0] == block[1]) for block in (low.x, low.w))
-    kept = {"head": 1}
-    if "last" in low.keep:
-        kept |= dict.fromkeys((op.name for op in of(m).linears), 1)
-    return on_hardware(name, p.dtype, {"y": (x, w), "dx": (x, w), "dw": (x, x)},
-                       history=low.history, kept=kept)
+@functools.cache
+def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
+    """The casts of a row, `name`, on hardware that multiplies its dtype. Raises ConfigError for a
+    layer that is to stay in 16 bits and matches no Linear of the model."""
+    linears = [op.name for op in of(m).linears]
+    names = {f"blocks.{i}.{linear}": linear for i in range(m.L) for linear in linears}
+    names["head"] = "head"
+    stay = Counter(names[full] for full in kept(names, row.high_precision_layers))
+    casts, share = {}, 1.0
+    for product, pair in row.products.items():
+        casts[product] = tuple(Operand(bits=cast.bits, block=cast.block, transposes=cast.transposes,
+                                       scale_bytes=scale_bytes(cast)) for cast in pair)
+        if any(cast.block != (0, 0) and scale_bytes(cast) == FP32 for cast in pair):
+            share = FINE_SHARE.get(row.dtype, 1.0)
+    return Recipe(name=name, dtype=row.dtype, casts=casts, kept=stay, product_share=share,
+                  history=row.delayed.history if row.delayed else 0,
+                  result_bytes=RESULT_BYTES.get(row.dtype, BF16))
 
 
 @dataclass(frozen=True, kw_only=True)

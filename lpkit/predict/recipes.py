@@ -147,11 +147,16 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
                    low=low_of(recipe), what=f"float32 weights, products under {name}")
 
 
+def row_of(config: Config, name: str) -> Recipe:
+    """The row `name`, as the settings of `config` change it where it is the recipe asked for."""
+    asked = config.precision.recipe
+    return resolve(asked if asked.name == name else name)
+
+
 def stored(config: Config, name: str) -> Precision:
     """A row of PRECISIONS, as `config` stores parameters and as its settings change the recipe."""
-    asked = config.precision.recipe
-    if asked.name == name:
-        p = precision_of_recipe(name, resolve(asked))
+    if config.precision.recipe.name == name:
+        p = precision_of_recipe(name, row_of(config, name))
     else:
         p = pick(PRECISIONS, name, "precision")
     row = PARAM_DTYPE[config.memory.param_dtype.name]

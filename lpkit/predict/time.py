@@ -30,11 +30,11 @@ from typing import Any
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import flops
-from lpkit.predict.casts import Recipe, linear_seconds, low_recipe
+from lpkit.predict.casts import Recipe, linear_seconds, on_hardware
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.params import parameters
-from lpkit.predict.recipes import PRECISIONS, Precision, stored
+from lpkit.predict.recipes import PRECISIONS, Precision, row_of, stored
 from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import MicroBatch, Op, operations
@@ -183,7 +183,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     s, pieces = on_device(config, on, layout, p)
     if recipe is None and p.low is not None:
         on.peak_flops(p.dtype)      # refuses a machine that lacks it
-        recipe = low_recipe(precision, p, m)
+        recipe = on_hardware(precision, row_of(config, precision), m)
         p = replace(p, dtype=BASE)
     if efficiency.flat is None:
         moved = find(optimizer or config.optimizer.name).moved_bytes(

@@ -20,7 +20,6 @@ import json
 import re
 import statistics
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -32,18 +31,17 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
-from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
+from lpkit.predict.casts import FINE_SHARE, Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
 from lpkit.predict.flops import Product
-from lpkit.predict.params import of
 from lpkit.predict.precision import StepCost, emulated, step_cost
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import RECIPES, SCALES, kept, resolve, scale_bytes
+from lpkit.techniques.recipes import RECIPES, SCALES, resolve
 from lpkit.techniques.recipes import Recipe as Row
 
 BASES = ("bf16", "fp16", "fp32")
@@ -51,8 +49,6 @@ BASES = ("bf16", "fp16", "fp32")
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 MEASURED = resource("data/measured")
-# a recipe's dtype, by the name of its row in a datasheet
-CATALOGUED = {"mxfp8": "fp8", "nvfp4": "fp4"}
 # traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log,
 # rowwise
 EAGER_CAST_TRAFFIC = 12
@@ -158,21 +154,6 @@ def _signed(nbytes: float) -> str:
     return f"{'-' if nbytes < 0 else '+'}{quantity(abs(nbytes), 'bytes')}" if nbytes else "0"
 
 
-def describe(name: str, row: Row, config: Config) -> Recipe:
-    """A row of `recipes` in the words of the formulas, as hardware runs it. Raises ConfigError for
-    a `keep` that matches no Linear."""
-    linears = [op.name for op in of(config.model).linears]
-    names = {f"blocks.{i}.{linear}": linear for i in range(config.model.L) for linear in linears}
-    names["head"] = "head"
-    stay = Counter(names[full] for full in kept(names, row.high_precision_layers))
-    casts = {}
-    for product, pair in row.products.items():
-        casts[product] = tuple(Operand(bits=cast.bits, block=cast.block, transposes=cast.transposes,
-                                       scale_bytes=scale_bytes(cast)) for cast in pair)
-    return on_hardware(name, CATALOGUED.get(row.dtype, row.dtype), casts, kept=dict(stay),
-                       history=row.delayed.history if row.delayed else 0)
-
-
 def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
     """As `backends.Emulated` runs it: values in 16 bits, scales multiplied into them where that is
     exact, and float32 products where float32 scales vary inside the sum."""
@@ -224,7 +205,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
 
 def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficiency: Efficiency,
           recorded: Mapping[str, tuple[float, str]]) -> Plan:
-    recipe = describe(name, row, config)
+    recipe = on_hardware(name, row, config.model)
     # a machine that was measured here has no row
     known = on.name if on.name in matrix.CAPABILITY else "cpu"
     cells = [cell for cell in matrix.by_rule(known)
@@ -437,8 +418,8 @@ def claims() -> Comparison:
     FP8 efficiency, both of rowwise together `casts.FINE_SHARE`."""
     tensorwise = replace(_TENSORWISE, kept={"head": 1})
     row = Operand(bits=8, block=(1, 0))
-    rowwise = on_hardware("rowwise", "fp8", dict.fromkeys(tensorwise.casts, (row, row)),
-                          kept={"head": 1})
+    rowwise = replace(tensorwise, casts=dict.fromkeys(tensorwise.casts, (row, row)),
+                      product_share=FINE_SHARE["fp8"])
     nanochat = Config(global_batch=16, model=ModelConfig(
         layers=26, width=1664, heads=13, vocab=32_768, context=2048, tied=False))
     llama = Config(global_batch=1, model=ModelConfig(
