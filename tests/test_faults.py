@@ -194,10 +194,10 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
 # ---- on real runs ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, layer", [("stale-amax", "blocks.0.mlp.down"), ("zero-amax-block", "blocks.1.mlp.up")])
-def test_bisect_finds_what_was_planted(fault, layer):
+@pytest.mark.parametrize("fault, layer, warm_steps", [("stale-amax", "blocks.0.mlp.down", 150), ("zero-amax-block", "blocks.1.mlp.up", 60)])
+def test_bisect_finds_what_was_planted(fault, layer, warm_steps):
     """After 150 steps every seed loses to a stale amax; after 60 one in three does not."""
-    found = bisect(TINY, Injection(fault=fault, layers=(layer,)), seeds=2, warm_steps=150, steps=6)
+    found = bisect(TINY, Injection(fault=fault, layers=(layer,)), seeds=2, warm_steps=warm_steps, steps=6)
     assert {name for name, _ in found.culprits} == {layer} and found.certainty != "low"
 
 

@@ -22,8 +22,8 @@ SHOWN = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)
 COMMANDS = [line for line in SHOWN if line.startswith("lpkit ")]
 
 
-# Added to a command: the same work on less. Two sequences a step instead of 16, one timing each.
-LESS = {"train": ["--set", "global_batch=2"], "bench": ["--rounds", "1"]}
+# Added to a command: the same work on less. Two short sequences a step instead of 16, one timing each.
+LESS = {"train": ["--set", "global_batch=2", "--set", "model.context=64"], "bench": ["--rounds", "1"]}
 
 
 @pytest.mark.slow

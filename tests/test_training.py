@@ -314,11 +314,11 @@ def test_a_series_goes_on_after_any_failed_run(tiny, tmp_path, monkeypatch):
 def test_peak_memory_is_that_of_the_run(tiny, tmp_path):
     if not hardware.reset_peak("cpu"):
         pytest.skip("this system does not let a process reset its peak")
-    big = torch.ones(400_000_000)      # 1.6 GB
+    big = torch.ones(100_000_000)      # 400 MB
     held = hardware.peak_bytes("cpu")
     del big
     run = train(tiny.replace({"steps": 2}), out=tmp_path / "run")
-    assert run.summary["peak_bytes"] < held - 1.2e9
+    assert run.summary["peak_bytes"] < held - 0.3e9
 
 
 def test_a_series_names_the_run_at_hand(tiny, tmp_path):

@@ -154,7 +154,8 @@ class Recipe(Row):
     @property
     def products(self) -> dict[str, Casts]:
         """The products that are cast."""
-        return {name: casts for name in PRODUCTS if (casts := getattr(self, name)) is not None}
+        found = {"y": self.y, "dx": self.dx, "dw": self.dw}
+        return {name: casts for name, casts in found.items() if casts is not None}
 
     @property
     def all_casts(self) -> list[Cast]:
