@@ -112,16 +112,16 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
 def test_the_search_finds_what_trying_everything_finds(memory_bytes):
     on = replace(CARD, memory_bytes=memory_bytes)
     found = plan(SMALL, 1e9, on, devices=8, precisions=["bf16-master"])
-    assert found.options[0].paid.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
+    assert found.options[0].bill.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
 
 
 def test_options_fit_are_ranked_and_within_the_limits():
     found = plan(LLAMA, 1e12, "h200", budget=1e6, deadline_seconds=30 * 86_400)
     assert len(found.options) > 10
-    times = [option.paid.seconds for option in found.options]
+    times = [option.bill.seconds for option in found.options]
     assert times == sorted(times) and times[-1] <= 30 * 86_400
     for option in found.options:
-        assert option.paid.cost <= 1e6 and option.held.peak_bytes <= USABLE_MEMORY_SHARE * 141e9
+        assert option.bill.cost <= 1e6 and option.memory.peak_bytes <= USABLE_MEMORY_SHARE * 141e9
         assert option.layout.devices == math.prod(getattr(option.layout, axis) for axis in
                                                   ("data", "shard", "tensor", "pipeline", "context"))
         check(LLAMA, option.layout)
@@ -139,12 +139,12 @@ def test_predict_and_plan_give_one_answer(precisions, settings):
     assert len(found.options) > 10
     for option in found.options:
         config = option.config
-        assert config.parallel == option.layout and config.grad_accum_steps == config.global_batch // option.step.sequences
+        assert config.parallel == option.layout and config.grad_accum_steps == config.global_batch // option.time.sequences
         said = predict(config, "h200")
         assert (said.devices, said.layout) == (64, option.layout)
-        assert said.memory == option.held and said.memory == memory(config, "h200", layout=option.layout)
-        assert said.step.rows == option.step.rows and said.step_seconds == option.step.step_seconds
-        assert step_time(config, "h200").step_seconds == option.step.step_seconds
+        assert said.memory == option.memory and said.memory == memory(config, "h200", layout=option.layout)
+        assert said.step.rows == option.time.rows and said.step_seconds == option.time.step_seconds
+        assert step_time(config, "h200").step_seconds == option.time.step_seconds
         assert Config.from_yaml(config.to_yaml()) == config
 
 
@@ -195,7 +195,7 @@ def test_flags_win_over_the_config(capsys):
 
 def test_with_a_deadline_alone_the_cheapest_comes_first():
     found = plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400)
-    costs = [option.paid.cost for option in found.options]
+    costs = [option.bill.cost for option in found.options]
     assert found.first == "cheapest" and costs == sorted(costs)
     assert found.options[0].layout.devices < max(option.layout.devices for option in found.options)
 
@@ -212,9 +212,9 @@ def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
 def test_what_is_not_feasible_says_by_how_much():
     found = plan(LLAMA, 1e12, "h200", budget=250_000, deadline_seconds=30 * 86_400)
     assert not found.options
-    cheapest = min((o for o in plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400).options), key=lambda o: o.paid.cost)
-    assert f"${cheapest.paid.cost:,.0f}" in found.sentence and "miss by" in found.sentence and "too long" in found.sentence
-    enough = plan(LLAMA, 1e12, "h200", budget=cheapest.paid.cost + 1, deadline_seconds=30 * 86_400)
+    cheapest = min((o for o in plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400).options), key=lambda o: o.bill.cost)
+    assert f"${cheapest.bill.cost:,.0f}" in found.sentence and "miss by" in found.sentence and "too long" in found.sentence
+    enough = plan(LLAMA, 1e12, "h200", budget=cheapest.bill.cost + 1, deadline_seconds=30 * 86_400)
     assert enough.options[0].layout == cheapest.layout
     few = plan(LLAMA, 1e12, "h200", devices=2)
     assert not few.options and few.refusals["memory"].layouts and "miss by" in few.sentence

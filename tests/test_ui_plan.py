@@ -42,21 +42,21 @@ def test_the_stairs_end_at_the_peak_and_at_the_step(found):
     for option in found.options[:6]:
         spec = json.loads(json.dumps(option_figure(option, found), allow_nan=False))
         memory_stairs, *times = spec["data"]
-        assert max(ends(memory_stairs)) == pytest.approx(option.held.peak_bytes)
+        assert max(ends(memory_stairs)) == pytest.approx(option.memory.peak_bytes)
         shown = [trace for trace in times if "hidden" not in trace["name"]]
-        assert max(max(ends(trace)) for trace in shown) == pytest.approx(option.step.step_seconds)
-        assert sum(sum(trace["x"]) for trace in shown) == pytest.approx(option.step.step_seconds)
+        assert max(max(ends(trace)) for trace in shown) == pytest.approx(option.time.step_seconds)
+        assert sum(sum(trace["x"]) for trace in shown) == pytest.approx(option.time.step_seconds)
         hidden = [x for trace in times if "hidden" in trace["name"] for x in trace["x"]]
-        assert sum(hidden) == pytest.approx(sum(row.hidden_seconds for row in option.step.rows))
+        assert sum(hidden) == pytest.approx(sum(row.hidden_seconds for row in option.time.rows))
         assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [80e9, USABLE_MEMORY_SHARE * 80e9]
 
 
 def test_every_row_opens_to_its_formula_and_source(found):
     for option in found.options[:6]:
         page = html.unescape(re.sub(r"</?a[^>]*>", "", opened(option)))
-        assert page.count("<details") == len(option.held.rows) + len(option.step.rows)
+        assert page.count("<details") == len(option.memory.rows) + len(option.time.rows)
         assert page.count("<details open") == 2
-        for row in (*option.held.rows, *option.step.rows):
+        for row in (*option.memory.rows, *option.time.rows):
             assert row.formula in page and row.source in page
     piped = next(option for option in found.options if option.layout.pipeline > 1)
     assert "href='https://arxiv.org/abs/2104.04473'>https" in opened(piped)
@@ -118,8 +118,8 @@ def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():
     assert [one.name for one in made] == ["llama-70b, 100B tokens, 64 h200", "llama-70b, 1.00T tokens, 64 h200"]
     assert {one.config for one in made} == {best.config} and best.config.parallel == best.layout
     held = memory(made[0].config, "h200")
-    assert held.peak_bytes == best.held.peak_bytes <= USABLE_MEMORY_SHARE * H200.memory_bytes
+    assert held.peak_bytes == best.memory.peak_bytes <= USABLE_MEMORY_SHARE * H200.memory_bytes
     point = triangle(made)[1]
-    assert point.values["days"] == pytest.approx(best.paid.seconds / 86_400)
-    assert point.values["dollars"] == pytest.approx(best.paid.cost)
+    assert point.values["days"] == pytest.approx(best.bill.seconds / 86_400)
+    assert point.values["dollars"] == pytest.approx(best.bill.cost)
     assert len(frontier(triangle(made), least=("days", "loss", "dollars"))) == 2

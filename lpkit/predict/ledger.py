@@ -131,11 +131,11 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
     chosen, _ = blocks.choose_attention(attention or config.model.attention, device=on.kind,
-                                        low_precision=p.compute < FP32, context=config.model.T)
+                                        low_precision=p.compute_bytes < FP32, context=config.model.T)
     pick(blocks.ATTENTION, chosen, "model.attention")
     sequences, pieces = micro_batch(config, layout.batch_ranks)
-    return MicroBatch(model=config.model, batch=sequences, compute_bytes=p.compute, kind=on.kind,
-                      residual_bytes=p.stream, attention=chosen, **sizes), pieces
+    return MicroBatch(model=config.model, batch=sequences, compute_bytes=p.compute_bytes, kind=on.kind,
+                      residual_bytes=p.residual_bytes, attention=chosen, **sizes), pieces
 
 
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
@@ -160,8 +160,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     asked = config.precision.recipe.name
     p = stored(config, precision or ("bf16" if asked == "auto" else asked))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
-    if layout.zero == 3 and layout.state_ranks > 1 and p.compute < p.stream:
-        p = replace(p, stream=p.compute)
+    if layout.zero == 3 and layout.state_ranks > 1 and p.compute_bytes < p.residual_bytes:
+        p = replace(p, residual_bytes=p.compute_bytes)
     operand_bytes = None
     if p.low:
         p = replace(p, low=replace(p.low, native=on.kind == "gpu" and p.dtype in on.flops))
@@ -245,14 +245,14 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         activations = dict.fromkeys(IN_BACKWARD, waits) | activations
     if sharded:
         block = inside / layers
-        own, reduced = block * p.compute, block * (FP32 + (p.compute if p.compute < FP32 else 0))
+        own, reduced = block * p.compute_bytes, block * (FP32 + (p.compute_bytes if p.compute_bytes < FP32 else 0))
         each = keep.again_bytes if layers - 1 in again else keep.block_bytes
         # The first block has its gradients; or they are on their way, in float32 too, while the
         # next one is at work.
         late = layers > 1 and reduced - own > each
         activations[walk.LAST] = activations.get(walk.LAST, 0) - late * each
-        row("gathered weights", dict.fromkeys(z.most, tables * p.compute) |
-            dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * p.compute),
+        row("gathered weights", dict.fromkeys(z.most, tables * p.compute_bytes) |
+            dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * p.compute_bytes),
             "all outside the blocks, and the block at work, whole, in the compute dtype", FSDP)
         row("communication buffers", {walk.LAST: reduced if late else own, walk.FIRST: reduced,
                                       walk.EMBED: tables * FP32},

@@ -58,19 +58,19 @@ class Option:
     precision: str
     optimizer: str
     recompute: str
-    held: Memory
-    step: StepTime
-    paid: Bill
+    memory: Memory
+    time: StepTime
+    bill: Bill
 
     @property
     def order(self) -> tuple:
         """Soonest, then cheapest, then the fewest axes."""
         axes = sum(getattr(self.layout, axis) > 1 for axis in AXES)
-        return (self.paid.seconds, self.paid.cost or 0.0, axes)
+        return (self.bill.seconds, self.bill.cost or 0.0, axes)
 
     @property
     def price_order(self) -> tuple:
-        return (self.paid.cost or self.paid.device_hours, *self.order)
+        return (self.bill.cost or self.bill.device_hours, *self.order)
 
     @property
     def config(self) -> Config:
@@ -83,7 +83,7 @@ class Option:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; every row with its formula and source."""
-        held, step = self.held, self.step
+        held, step = self.memory, self.time
         peak = held.at(held.peak_moment)
         return {
             "devices": self.layout.devices, **asdict(self.layout), "precision": self.precision,
@@ -91,7 +91,7 @@ class Option:
             "sequences": step.sequences, "micro_batches": step.micro_batches,
             "peak_bytes": held.peak_bytes, "peak_moment": held.peak_moment,
             "step_seconds": step.step_seconds, "tokens_per_second": step.tokens_per_second,
-            "mfu": step.mfu, **self.paid.to_dict(),
+            "mfu": step.mfu, **self.bill.to_dict(),
             "memory_rows": [{"name": row.name, "bytes": row.bytes, "at_peak": row.name in peak,
                              "formula": row.formula, "source": row.source} for row in held.rows],
             "time_rows": [row.to_dict() for row in step.rows]}
@@ -166,8 +166,8 @@ class Plan:
                         "usable_bytes": USABLE_MEMORY_SHARE * m.memory_bytes,
                         "price_per_hour": m.price_per_hour, "watts": m.watts, "source": m.source,
                         "price_source": m.price_source, "network": m.network},
-            "factor": best.step.factor if best else 1.0,
-            "efficiency": best and asdict(best.step.efficiency)}
+            "factor": best.time.factor if best else 1.0,
+            "efficiency": best and asdict(best.time.efficiency)}
 
     def rank(self, first: str) -> None:
         """The soonest or the cheapest first."""
@@ -243,12 +243,12 @@ class Plan:
             self.refusals["memory"].add(excess, words)
             return
         best = min(found, key=attrgetter("order"))
-        late, over = best.paid.seconds - self.deadline, (best.paid.cost or 0.0) - self.budget
+        late, over = best.bill.seconds - self.deadline, (best.bill.cost or 0.0) - self.budget
         if late > 0:
-            words = f"take {duration(best.paid.seconds)}, {duration(late)} too long"
+            words = f"take {duration(best.bill.seconds)}, {duration(late)} too long"
             self.refusals["deadline"].add(late, f"{devices} ({best.layout}) {words}")
         elif over > 0:
-            words = f"cost ${best.paid.cost:,.0f}, ${over:,.0f} too much"
+            words = f"cost ${best.bill.cost:,.0f}, ${over:,.0f} too much"
             self.refusals["budget"].add(over, f"{devices} ({best.layout}) {words}")
         else:
             self.options.append(best)
@@ -298,8 +298,8 @@ class Plan:
         how = {"precision": self.precision, "optimizer": self.optimizer, "recompute": recompute}
         step = step_time(config, self.machine, layout, efficiency=self.efficiency,
                          calibration=self.calibration, **how)
-        return Option(base=config, layout=layout, held=held, step=step,
-                      paid=bill(step, self.machine, self.tokens), **how)
+        return Option(base=config, layout=layout, memory=held, time=step,
+                      bill=bill(step, self.machine, self.tokens), **how)
 
 
 def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
@@ -359,8 +359,8 @@ def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str 
 
 def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
     """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
-    flops_per_second = option.step.flops_per_device * option.layout.devices
-    dollars_per_flop = option.paid.cost / (option.paid.seconds * flops_per_second)
+    flops_per_second = option.time.flops_per_device * option.layout.devices
+    dollars_per_flop = option.bill.cost / (option.bill.seconds * flops_per_second)
     found = []
     for law in LAWS.values():
         best = law.optimum(budget / dollars_per_flop)

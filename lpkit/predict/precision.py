@@ -84,7 +84,7 @@ def step_cost(config: Config, recipe: Recipe, machine: Machine, efficiency: Effi
         touched[p] = calls
         seconds += plain[p.name].seconds * calls / p.calls
         costs.append(linear_cost(
-            p, recipe, machine, efficiency, base=base, itemsize=PRECISIONS[base].compute,
+            p, recipe, machine, efficiency, base=base, itemsize=PRECISIONS[base].compute_bytes,
             calls=calls * plain.micro_batches))
     return StepCost(recipe=recipe.name, base=plain, cast=cast, linears=tuple(costs),
                     touched_seconds=seconds, bytes=memory_change(recipe, touched))

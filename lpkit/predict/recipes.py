@@ -102,18 +102,18 @@ class Precision:
     weights: int
     gradients: int
     master: int          # a float32 copy that the optimizer updates
-    compute: int
-    stream: int          # the residual stream
+    compute_bytes: int
+    residual_bytes: int
     what: str
     low: Low | None = None      # how the Linears are cast
 
 
-_BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute=2, stream=4,
+_BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute_bytes=2, residual_bytes=4,
                   what="float32 weights, bf16 products by autocast: what lpkit.train does")
-_PURE = Precision(dtype="bf16", weights=2, gradients=2, master=0, compute=2, stream=2,
+_PURE = Precision(dtype="bf16", weights=2, gradients=2, master=0, compute_bytes=2, residual_bytes=2,
                   what="bf16 throughout; small updates are lost, unless rounding is stochastic")
 _NAMED = {
-    "fp32": replace(_BF16, dtype="fp32", compute=4, what="float32 throughout"),
+    "fp32": replace(_BF16, dtype="fp32", compute_bytes=4, what="float32 throughout"),
     "bf16": _BF16,
     "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 products by autocast"),
     "bf16-master": replace(_PURE, master=4, what="bf16 weights and gradients, float32 master "
@@ -143,7 +143,7 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
     """As a run under `recipe`, the row `name` or a change of it, has it."""
     if name in _NAMED:
         return _NAMED[name]
-    return replace(_BF16, dtype=recipe.dtype, compute=2 if recipe.compute else 4,
+    return replace(_BF16, dtype=recipe.dtype, compute_bytes=2 if recipe.compute else 4,
                    low=low_of(recipe), what=f"float32 weights, products under {name}")
 
 
@@ -162,4 +162,4 @@ def stored(config: Config, name: str) -> Precision:
     row = PARAM_DTYPE[config.memory.param_dtype.name]
     if row.residual_bytes is None:
         return p
-    return replace(p, weights=row.param_bytes, gradients=row.param_bytes, stream=row.residual_bytes)
+    return replace(p, weights=row.param_bytes, gradients=row.param_bytes, residual_bytes=row.residual_bytes)

@@ -239,7 +239,7 @@ class _Rank:
         for one in rank_products(m, layout, s.batch):
             if not one.pairs:
                 self.linears[one.name] = linear_seconds(one, on, efficiency, recipe=recipe,
-                                                        base=p.dtype, itemsize=p.compute)
+                                                        base=p.dtype, itemsize=p.compute_bytes)
                 self.sizes[one.name] = f"({one.M:,}, {one.K:,}) x ({one.K:,}, {one.N:,})"
         self.head = self.linears.pop("head")
         forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
@@ -251,11 +251,11 @@ class _Rank:
         layer, outside = flops.moved_bytes(ops)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
-        casts = (p.compute + p.weights) / self.bandwidth if p.compute < p.weights else 0.0
+        casts = (p.compute_bytes + p.weights) / self.bandwidth if p.compute_bytes < p.weights else 0.0
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
-        self.group_bytes = s.tokens // layout.context * m.D * p.compute
+        self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
         self.tensor_once = self.link("tensor").all_gather_seconds(self.group_bytes)
         # what is recomputed in backward, on average over the layers
         row = RECOMPUTE[recompute.name]
@@ -270,7 +270,7 @@ class _Rank:
         self.backward = (backward + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
         # context ranks: forward passes keys and values round; backward them and their gradients
-        keys = 2 * s.tokens * m.G * m.E * p.compute / layout.tensor
+        keys = 2 * s.tokens * m.G * m.E * p.compute_bytes / layout.tensor
         ring = self.link("context").all_gather_seconds(keys)
         self.context_all = 3 * ring
         self.context_shown = (max(0.0, ring - self.attended[0])
@@ -298,7 +298,7 @@ class _Rank:
         layers, others = ends if has_head else middle, 0.0
         if stages > 1:
             others = ends * layer + last + (stages - 2) * middle * layer - max(last, middle * layer)
-        message = self.group_bytes / layout.tensor * self.p.stream / self.p.compute
+        message = self.group_bytes / layout.tensor * self.p.residual_bytes / self.p.compute_bytes
         send = 2 * v * self.link("pipeline").send_seconds(message)
         times, heads = pieces * layers, pieces * has_head
         count = f"{pieces} micro-batches x {layers} layers"
@@ -355,18 +355,18 @@ class _Rank:
         layout, p, ring = self.layout, self.p, self.link("states")
         left = layers * self.backward       # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
-            gather = ring.all_gather_seconds(block * p.compute)
+            gather = ring.all_gather_seconds(block * p.compute_bytes)
             scatter = ring.reduce_scatter_seconds(block * p.gradients)
             late = max(0.0, gather - self.forward) + max(0.0, gather + scatter - self.backward)
             said = (2 * gather + scatter) * layers * self.pieces
             shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
-                     f"each micro-batch gathers {block * p.compute:,.0f} bytes a layer twice and "
+                     f"each micro-batch gathers {block * p.compute_bytes:,.0f} bytes a layer twice and "
                      f"scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides the "
                      f"rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
-            gather = ring.all_gather_seconds(states * p.compute)
+            gather = ring.all_gather_seconds(states * p.compute_bytes)
             self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
             said = ring.reduce_scatter_seconds(states * p.gradients)
             self.behind("shard: scatter gradients", said, left, ring, ZERO,
@@ -403,7 +403,7 @@ def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
     first, share = op.pairs[0], op.pairs_share
     work = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * share / split
     scores = first.M * first.N * first.group * share / split
-    move = scores * p.compute / bandwidth
+    move = scores * p.compute_bytes / bandwidth
     forward_passes, backward_passes = op.score_passes
     unfused = forward_passes > 0
     forward = work / (peak * (efficiency.products[p.dtype] if unfused else efficiency.attention))

@@ -82,7 +82,7 @@ def option_figure(option: Option, found: Plan) -> dict:
     """The plotly spec of two staircases: bytes of a device at the peak, up to the device's; seconds
     of a step. Each row begins where the one before it ended. What hides behind other rows is drawn
     pale, under the rows that it hides behind."""
-    held, step = option.held, option.step
+    held, step = option.memory, option.time
     sizes, right = held.at(held.peak_moment), {"xaxis": "x2", "yaxis": "y2"}
     rows = [row for row in held.rows if row.name in sizes]
     data = [_stairs([(row.name, start, sizes[row.name], row.formula)
@@ -110,8 +110,8 @@ def option_figure(option: Option, found: Plan) -> dict:
         ends = f"; dotted: the usable {USABLE_MEMORY_SHARE:.0%} of {quantity(limit, 'bytes')}"
         shapes = [rule(x=x, colour=INK, dash=dash, yref="y domain", layer="below")
                   for x, dash in ((limit, "dash"), (USABLE_MEMORY_SHARE * limit, "dot"))]
-    cost = "" if option.paid.cost is None else f", {_dollars(option)}"
-    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.paid.seconds)}"
+    cost = "" if option.bill.cost is None else f", {_dollars(option)}"
+    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.bill.seconds)}"
              f"{cost}, MFU {step.mfu:.0%}")
     names = {**NAMES, "type": "category"}
     return figure(
@@ -142,20 +142,20 @@ def _starts(sizes: Iterable[float]) -> list[float]:
 
 
 def _chunks(option: Option) -> str:
-    return f"{option.step.micro_batches} x {option.step.sequences}"
+    return f"{option.time.micro_batches} x {option.time.sequences}"
 
 
 def _dollars(option: Option) -> str:
-    return "-" if option.paid.cost is None else "$" + quantity(option.paid.cost)
+    return "-" if option.bill.cost is None else "$" + quantity(option.bill.cost)
 
 
 def _ranked(found: Plan) -> str:
     rows = [(option.layout, _chunks(option), option.recompute,
-             quantity(option.held.peak_bytes, "bytes"), duration(option.step.step_seconds),
-             f"{option.step.mfu:.0%}", duration(option.paid.seconds), _dollars(option))
+             quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
+             f"{option.time.mfu:.0%}", duration(option.bill.seconds), _dollars(option))
             for option in found.options[:SHOWN]]
     caption = f"{len(found.options)} of {found.counted} layouts will do, the {found.first} first"
-    energy = found.options[0].paid.energy_wh
+    energy = found.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
     heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "cost")
@@ -166,7 +166,7 @@ def _ranked(found: Plan) -> str:
 def opened(option: Option) -> str:
     """HTML: the rows of a layout's memory and time; a click opens formula and source. The largest
     are open already."""
-    held, step = option.held, option.step
+    held, step = option.memory, option.time
     sizes, memory, time = held.at(held.peak_moment), [], []
     for row in held.rows:
         moments = ", ".join(row.at) if len(row.at) < len(MOMENTS) else "every moment"
