@@ -286,6 +286,16 @@ def test_blocks_of_128_are_e4m3_alone_on_hardware(monkeypatch):
     assert "in E4M3 alone, and dx has e5m2" in BACKENDS["scaled_mm"].why_not("fp8-blockwise", row, torch.device("cuda"))
 
 
+def test_int8_is_refused_where_its_products_saturate(monkeypatch):
+    """oneDNN on a CPU without VNNI, as ONEDNN_MAX_CPU_ISA=AVX2 shows: a wrong sum is not used silently."""
+    refused = lambda: BACKENDS["scaled_mm"].why_not("int8", RECIPES["int8"], torch.device("cpu"))
+    a = torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    exact = bool((torch._int_mm(a, a.T.contiguous()) == a.int() @ a.int().T).all())
+    assert bool(refused()) is not exact
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.int() @ b.int()).clamp(max=2**15))
+    assert "saturates on this CPU" in refused()
+
+
 # ---- state
 
 def test_delayed_scaling_uses_the_history_and_the_margin():

@@ -96,6 +96,12 @@ def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
     return recipe.compute == "float16" and device.type == "cpu"
 
 
+def _int8_saturates() -> bool:
+    """Whether this CPU's torch._int_mm loses sums of the largest products."""
+    x = torch.full((32, 64), 127, dtype=torch.int8)
+    return torch._int_mm(x, x.T.contiguous()).max().item() != 64 * 127 * 127
+
+
 def _too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
     """Why this GPU cannot; empty: it can, or it is none."""
     if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
@@ -148,6 +154,9 @@ class ScaledMM(Backend):
                         f"and {b.format}")
             if device.type == "cpu" and not cpu:
                 return f"{what} need compute capability {_dotted(needed)}, and this is a CPU"
+            if device.type == "cpu" and a.format == "int8" and _int8_saturates():
+                return (f"{what} saturates on this CPU: without VNNI oneDNN adds two products of "
+                        f"int8 in 16 bits")
             if problem := _too_old(f"{what} need", needed, device):
                 return problem
             if device.type == "cuda" and a.block == (1, 128):
