@@ -1,4 +1,4 @@
-"""Timing callables in turns: a slow moment of the machine meets all of them, and ratios stay fair."""
+"""Timing callables in turns: a slow moment of the machine meets all of them, ratios stay fair."""
 
 import math
 import random

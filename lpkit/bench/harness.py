@@ -6,6 +6,7 @@ in our favour when the target is "at least" (peer / ours: how many times faster)
 target it is ours / peer, the share of the peer's cost.
 """
 
+import functools
 import itertools
 import platform
 import shlex
@@ -195,6 +196,7 @@ def _calibrate(timer: timeit.Timer, sync: Callable[[], None], sample_seconds: fl
         loops = max(2 * loops, min(10 * loops, enough))
 
 
+@functools.cache        # each result of a bench has it
 def _commit() -> str | None:
     """The commit of this checkout, with a + when the tree has changes; None outside a
     repository."""

@@ -83,7 +83,8 @@ def _race(path: Path, B: int, T: int, rounds: int) -> list[Result]:
 
     # Samples long enough that the batches which workers fetched during the others' turns hardly
     # count.
-    return race("loader", ours=map(policy.batch, itertools.count()).__next__, peers=peers, check=check,
+    ours = map(policy.batch, itertools.count()).__next__
+    return race("loader", ours=ours, peers=peers, check=check,
                 target=dict.fromkeys(peers, DATALOADER_TARGET) | {LOOP: LOOP_TARGET},
                 case=f"{B}x{T}", rounds=rounds, sample_seconds=0.05, packages=PACKAGES)
 

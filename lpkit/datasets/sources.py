@@ -180,10 +180,9 @@ def _walk(root: Path, suffixes: tuple[str, ...],
           without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
     """Every file under `root` with such a name, by its relative path. Hidden folders, links to
     folders and folders named in `without` are left. Every run walks: no Path for what is left."""
-    found = []
+    found, without = [], without | {"__pycache__"}
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below
-                    if not name.startswith(".") and name not in without | {"__pycache__"}]
+        below[:] = [name for name in below if not name.startswith(".") and name not in without]
         for name in names:
             if name.endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)

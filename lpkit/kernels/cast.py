@@ -85,7 +85,7 @@ class Blocks(NamedTuple):
 # How an amax becomes a power of two: some bits are added to its float32, the mantissa is cut, and
 # the exponent of the format's largest value taken off; or the amax is divided by that value before.
 SCALE_RULES = {     # bits that are added, None for half of an element's last; whether to divide
-    "floor": (0, False),            # OCP MX Specification 1.0, section 6.3; the largest may saturate
+    "floor": (0, False),            # OCP MX 1.0, section 6.3; the largest may saturate
     "ceil": (0x7FFFFF, False),      # up whenever the mantissa is not zero: never saturates
     "even": (None, False),          # the amax is rounded to the element's mantissa first
     # cuBLAS, 1D block scaling: up from amax / largest; https://docs.nvidia.com/cuda/cublas

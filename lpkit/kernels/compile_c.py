@@ -97,4 +97,5 @@ def _processor() -> str:
     """What -march=native depends on."""
     facts = cpu_facts()
     keys = ("model name", "flags", "Features", "CPU part")
-    return " ".join([platform.machine(), platform.processor(), *(facts.get(key, "") for key in keys)])
+    known = (facts.get(key, "") for key in keys)
+    return " ".join([platform.machine(), platform.processor(), *known])

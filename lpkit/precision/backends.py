@@ -96,10 +96,16 @@ def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
     return recipe.compute == "float16" and device.type == "cpu"
 
 
-def _int8_saturates() -> bool:
-    """Whether this CPU's torch._int_mm loses sums of the largest products."""
+def _saturates(recipe: Recipe, device: torch.device) -> str:
+    """Why sums of products in int8 are wrong here, whoever calls torch._int_mm; empty: they are
+    not."""
+    if device.type != "cpu" or recipe.dtype != "int8":
+        return ""
     x = torch.full((32, 64), 127, dtype=torch.int8)
-    return torch._int_mm(x, x.T.contiguous()).max().item() != 64 * 127 * 127
+    if torch._int_mm(x, x.T.contiguous()).max().item() == 64 * 127 * 127:
+        return ""
+    return ("torch._int_mm saturates on this CPU: without VNNI oneDNN adds two products of int8 in "
+            "16 bits")
 
 
 def _too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
@@ -154,9 +160,6 @@ class ScaledMM(Backend):
                         f"and {b.format}")
             if device.type == "cpu" and not cpu:
                 return f"{what} need compute capability {_dotted(needed)}, and this is a CPU"
-            if device.type == "cpu" and a.format == "int8" and _int8_saturates():
-                return (f"{what} saturates on this CPU: without VNNI oneDNN adds two products of "
-                        f"int8 in 16 bits")
             if problem := _too_old(f"{what} need", needed, device):
                 return problem
             if device.type == "cuda" and a.block == (1, 128):
@@ -164,7 +167,7 @@ class ScaledMM(Backend):
                 if has >= (10, 0):
                     return (f"PyTorch has {what} on Hopper alone (9.0), and this GPU has "
                             f"{_dotted(has)}; mxfp8 is its successor")
-        return ""
+        return _saturates(recipe, device)
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None) -> Scaled:
@@ -278,7 +281,8 @@ class Library(Backend):
             return f"{self.package} is not installed"
         if device.type not in self.devices:
             return f"it needs an NVIDIA GPU, and this is a {device.type.upper()}"
-        return _too_old(f"{name} needs", self.rows[name].capability, device)
+        return (_too_old(f"{name} needs", self.rows[name].capability, device)
+                or _saturates(recipe, device))
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         (row,) = [row for key, row in self.rows.items()

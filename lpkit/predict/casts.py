@@ -89,7 +89,7 @@ def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
         if any(cast.block != (0, 0) and scale_bytes(cast) == FP32 for cast in pair):
             share = FINE_SHARE.get(row.dtype, 1.0)
     return Recipe(name=name, dtype=row.dtype, casts=casts, kept=stay, product_share=share,
-                  history=row.delayed.history if row.delayed else 0,
+                  history=row.history,
                   result_bytes=RESULT_BYTES.get(row.dtype, BF16))
 
 

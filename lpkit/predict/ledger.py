@@ -131,11 +131,13 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
     chosen, _ = blocks.choose_attention(attention or config.model.attention, device=on.kind,
-                                        low_precision=p.compute_bytes < FP32, context=config.model.T)
+                                        low_precision=p.compute_bytes < FP32,
+                                        context=config.model.T)
     pick(blocks.ATTENTION, chosen, "model.attention")
     sequences, pieces = micro_batch(config, layout.batch_ranks)
-    return MicroBatch(model=config.model, batch=sequences, compute_bytes=p.compute_bytes, kind=on.kind,
-                      residual_bytes=p.residual_bytes, attention=chosen, **sizes), pieces
+    return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
+                      compute_bytes=p.compute_bytes, residual_bytes=p.residual_bytes,
+                      **sizes), pieces
 
 
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
@@ -245,7 +247,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         activations = dict.fromkeys(IN_BACKWARD, waits) | activations
     if sharded:
         block = inside / layers
-        own, reduced = block * p.compute_bytes, block * (FP32 + (p.compute_bytes if p.compute_bytes < FP32 else 0))
+        copied = p.compute_bytes if p.compute_bytes < FP32 else 0
+        own, reduced = block * p.compute_bytes, block * (FP32 + copied)
         each = keep.again_bytes if layers - 1 in again else keep.block_bytes
         # The first block has its gradients; or they are on their way, in float32 too, while the
         # next one is at work.

@@ -22,10 +22,12 @@ from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout
 
 EAGER = replace(ASSUMED, fused=1.0)
-NARAYANAN = "Narayanan et al. 2021, table 1, A100 80GB, all recomputed, https://arxiv.org/abs/2104.04473"
+NARAYANAN = ("Narayanan et al. 2021, table 1, A100 80GB, all recomputed, "
+             "https://arxiv.org/abs/2104.04473")
 KORTHIKANTI = "Korthikanti et al. 2022, table 5, A100 80GB, {}, https://arxiv.org/abs/2205.05198"
 LLAMA = "Llama 3 team 2024, table 4, H100, https://arxiv.org/abs/2407.21783"
-TITAN = "torchtitan docs/performance.md, 64 A100 80GB, FSDP2, {}, https://github.com/pytorch/torchtitan"
+TITAN = ("torchtitan docs/performance.md, 64 A100 80GB, FSDP2, {}, "
+         "https://github.com/pytorch/torchtitan")
 TITAN_H200 = ("torchtitan benchmarks, 2025-06, H200, FSDP2, torch.compile, FP8, selective op, "
               "https://github.com/pytorch/torchtitan")
 # section 3.3.2: the first and the last chunk hold no layer, so a chunk is one of 128 slots

@@ -162,4 +162,5 @@ def stored(config: Config, name: str) -> Precision:
     row = PARAM_DTYPE[config.memory.param_dtype.name]
     if row.residual_bytes is None:
         return p
-    return replace(p, weights=row.param_bytes, gradients=row.param_bytes, residual_bytes=row.residual_bytes)
+    return replace(p, weights=row.param_bytes, gradients=row.param_bytes,
+                   residual_bytes=row.residual_bytes)

@@ -251,7 +251,9 @@ class _Rank:
         layer, outside = flops.moved_bytes(ops)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
-        casts = (p.compute_bytes + p.weights) / self.bandwidth if p.compute_bytes < p.weights else 0.0
+        casts = 0.0
+        if p.compute_bytes < p.weights:
+            casts = (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
@@ -362,9 +364,9 @@ class _Rank:
             shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
-                     f"each micro-batch gathers {block * p.compute_bytes:,.0f} bytes a layer twice and "
-                     f"scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides the "
-                     f"rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
+                     f"each micro-batch gathers {block * p.compute_bytes:,.0f} bytes a layer twice "
+                     f"and scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides "
+                     f"the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
             gather = ring.all_gather_seconds(states * p.compute_bytes)
             self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)

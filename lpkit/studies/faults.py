@@ -110,7 +110,8 @@ def _zero_block(layer: ScaledLinear) -> None:
     layer.arithmetic.cast = divide
 
 
-_TE = "Transformer Engine, FP8 primer, https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/fp8_primer.html"
+_TE = ("Transformer Engine, FP8 primer, https://docs.nvidia.com/deeplearning/"
+       "transformer-engine/user-guide/examples/fp8_primer.html")
 _NVFP4 = "NVIDIA 2025, section 4, https://arxiv.org/abs/2509.25149"
 FAULTS: dict[str, Fault] = {
     "stale-amax": Fault(
