@@ -21,6 +21,7 @@ BENCHES = {     # module of this folder, and function
     "qdq": "kernels:qdq",
     "recipe-losses": "recipe_losses:run",
     "redraw": "redraw:run",
+    "reliability": "reliability:run",
     "telemetry": "steps:telemetry",
     "train-cpu": "steps:train_cpu",
 }

@@ -57,7 +57,9 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        return None if self.target is None else self.margin >= 1
+        if self.target is None:
+            return None
+        return self.ratio <= self.target if self.better == "lower" else self.margin >= 1
 
     def verdict(self) -> str:
         if self.target is None:

@@ -1,0 +1,26 @@
+"""What a run, a command and a folder stand up to: `python -m tests.attack [NAME ...]`.
+
+An attack is a module of this folder with
+
+    COUNT                               of trials by hand; `lpkit bench reliability` runs them all
+    FEW                                 of trials in the test suite, a few seconds long
+    attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome
+
+A trial whose failure is not seen is not a trial: each attack has a test of its own in which the
+thing that it attacks is broken on purpose, and a failure is reported.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Outcome:
+    """How many trials there were and, by what went wrong, a line for each that failed: enough to
+    do it again."""
+
+    tried: int = 0
+    failures: dict[str, list[str]] = field(default_factory=dict)
+    facts: dict[str, float | str] = field(default_factory=dict)     # what else was seen, with units
+
+    def failed(self, what: str, trial: object) -> None:
+        self.failures.setdefault(what, []).append(str(trial))
