@@ -13,6 +13,10 @@ class ConfigError(ValueError):
     """An invalid setting. The message names the key, the value and the way out."""
 
 
+class DamagedError(ConfigError):
+    """A file is not what was written. The message names it and what is wrong."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """'did you mean X?': what is spelled alike, else what shares a word (batch_size: global_batch).
     Or the list of what there is."""

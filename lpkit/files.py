@@ -107,6 +107,17 @@ def _hidden(path: Path) -> Path:
     return hidden
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock file `path` now."""
+    if not path.exists():
+        return False
+    try:
+        with locked(path, wait=False):
+            return False
+    except OSError:
+        return True
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file `path` alone. The kernel lets go of it when its holder dies.

@@ -5,7 +5,7 @@
   lpkit train --out runs/six --resume
   lpkit train --out runs/six --resume --set steps=900
 
-Ctrl-C and SIGTERM stop after the step at hand and keep a checkpoint; --resume goes on from the
+Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a checkpoint; --resume goes on from the
 newest good one. Of a run that goes on, steps may be raised; the learning rate then follows the
 longer schedule.
 """
@@ -18,7 +18,7 @@ from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
 from lpkit.tables import text_table
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -63,8 +63,8 @@ def run(args: Namespace) -> dict:
     finally:
         if bar is not None:
             bar.close()
-    for problem in summary["damaged_checkpoints"]:
-        print(f"lpkit: passed over a damaged checkpoint: {problem}", file=sys.stderr)
+    for problem in summary["damaged"]:
+        print(f"lpkit: passed over what was damaged: {problem}", file=sys.stderr)
     stopped_by = summary["stopped_by"]
     return summary | ({"exit_code": EXIT_CODES[stopped_by]} if stopped_by in EXIT_CODES else {})
 

@@ -20,15 +20,15 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from lpkit import files
+from lpkit import files, records
 from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
 from lpkit.datasets import sources
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, DamagedError, pick
 
 FORMAT = "lpkit-tokens"
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "val")
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -109,7 +109,7 @@ def open_tokens(folder: Path | str) -> TokenFiles:
     folder = Path(folder).expanduser()
     path = folder / "header.json"
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
+        header = records.read(path)
         if header["format"] != FORMAT:
             raise ValueError(header["format"])
         if header["version"] > VERSION:
@@ -121,11 +121,11 @@ def open_tokens(folder: Path | str) -> TokenFiles:
                 for split in SPLITS}
         return TokenFiles(folder=folder, header=header,
                           tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
+    except DamagedError as error:
+        raise ConfigError(f"{folder} is not a prepared corpus, or not whole: {error}; make one "
+                          f"with `lpkit data prepare`") from None
     except ConfigError:
         raise
-    except OSError as error:
-        raise ConfigError(f"{folder} is not a prepared corpus ({error.strerror}: header.json); "
-                          f"make one with `lpkit data prepare`") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path} is not the header of a prepared corpus; make one with "
                           f"`lpkit data prepare`") from None
@@ -216,7 +216,7 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
               "val_fraction": data.val_fraction, "splits": facts,
               "date": datetime.now(UTC).isoformat(timespec="seconds"),
               "tokenizer": tokenizer.to_dict()}
-    files.write_atomically(folder / "header.json", json.dumps(header))
+    records.write(folder / "header.json", header)
 
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:

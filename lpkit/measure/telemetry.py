@@ -23,10 +23,10 @@ ratio, Widrow and Kollar 2008.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import os
 import statistics
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lpkit import records
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
@@ -47,7 +48,6 @@ from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
-from lpkit.training.runs import read_lines
 from lpkit.training.training import Training
 
 FILE = "telemetry.jsonl"
@@ -368,7 +368,7 @@ class Telemetry:
     def _write(self, samples: Iterable[Sample]) -> None:
         if self.path is not None:
             with self.path.open("a") as file:
-                file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
+                file.writelines(records.line(asdict(sample)) for sample in samples)
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
@@ -381,13 +381,16 @@ def attach(training: Training, run_dir: str | Path | None = None, **settings: An
 
 def read(path: str | Path) -> list[Sample]:
     """The samples of a run folder by step. A step that was done again counts once, the last time;
-    a last line torn by a kill is left out. Raises ConfigError when there are none."""
+    a damaged line is left out with a warning. Raises ConfigError when there are none."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps "
                           f"for example")
-    samples = map(Sample.from_dict, read_lines(file))
+    lines, problems = records.read_lines(file)
+    for problem in problems:
+        warnings.warn(problem, stacklevel=2)
+    samples = map(Sample.from_dict, lines)
     last = {(sample.step, sample.layer, sample.role): sample for sample in samples}
     return sorted(last.values(), key=lambda sample: sample.step)
 

@@ -23,12 +23,14 @@ from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.training.runs import Observers, Run
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Control:
     """The way into a running loop, from a thread or a signal: stop at the next step, or wait."""
 
     def __init__(self):
-        self.stopped_by = ""        # who asked: "stop", "SIGINT", "SIGTERM"
+        self.stopped_by = ""        # who asked: "stop", or the name of a signal
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -48,15 +50,13 @@ def default_folder(name: str = "run") -> Path:
 
 def train(config: Config, *, out: str | Path | None = None, resume: bool = False,
           observers: Sequence[Observer] = ()) -> Run:
-    """Train to the end, or to Ctrl-C or SIGTERM: they keep a checkpoint and return a partial Run.
+    """Train to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP): it keeps a checkpoint and return a partial Run.
 
     `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
     raised: the run is trained longer. Raises ConfigError for an invalid combination, and names it;
     RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
     """
-    control = Control()
-    with _signals_stop(control.stop):
-        return _fit(config, Path(out or default_folder()), resume, Observers(observers), control)
+    return _fit(config, Path(out or default_folder()), resume, Observers(observers), Control())
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
@@ -68,19 +68,22 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
         from lpkit.measure import telemetry  # most runs are not looked at
 
         telemetry.attach(training, path, every=config.precision.telemetry_every)
-    return fit(training, path, resume=resume, observers=observers, control=control)
+    # from here on there is something to save; before, a signal ends the preparation
+    with _signals_stop(control.stop):
+        return fit(training, path, resume=resume, observers=observers, control=control)
 
 
 @contextmanager
 def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop after the step at hand; a second Ctrl-C interrupts at once.
+    """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand; a second Ctrl-C
+    interrupts at once.
 
     Only the main thread may hear signals; elsewhere the handle's `stop` serves.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def heard(number, frame):
         stop(signal.Signals(number).name)

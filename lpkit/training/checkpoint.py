@@ -1,7 +1,7 @@
 """Saving and resuming: a kill at any moment loses at most the steps since the last checkpoint.
 
 A checkpoint is a folder `step-00000100/` with a safetensors file per process, `state.json` and
-`manifest.json` (sizes and SHA-256). It is written under a temporary name, synced, renamed, and only
+`manifest.json` (sizes and SHA-256, the run that it is of, and its own checksum). It is written under a temporary name, synced, renamed, and only
 then does the file `latest` name it. Loading takes the newest folder whose manifest verifies; a
 damaged one is moved to `quarantine/` and named, never deleted.
 No pickle is read or written: tensors are safetensors, everything else is JSON.
@@ -21,15 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lpkit import files
+from lpkit import files, records
+from lpkit.errors import DamagedError
 from lpkit.training import shards
 
-FORMAT = 2      # 1: no places in the headers, one file; it is read as one file of whole tensors
+FORMAT = 3
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
-
-
-class DamagedError(RuntimeError):
-    """A checkpoint does not match its manifest. The message names the file and what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,9 @@ class Checkpoint:
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
-         keep: int) -> Path:
+         keep: int, run: str = "") -> Path:
     """Write the checkpoint of `step` under `root` and return its folder; the `keep` newest stay.
+    `run`: whose it is, the hash of its identity.
 
     A tensor may be a DTensor: each process writes its own pieces. What is not one is the same on
     all processes, and one of them writes it; `state` is that of process 0.
@@ -58,8 +56,8 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
             (folder / STATE).write_text(json.dumps(dict(state)))
             facts = {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
                      for path in sorted(folder.iterdir())}
-            manifest = {"format": FORMAT, "step": step, "files": facts}
-            (folder / MANIFEST).write_text(json.dumps(manifest))
+            manifest = {"format": FORMAT, "run": run, "step": step, "files": facts}
+            (folder / MANIFEST).write_text(records.sealed(manifest))
             unfinished.close()          # synced and renamed
             files.write_atomically(root / LATEST, final.name + "\n")
             for old in folders(root)[keep:]:
@@ -92,15 +90,18 @@ def folders(root: Path) -> list[Path]:
     return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`, after every file matched it. Raises DamagedError."""
+def verify(folder: Path, run: str = "") -> dict[str, Any]:
+    """The manifest of `folder`, after every file matched it. Raises DamagedError, also for a
+    checkpoint of another run than `run`."""
+    manifest = records.read(folder / MANIFEST)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
         step, facts = manifest["step"], manifest["files"]
         due = {STATE, *shards.file_names(len(facts) - 1)}
-        known = manifest["format"] in (1, FORMAT) and folder.name == f"step-{step:08d}"
+        known = manifest["format"] == FORMAT and folder.name == f"step-{step:08d}"
         if not known or set(facts) != due:
             raise DamagedError(f"{folder / MANIFEST} does not describe this folder")
+        if run and manifest["run"] != run:
+            raise DamagedError(f"{folder} is a checkpoint of another run")
         for name, want in facts.items():
             size = (folder / name).stat().st_size
             if size != want["bytes"]:
@@ -108,6 +109,8 @@ def verify(folder: Path) -> dict[str, Any]:
                     f"{folder / name} has {size} bytes, its manifest says {want['bytes']}")
             if files.sha256(folder / name) != want["sha256"]:
                 raise DamagedError(f"{folder / name} does not match its checksum")
+    except DamagedError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{folder / MANIFEST} cannot be read ({error})") from error
     return manifest
@@ -131,23 +134,25 @@ def _read(folder: Path, manifest: dict[str, Any], only: str,
                       state=json.loads((folder / STATE).read_text()))
 
 
-def load_latest(root: Path, *, only: str = "", into: dict[str, Tensor] | None = None,
+def load_latest(root: Path, *, run: str = "", only: str = "",
+                into: dict[str, Tensor] | None = None,
                 quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, and a sentence for each damaged one passed over.
+    """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.
 
     `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
-    folder, manifest, problems = _by_process_0(_newest_whole, root, quarantine)
+    folder, manifest, problems = _by_process_0(_newest_whole, root, run, quarantine)
     if folder is None:
         return None, problems
     return _read(folder, manifest, only, into), problems
 
 
-def _newest_whole(root: Path, quarantine: bool) -> tuple[Path | None, dict[str, Any], list[str]]:
+def _newest_whole(root: Path, run: str,
+                  quarantine: bool) -> tuple[Path | None, dict[str, Any], list[str]]:
     problems = []
     for folder in folders(root):
         try:
-            return folder, verify(folder), problems
+            return folder, verify(folder, run), problems
         except DamagedError as error:
             problems.append(str(error))
             if quarantine:

@@ -1,8 +1,7 @@
 """The training loop: update, evaluate, save, and write down what happened."""
 
-import json
 import math
-import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lpkit import hardware
+from lpkit import hardware, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
-from lpkit.files import locked, write_atomically
+from lpkit.files import locked, sync, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
@@ -38,41 +37,47 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     hardware.reset_peak(training.device)
     with _owned(path):
-        extended = _check_folder(run, config, resume)
-        write_atomically(path / runs.CONFIG, config.to_yaml())
+        before = run.environments
+        here = environment(training.decisions) | _identified(training, run, resume)
         start, damaged = _restore(training, run)
-        write_atomically(path / runs.TOKENIZER, json.dumps(training.tokenizer))
-        here = environment(training.decisions) | extended
-        here |= {"from_step": start, "damaged_checkpoints": damaged}
-        write_atomically(path / runs.ENVIRONMENT, json.dumps([*run.environments, here], indent=1))
-        history = [line for line in run.metrics if line["step"] <= start]   # the rest is done again
-        lines = [json.dumps(line) + "\n" for line in history]
-        write_atomically(path / runs.METRICS, "".join(lines))
-        summary = {"status": "stopped", "error": None, "damaged_checkpoints": damaged}
+        good, problems = records.read_lines(path / runs.METRICS)
+        damaged += problems
+        if resume and not start:
+            print(f"lpkit: {str(path)!r} has no whole checkpoint, so it starts again from step 0; "
+                  f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
+        here |= {"from_step": start, "damaged": damaged}
+        records.write(path / runs.ENVIRONMENT, {"starts": [*before, here]})
+        history = [line for line in good if line["step"] <= start]      # the rest is done again
+        write_atomically(path / runs.METRICS, "".join(map(records.line, history)))
+        summary: dict[str, Any] = {"status": "running"}     # until it ends, or it was killed
+        records.write(path / runs.SUMMARY, summary)
         energy_before = hardware.energy_joules(training.device)
+        reached, error = start, None
         try:
             with (path / runs.METRICS).open("a") as log:
                 for record in _steps(training, run, start, control):
-                    history.append(record.to_dict())
-                    log.write(json.dumps(_finite(record.to_dict())) + "\n")
+                    log.write(records.line(record.to_dict()))
                     log.flush()
+                    reached = record.step
                     observers(record)
                     _refuse_nan(record, run, training)
-            if not history or history[-1]["step"] == config.steps:
-                summary["status"] = "complete"
-        except Exception as error:
-            summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            summary["status"] = "complete" if reached == config.steps else "stopped"
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            # a second Ctrl-C did not wait for a checkpoint
+            summary["status"] = "killed" if isinstance(raised, KeyboardInterrupt) else "failed"
             raise
         finally:
-            summary |= _results(training, run, history)
+            summary |= runs.results(run) | {"steps": reached, "error": error, "damaged": damaged}
             summary |= {"observer_errors": observers.errors,
+                        "tokens": reached * config.tokens_per_step,
                         "stopped_by": control.stopped_by or None}
-            if summary["error"] is None:        # a device that has failed is not measured any more
+            if error is None:       # a device that has failed is not measured any more
                 summary |= _mfu(training, summary["tokens_per_second"])
                 summary |= _energy(energy_before, hardware.energy_joules(training.device))
-            # the first error is the one to raise
-            with suppress(OSError) if summary["error"] else nullcontext():
-                write_atomically(path / runs.SUMMARY, json.dumps(summary, indent=1))
+                summary["energy_tokens"] = (reached - start) * config.tokens_per_step
+            with suppress(OSError) if error else nullcontext():     # the first error is the one
+                records.write(path / runs.SUMMARY, summary)
     return run
 
 
@@ -112,12 +117,13 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
 
 
 def _save(training: Training, run: Run, step: int) -> None:
+    sync(run.path / runs.METRICS)       # no step that the checkpoint vouches for gets lost
     state = training.state_dict()
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     numbers = {name: value for name, value in state.items() if name not in tensors}
     try:
         checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers},
-                        keep=training.config.keep_checkpoints)
+                        run=run.identity["run"], keep=training.config.keep_checkpoints)
     except OSError as error:
         raise RunFailedError(
             f"step {step}: the checkpoint could not be written ({error.strerror or error}); kept: "
@@ -128,7 +134,7 @@ def _save(training: Training, run: Run, step: int) -> None:
 def _restore(training: Training, run: Run) -> tuple[int, list[str]]:
     """Load the newest good checkpoint. Its step, or 0, and a sentence for each damaged one."""
     checkpoint.sweep(run.checkpoints)
-    found, damaged = checkpoint.load_latest(run.checkpoints)
+    found, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"])
     if found is None:
         return 0, damaged
     training.load_state_dict(found.tensors | found.state["optimizer"], source=found.path)
@@ -145,7 +151,7 @@ def _owned(path: Path) -> Iterator[None]:
     """Two processes must not write one run."""
     with ExitStack() as held:       # an OSError of the training itself is not about the lock
         try:
-            held.enter_context(locked(path / ".lock", wait=False))
+            held.enter_context(locked(path / runs.LOCK, wait=False))
         except BlockingIOError:
             raise ConfigError(
                 f"another process is training into {str(path)!r}; choose another --out") from None
@@ -155,41 +161,55 @@ def _owned(path: Path) -> Iterator[None]:
         yield
 
 
-# What may differ when a run goes on: none of it changes a number of the training.
-MAY_CHANGE = {"eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-              "precision.telemetry_every"}
-
-
-def _check_folder(run: Run, config: Config, resume: bool) -> dict[str, Any]:
-    """Refuses what cannot be trained into this folder. Returns what the record says of a run that
-    is trained longer than it was meant to be."""
-    if not (run.path / runs.CONFIG).exists():
-        if any(not p.name.startswith(".") for p in run.path.iterdir()):
-            raise ConfigError(f"{str(run.path)!r} is not empty and holds no run; choose another "
-                              f"--out")
-        return {}
-    if not resume:
-        raise ConfigError(f"{str(run.path)!r} already holds a run; choose another --out, or go on "
+def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
+    """Makes the folder this run's, or refuses it. Returns what the record says of a run that is
+    trained longer than it was meant to be."""
+    config, path = training.config, run.path
+    who = runs.identify(config, training.tokens, training.tokenizer)
+    extended = {}
+    if not (path / runs.CONFIG).exists():
+        if any(not p.name.startswith(".") for p in path.iterdir()):
+            raise ConfigError(f"{str(path)!r} is not empty and holds no run; choose another --out")
+    elif not resume:
+        raise ConfigError(f"{str(path)!r} already holds a run; choose another --out, or go on "
                           f"with --resume")
+    else:
+        extended = _refuse_another(run, config, who)
+    write_atomically(path / runs.CONFIG, runs.sealed_yaml(config))
+    records.write(path / runs.TOKENIZER, training.tokenizer)
+    if not (path / runs.IDENTITY).exists():
+        records.write(path / runs.IDENTITY, who)
+    return extended
+
+
+def _refuse_another(run: Run, config: Config, who: dict[str, Any]) -> dict[str, Any]:
+    """A run goes on as what it was begun as. Raises ConfigError, which names what differs."""
     was, now = flat(run.config), flat(config)
-    changes = {key: f"{key} was {was.get(key)} and is {now[key]}" for key in now
-               if now[key] != was.get(key) and key not in MAY_CHANGE}
-    longer = changes.pop("steps") if now["steps"] > was["steps"] else ""
+    changes = [f"{key} was {was.get(key)} and is {now[key]}" for key in now
+               if now[key] != was.get(key) and key not in runs.MAY_CHANGE]
+    if now["steps"] < was["steps"]:
+        changes.append(f"steps was {was['steps']} and is {now['steps']}")
     if changes:
         raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: "
-                          f"{', '.join(changes.values())}; leave them, or start anew with another "
+                          f"{', '.join(changes)}; leave them, or start anew with another "
                           f"--out. Only steps may be raised")
-    if not longer:
+    # a kill in the first moments came between the files
+    if (run.path / runs.IDENTITY).exists() or checkpoint.folders(run.checkpoints):
+        said = run.identity
+        if said["tokens"] != who["tokens"]:
+            raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
+                              f"{said['tokens']}, and data.source={config.data.source} now gives "
+                              f"{who['tokens']}; give back the text that it was begun with, or "
+                              f"start anew with another --out")
+        if said["run"] != who["run"]:
+            raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={config.data.source} "
+                              f"now gives another tokenizer than the one that it was begun with; "
+                              f"start anew with another --out")
+    if now["steps"] == was["steps"]:
         return {}
-    return {"extended": f"{longer}; from here on the learning rate follows the schedule of "
-                        f"{now['steps']} steps, as if the run had been begun with them"}
-
-
-def _finite(value: Any) -> Any:
-    """NaN is written as null, because JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
+                        f"learning rate follows the schedule of {now['steps']} steps, as if the "
+                        f"run had been begun with them"}
 
 
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
@@ -216,21 +236,3 @@ def _mfu(training: Training, tokens_per_second: float | None) -> dict[str, float
     dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
     peak, _ = hardware.peak_flops(dtype, str(training.device))
     return {"mfu": tokens_per_second * training_flops_per_token(training.config.model) / peak}
-
-
-def _results(training: Training, run: Run, history: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the metrics say; nothing is asked of the device."""
-    done = [line for line in history if math.isfinite(line["loss"])]
-    last = done[-1] if done else {}
-    vals = [line["val_loss"] for line in done if "val_loss" in line]
-    # The first step of a process pays for compilation and first touches; the median does not.
-    seconds = statistics.median(line["step_seconds"] for line in done) if done else None
-    return {
-        "final_loss": last.get("loss"), "val_loss": vals[-1] if vals else None,
-        "steps": last.get("step", 0), "tokens": last.get("tokens", 0), "step_seconds": seconds,
-        "tokens_per_second": training.config.tokens_per_step / seconds if seconds else None,
-        "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
-        "mfu": None, "energy_wh": None, "energy_source": None,
-        "last_checkpoint": _last_checkpoint(run), "run_dir": str(run.path),
-        "chosen": training.decisions.record,
-    }

@@ -1,26 +1,40 @@
 """What happened: a Run is a folder, and this is how to read one.
 
+    run.json           which run this is, written once: what decides its numbers, and a hash of it
     config.yaml        every setting
     environment.json   versions, device, date, command, of each start
     metrics.jsonl      a StepRecord a line
     summary.json       the result, replaced whole
     tokenizer.json     so that sampling needs no corpus
-    checkpoints/       see `lpkit.training.checkpoint`
+    checkpoints/       see `lpkit.training.checkpoint`; each names its run
+
+Every file carries a checksum, and the readers here compare it: see `lpkit.records`.
 """
 
-import json
+import hashlib
+import statistics
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config
+from lpkit import files, nn, records
+from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, DamagedError
 from lpkit.tables import html_table
 
+IDENTITY, LOCK = "run.json", ".lock"
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints"
+
+
+# What may differ when a run goes on: steps may be raised, and the rest changes no number.
+MAY_CHANGE = {"steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+              "precision.telemetry_every"}
+SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 
 
 class RunFailedError(RuntimeError):
@@ -63,17 +77,45 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return Config.from_yaml((self.path / CONFIG).read_text())
+        """Raises DamagedError when config.yaml is not what was written."""
+        return Config.from_yaml(_unsealed_yaml(self.path / CONFIG))
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What run.json says, once config.yaml and tokenizer.json agree with it. Raises
+        DamagedError."""
+        said = records.read(self.path / IDENTITY)
+        here = identify(self.config, said.get("tokens"), self.tokenizer, said.get("model_version"))
+        for part, path in (("settings", CONFIG), ("tokenizer", TOKENIZER), ("run", IDENTITY)):
+            if said.get(part) != here[part]:
+                raise DamagedError(f"{self.path / path} belongs to another run than "
+                                   f"{self.path / IDENTITY}: their {part} differ; put the run's "
+                                   f"own file back")
+        if said["model_version"] != nn.VERSION:
+            raise ConfigError(f"{str(self.path)!r} was trained with version "
+                              f"{said['model_version']} of the model, and this lpkit has version "
+                              f"{nn.VERSION}: the same weights are another function; use lpkit "
+                              f"{self.environment.get('lpkit')}, which trained it")
+        return said
 
     @property
     def summary(self) -> dict[str, Any]:
-        return self._json(SUMMARY)
+        """The result. Of a run that goes on or was killed, what its metrics say so far. Of no run,
+        nothing. Raises DamagedError."""
+        path = self.path / SUMMARY
+        if not (self.path / CONFIG).is_file():
+            return {}
+        said = records.read(path) if path.is_file() else {"status": "running"}
+        if said["status"] != "running":
+            return said
+        status = "running" if files.is_locked(self.path / LOCK) else "killed"
+        return results(self) | {"status": status}
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        """Of every start, the oldest first."""
-        found = self._json(ENVIRONMENT) or []
-        return [found] if isinstance(found, dict) else found    # older runs kept the last one alone
+        """Of every start, the oldest first. Raises DamagedError."""
+        path = self.path / ENVIRONMENT
+        return records.read(path)["starts"] if path.is_file() else []
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -82,7 +124,7 @@ class Run:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        return self._json(TOKENIZER)
+        return records.read(self.path / TOKENIZER)
 
     @property
     def checkpoints(self) -> Path:
@@ -90,29 +132,80 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every step that was reported."""
-        return read_lines(self.path / METRICS)
+        """Every step that was reported. A damaged line is left out, and named in `problems`."""
+        return records.read_lines(self.path / METRICS)[0]
 
-    def _json(self, name: str) -> Any:
-        path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else {}
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each file or line that is not what was written."""
+        found = records.read_lines(self.path / METRICS)[1]
+        for read in (lambda: self.identity, lambda: self.summary, lambda: self.environments):
+            try:
+                read()
+            except ConfigError as error:
+                found.append(str(error))
+        return found
 
     def _repr_html_(self) -> str:
-        return html_table((), described({"run_dir": str(self.path), **self.summary}), prose=1)
+        summary = {}
+        with suppress(DamagedError):        # a bad file does not hide the run
+            summary = self.summary or results(self)
+        rows = described(results(self) | {"status": "not known"} | summary)
+        return html_table((), [*rows, *(("problem", one) for one in self.problems)], prose=1)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON, a line each; of a missing file none. A last line torn by a kill is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
+             model_version: int = nn.VERSION) -> dict[str, Any]:
+    """What decides the numbers of a run, and under "run" the hash of it all. `tokens`: the SHA-256
+    of the training and the validation tokens."""
+    settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
+    facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
+             "model_version": model_version}
+    facts = records.plain(facts)
+    return facts | {"run": records.digest(facts)}
+
+
+def sealed_yaml(config: Config) -> str:
+    text = config.to_yaml()
+    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def _unsealed_yaml(path: Path) -> str:
+    try:
+        text, seal, due = path.read_text(encoding="utf-8").partition(SEAL)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(f"cannot read {path} ({error})") from None
+    if not seal or due.strip() != hashlib.sha256(text.encode()).hexdigest():
+        raise DamagedError(f"{path} is not what the run wrote: it was cut off or altered. Undo the "
+                           f"change; settings that may change are given with --set, and others "
+                           f"need a run of their own (train a copy of the file with another --out)")
+    return text
+
+
+def results(run: Run) -> dict[str, Any]:
+    """What the metrics and the newest start say; nothing is asked of the device."""
+    done = [line for line in run.metrics if line["loss"] is not None]
+    last = done[-1] if done else {}
+    vals = [line["val_loss"] for line in done if "val_loss" in line]
+    kept = sorted(path.name for path in run.checkpoints.glob("step-*"))
+    # The first step of a process pays for compilation and first touches; the median does not.
+    seconds = statistics.median(line["step_seconds"] for line in done) if done else None
+    tokens = last["tokens"] / last["step"] if done else 0
+    chosen: dict[str, Any] = {}
+    with suppress(DamagedError):
+        chosen = run.environment.get("chosen", {})
+    return {
+        "final_loss": last.get("loss"), "val_loss": vals[-1] if vals else None,
+        "steps": last.get("step", 0), "tokens": last.get("tokens", 0), "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
+        "mfu": None, "energy_wh": None, "energy_tokens": None, "energy_source": None,
+        "last_checkpoint": kept[-1] if kept else None, "run_dir": str(run.path), "chosen": chosen,
+    }
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary for a person: (name, value with its unit). A killed run left its folder alone."""
-    if "status" not in summary:
-        return [("run", summary["run_dir"]),
-                ("status", "no summary: it has not ended yet, or it was killed")]
-
+    """A summary for a person: (name, value with its unit)."""
     def number(key: str, form: str, unit: str, scale: float = 1) -> str:
         value = summary.get(key)
         return "none" if value is None else f"{value * scale:{form}} {unit}"
@@ -131,8 +224,8 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         kept = summary.get("last_checkpoint") or "no checkpoint"
         rows.append(("error", f"{summary['error']}; kept: {kept}"))
     if summary.get("energy_wh"):
-        energy = f"{summary['energy_wh']:.3g} Wh ({summary['energy_source']})"
-        rows.append(("energy", energy))
+        rows.append(("energy", f"{summary['energy_wh']:.3g} Wh for {summary['energy_tokens']:,} "
+                               f"tokens ({summary['energy_source']})"))
     if summary.get("observer_errors"):
         rows.append(("observers that failed", "; ".join(summary["observer_errors"])))
     return rows

@@ -12,7 +12,7 @@ what a run does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -74,6 +74,7 @@ class Training:
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
+    tokens: dict[str, str]                  # SHA-256 of the training and the validation tokens
     state_placement: StatePlacement
     scaler: LossScaler | None
     # around the micro-batches of an update: casts of weights are kept meanwhile
@@ -92,11 +93,12 @@ class Training:
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
         decisions = decisions or build.decide(config, before=before)
-        val, tokenizer = data, {}
+        val, tokenizer, tokens = data, {}, {}
         if data is None:
             build.refuse_what_cannot_fit(config, decisions)
             files = prepare(config.data, vocab=config.model.vocab)
             tokenizer = files.tokenizer.to_dict()
+            tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
             data = _policy(config, config.data.policy.name, files.train, config.global_batch)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             val = _policy(config, EVALUATION, files.val, config.micro_batch)
@@ -118,7 +120,7 @@ class Training:
             cached_casts = weights_cached
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
-            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer,
+            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(model.parameters()), config.optimizer.clip),
@@ -199,18 +201,22 @@ class Training:
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
-        self._load(self._tensors(), state, source)
+        parameters = dict(self.model.named_parameters())
+        slots = [name for name in state
+                 if name.startswith("optimizer/") and name.split("/")[1] in parameters]
+        governed = [name for name in state
+                    if name.startswith("governor/") and name.split("/")[1] in self.governors]
+        self._load(self._tensors(), state, source, beside=["rng/cpu", "rng/cuda", *slots, *governed])
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
             governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
                                       if key.startswith(prefix)})
-        parameters = dict(self.model.named_parameters())
-        for name, value in state.items():
-            if name.startswith("optimizer/"):
-                _, parameter, slot = name.split("/")
-                if torch.is_tensor(value):
-                    value = self.state_placement.store(value.to(self.device))
-                self.optimizer.state[parameters[parameter]][slot] = value
+        for name in slots:
+            _, parameter, slot = name.split("/")
+            value = state[name]
+            if torch.is_tensor(value):
+                value = self.state_placement.store(value.to(self.device))
+            self.optimizer.state[parameters[parameter]][slot] = value
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
@@ -228,17 +234,24 @@ class Training:
         return tensors
 
     @torch.no_grad()
-    def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object) -> None:
+    def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object,
+              beside: Collection[str] = ()) -> None:
+        """All of `ours`, and nothing is left over. `beside`: names that others load."""
         way_out = "resume with the settings that it was saved with"
         missing = [name for name in ours if name not in state]
         if missing:
             raise RunFailedError(f"{source} lacks {len(missing)} of the run's tensors, "
                                  f"{missing[0]} first; {way_out}")
+        if unknown := state.keys() - ours.keys() - set(beside):
+            raise RunFailedError(f"{source} holds {len(unknown)} tensors that this run does not "
+                                 f"have, {min(unknown)} first; {way_out}")
         for name, t in ours.items():
-            theirs = state[name].shape
-            if t.shape != theirs:   # copy_ would broadcast a short history into a longer one
-                raise RunFailedError(f"{source} holds {name} as {tuple(theirs)}, and this run has "
-                                     f"it as {tuple(t.shape)}; {way_out}")
+            theirs = state[name]
+            # copy_ would broadcast a short history into a longer one, and round another dtype
+            if (t.shape, t.dtype) != (theirs.shape, theirs.dtype):
+                raise RunFailedError(
+                    f"{source} holds {name} as {theirs.dtype} {tuple(theirs.shape)}, and this run "
+                    f"has it as {t.dtype} {tuple(t.shape)}; {way_out}")
         for name, t in ours.items():
             if not name.startswith("governor/"):
                 t.copy_(state[name])

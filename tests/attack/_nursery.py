@@ -1,0 +1,90 @@
+"""Commands in processes that cost milliseconds: one imports torch, and forks for each of them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROGRAM = """
+import json, os, signal, sys, traceback
+import torch
+import lpkit.cli, lpkit.commands.train, lpkit.training.loop, lpkit.training.training, tqdm
+torch.set_num_threads(1)
+for line in sys.stdin:
+    words, output = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background child ignores it
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0), os.dup2(file, 1), os.dup2(file, 2)
+        code = 1
+        try:
+            code = lpkit.cli.main(words)
+        except SystemExit as error:
+            code = error.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code or 0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+# The smallest training that has everything a run has.
+SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120, "global_batch": 4,
+         "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32",
+         "system.device": "cpu", "system.threads": 1}
+
+
+class Nursery:
+    def __init__(self, process: subprocess.Popen, folder: Path):
+        self._process, self.output = process, folder / "output.txt"
+
+    def begin(self, *words: object) -> int:
+        """Run `lpkit WORDS`; its process."""
+        self._process.stdin.write(json.dumps([[str(word) for word in words], str(self.output)]) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def end(self) -> int:
+        """Wait for it; its exit code, or minus the signal."""
+        return int(self._process.stdout.readline())
+
+    def lpkit(self, *words: object) -> int:
+        self.begin(*words)
+        return self.end()
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+@contextmanager
+def nursery(folder: Path) -> Iterator[Nursery]:
+    """Its commands run in `folder` and keep their caches there."""
+    environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1")
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env=environment, cwd=folder) as process:
+        yield Nursery(process, folder)
+        process.stdin.close()
+
+
+def prepare(folder: Path, **settings: object) -> Path:
+    """A corpus and a config in `folder`; the config."""
+    from lpkit.config import Config
+
+    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
+    config = Config().replace(SMALL | {"data.source": str(folder / "corpus.txt")} | settings)
+    (folder / "config.yaml").write_text(config.to_yaml())
+    return folder / "config.yaml"
+
+
+def wait_until(there, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (seen := there()) and time.monotonic() < deadline:
+        time.sleep(0.0002)
+    return bool(seen)

@@ -1,0 +1,118 @@
+"""One flipped bit in any file of a run or of its tokens: no number changes silently, and what reads
+the file says one sentence."""
+
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+
+from lpkit.config import Config
+from lpkit.datasets.tokens import open_tokens, prepare_into
+from lpkit.errors import ConfigError
+from lpkit.measure import telemetry
+from lpkit.training import checkpoint
+from lpkit.training.background import train
+from lpkit.training.runs import Run, RunFailedError
+from lpkit.training.sampling import trained
+from tests.attack import Outcome
+from tests.attack._nursery import SMALL
+
+COUNT, FEW = 3000, 60
+RESUMED = 20        # every 20th trial also trains on
+
+
+def attack(count: int, seed: int, folder: Path) -> Outcome:
+    outcome, rng = Outcome(), random.Random(seed)
+    corpus, original, copy = folder / "corpus.txt", folder / "whole", folder / "flipped"
+    corpus.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(2_000)))
+    source = folder / "tokens"
+    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6, "model.width": 16, "model.context": 16,
+                                       "precision.telemetry_every": 3})
+    prepare_into(source, config.data, config.model.vocab, folder / "cache")
+    config = config.replace({"data.source": str(source)})
+    run = train(config.replace({"steps": 4}), out=original)
+    longer = folder / "longer"
+    shutil.copytree(original, longer)
+    losses = [line["loss"] for line in train(config, out=longer, resume=True).metrics]
+    want = _numbers(run.path, source)
+    files = [path for path in (*sorted(original.rglob("*")), *sorted(source.rglob("*"))) if path.is_file() and path.stat().st_size]
+    for _ in range(count):
+        victim = rng.choice(files)
+        at, bit = rng.randrange(victim.stat().st_size), rng.randrange(8)
+        base = original if original in victim.parents else source
+        trial = f"seed {seed}: bit {bit} of byte {at} of {victim.relative_to(folder)}"
+        _flipped(base, copy, victim.relative_to(base), at, bit)
+        flipped = (copy, source) if base is original else (original, copy)
+        outcome.tried += 1
+        for name, value in _numbers(*flipped).items():
+            if isinstance(value, BaseException):
+                if not isinstance(value, (ConfigError, RunFailedError)) or "\n" in str(value):
+                    outcome.failed("not a sentence", f"{trial}: {name}: {type(value).__name__}: {value}"[:300])
+            elif not _same(name, value, want[name], flipped[0]):
+                outcome.failed("a number changed silently", f"{trial}: {name}")
+        if outcome.tried % RESUMED == 0 and base is original:
+            _resume(copy, config, losses, trial, outcome)
+        shutil.rmtree(copy)
+    return outcome
+
+
+def _flipped(base: Path, copy: Path, name: Path, at: int, bit: int) -> None:
+    shutil.copytree(base, copy)
+    data = bytearray((copy / name).read_bytes())
+    data[at] ^= 1 << bit
+    (copy / name).write_bytes(data)
+
+
+def _numbers(path: Path, source: Path) -> dict[str, object]:
+    """What every reader says of a run, or what it raised."""
+    run = Run(path)
+    found = {}
+    for name, read in {
+        "config": lambda: run.config, "summary": lambda: {**run.summary, "run_dir": ""}, "environments": lambda: run.environments,
+        "tokenizer": lambda: run.tokenizer, "identity": lambda: run.identity, "metrics": lambda: run.metrics,
+        "telemetry": lambda: _samples(path), "checkpoint": lambda: checkpoint.load_latest(run.checkpoints, quarantine=False),
+        "weights": lambda: trained(run).model.state_dict(), "html": lambda: run._repr_html_() and None,
+        "tokens": lambda: [array.tolist() for array in (open_tokens(source).train, open_tokens(source).val)],
+    }.items():
+        try:
+            found[name] = read()
+        except BaseException as error:
+            found[name] = error
+    return found
+
+
+def _samples(path: Path) -> tuple[list, bool]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        return telemetry.read(path), bool(said)
+
+
+def _same(name: str, value, want, path: Path) -> bool:
+    if name == "metrics":       # fewer, if it is said
+        return value == want or (all(line in want for line in value) and bool(Run(path).problems))
+    if name == "telemetry":     # fewer, with a warning
+        return value == want or (value[1] and all(sample in want[0] for sample in value[0]))
+    if name == "checkpoint":
+        found, problems = value
+        if found is None:
+            return bool(problems)
+        return (found.step == want[0].step or bool(problems)) and (found.step != want[0].step or _equal(found.tensors, want[0].tensors))
+    return _equal(value, want) if name == "weights" else value == want
+
+
+def _equal(one: dict, two: dict) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _resume(copy: Path, config: Config, losses: list[float], trial: str, outcome: Outcome) -> None:
+    try:
+        found = [line["loss"] for line in train(config, out=copy, resume=True).metrics]
+    except (ConfigError, RunFailedError):
+        return
+    except BaseException as error:
+        outcome.failed("not a sentence", f"{trial}: resumed: {type(error).__name__}: {error}"[:300])
+        return
+    if found != losses and not (set(found) < set(losses) and Run(copy).summary["damaged"]):
+        outcome.failed("a number changed silently", f"{trial}: resumed")
