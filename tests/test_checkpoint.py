@@ -1,6 +1,5 @@
 """Checkpoints against a process that dies at every moment, a disk that lies, and a disk that is full."""
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -187,26 +186,6 @@ def test_every_number_format_and_shape_comes_back_bit_for_bit(tmp_path):
         same_bits(found[name], t)
         if name in into:
             same_bits(into[name], t)
-
-
-def test_a_checkpoint_of_format_1_loads(tmp_path):
-    folder = tmp_path / "step-00000004"
-    folder.mkdir()
-    save_file(TENSORS, folder / "tensors.safetensors")
-    (folder / "state.json").write_text(json.dumps(STATE))
-    files = {path.name: {"bytes": path.stat().st_size,
-                         "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-             for path in folder.iterdir()}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "step": 4, "files": files}))
-    found, problems = checkpoint.load_latest(tmp_path)
-    assert found.step == 4 and found.state == STATE and not problems
-    into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
-    checkpoint.load(folder, into=into)
-    for name, t in TENSORS.items():
-        same_bits(found.tensors[name], t)
-        same_bits(into[name], t)
-    folder = checkpoint.save(tmp_path, 5, found.tensors, STATE, keep=2)
-    assert json.loads((folder / "manifest.json").read_text())["format"] == 2
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):

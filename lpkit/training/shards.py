@@ -143,11 +143,10 @@ class _Reader(dcp.FileSystemReader):
         self.pieces: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for path in paths:
             with safe_open(path, framework="pt") as file:
-                places = json.loads((file.metadata() or {}).get(SHARDING, "{}"))    # 1 has none
+                places = json.loads(file.metadata()[SHARDING])
                 for name in file.keys():
                     piece = file.get_tensor(name)
-                    offsets = places.get(name, {}).get("saved_offsets", [0] * piece.ndim)
-                    self._add(name, tuple(offsets), piece)
+                    self._add(name, tuple(places[name]["saved_offsets"]), piece)
 
     def _add(self, name: str, offsets: tuple[int, ...], piece: Tensor) -> None:
         if name not in self.wholes:

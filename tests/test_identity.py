@@ -1,0 +1,300 @@
+"""A run is what it says it is: every file shows when it is not what was written, or not this run's."""
+
+import json
+import math
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import lpkit
+from lpkit import nn, records
+from lpkit.config import Config
+from lpkit.datasets.tokens import open_tokens, prepare_into
+from lpkit.errors import ConfigError, DamagedError
+from lpkit.files import locked
+from lpkit.measure import telemetry
+from lpkit.training import checkpoint, runs
+from lpkit.training.background import train
+from lpkit.training.runs import Run, RunFailedError
+from lpkit.training.training import RandomTokens, Training
+
+
+@pytest.fixture
+def tiny(corpus, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return Config().replace({
+        "model.layers": 1, "model.width": 16, "model.heads": 2, "model.context": 16, "data.source": str(corpus / "*.py"),
+        "steps": 4, "global_batch": 2, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2, "schedule.warmup_steps": 2,
+        "precision.recipe": "fp32", "system.device": "cpu"})
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    return train(tiny, out=tmp_path / "run")
+
+
+# ---- records
+
+RECORD = {"step": 7, "loss": 0.1, "of": [1, 2.5e-9], "text": "é\n", "none": None, "nested": {"b": True, "a": -0.0}}
+
+
+def flips(data: bytes):
+    """Every single flipped bit of it."""
+    for at in range(len(data)):
+        for bit in range(8):
+            yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]
+
+
+def same(one, two) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)       # 0.0 and -0.0 differ there
+
+
+def test_no_flipped_bit_changes_a_record(tmp_path):
+    path, caught = tmp_path / "record.json", 0
+    records.write(path, RECORD)
+    assert same(records.read(path), RECORD)
+    whole = path.read_bytes()
+    for data in flips(whole):
+        path.write_bytes(data)
+        try:
+            assert same(records.read(path), RECORD)        # of a space, say
+        except DamagedError as error:
+            assert str(path) in str(error)
+            caught += 1
+    assert caught > 7 * len(whole)
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DamagedError):
+            records.read(path)
+
+
+def test_no_flipped_bit_changes_a_line_or_hides_the_others(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = [RECORD | {"step": step} for step in range(3)]
+    whole = "".join(map(records.line, lines)).encode()
+    for data in flips(whole):
+        path.write_bytes(data)
+        good, problems = records.read_lines(path)
+        assert all(any(same(one, line) for line in lines) for one in good)
+        assert len(good) == 3 or problems
+        assert len(good) >= 1       # of two, when it was the end of a line
+    path.write_bytes(whole[:-5])
+    assert records.read_lines(path)[0][-1]["step"] == 1
+    assert records.read_lines(path)[1] == [f"{path}, line 3, is cut off, as a kill leaves it; it is passed over"]
+    assert records.read_lines(tmp_path / "none") == ([], [])
+
+
+def test_what_json_does_not_have_is_written_as_it_comes_back():
+    value = {"keys": {1: (2, math.nan)}, "inf": -math.inf}
+    assert json.loads(records.line(value)) | {records.LINE_SUM: ""} == {"keys": {"1": [2, None]}, "inf": None, records.LINE_SUM: ""}
+    assert records.unsealed(records.sealed(value), "x") == {"keys": {"1": [2, None]}, "inf": None}
+
+
+# ---- whose it is
+
+def change(path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def refused(run, match: str, config=None):
+    """By resume and by sample alike, and nothing is written."""
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=match):
+        lpkit.sample(run.path, tokens=2)
+    with pytest.raises(ConfigError, match=match):
+        train(config or run.config, out=run.path, resume=True)
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_a_digit_of_the_config_cannot_flip(run, tiny):
+    change(run.path / runs.CONFIG, "steps: 4", "steps: 6")
+    refused(run, "config.yaml is not what the run wrote", tiny)
+    change(run.path / runs.CONFIG, "steps: 6", "steps: 4")
+    assert lpkit.sample(run.path, tokens=2)
+
+
+def test_half_a_config_is_refused(run, tiny):
+    path = run.path / runs.CONFIG
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+    refused(run, "config.yaml is not what the run wrote", tiny)
+
+
+def test_the_whole_config_of_another_run_is_refused(run, tiny, tmp_path):
+    other = train(tiny.replace({"optimizer.lr": 1e-4}), out=tmp_path / "other")
+    shutil.copy(other.path / runs.CONFIG, run.path)
+    refused(run, "config.yaml belongs to another run", other.config)
+
+
+def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} bottles\n" for i in range(20_000)))
+    tiny = tiny.replace({"data.source": str(text)})
+    train(tiny, out=tmp_path / "run")
+    text.write_text("".join(f"{i} glasses\n" for i in range(20_000)))
+    with pytest.raises(ConfigError, match=r"its tokens have the SHA-256 .* and data.source=.*text.txt now gives"):
+        train(tiny.replace({"steps": 6}), out=tmp_path / "run", resume=True)
+    assert lpkit.sample(tmp_path / "run", tokens=2)         # which needs no corpus
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(run, tiny, tmp_path, capsys):
+    other = train(tiny.replace({"seed": 1}), out=tmp_path / "other")
+    for folder in checkpoint.folders(run.checkpoints):
+        shutil.rmtree(folder)
+    shutil.copytree(other.checkpoints / "step-00000002", run.checkpoints / "step-00000002")
+    with pytest.raises(ConfigError, match="step-00000002 is a checkpoint of another run"):
+        lpkit.sample(run.path)
+    losses = [line["loss"] for line in run.metrics]
+    again = train(tiny, out=run.path, resume=True)
+    said = capsys.readouterr().err
+    assert "has no whole checkpoint, so it starts again from step 0" in said and "of another run; moved to quarantine" in said
+    assert [line["loss"] for line in again.metrics] == losses and again.environment["from_step"] == 0
+    assert "another run" in again.summary["damaged"][0] and (run.checkpoints / "quarantine" / "step-00000002").is_dir()
+
+
+@pytest.mark.parametrize("name", [runs.TOKENIZER, runs.IDENTITY])
+def test_the_record_of_another_run_is_refused(run, tiny, tmp_path, name):
+    other = train(tiny.replace({"data.tokenizer": "bpe", "model.vocab": 300}), out=tmp_path / "other")
+    shutil.copy(other.path / name, run.path)
+    refused(run, "belongs to another run than")
+
+
+def test_another_version_of_the_model_is_refused(run, monkeypatch):
+    monkeypatch.setattr(nn, "VERSION", nn.VERSION + 1)
+    refused(run, f"trained with version {nn.VERSION - 1} of the model, and this lpkit has version {nn.VERSION}")
+
+
+def test_a_run_without_its_identity_is_refused(run):
+    (run.path / runs.IDENTITY).unlink()
+    refused(run, "cannot read .*run.json")
+
+
+def test_settings_that_change_no_number_keep_the_identity(run, tiny):
+    who = run.identity
+    again = train(tiny.replace({"steps": 6, "eval_every": 3, "keep_checkpoints": 5}), out=run.path, resume=True)
+    assert Run(again.path).identity == who and again.summary["steps"] == 6
+    for folder in checkpoint.folders(run.checkpoints):
+        assert checkpoint.verify(folder, who["run"])["run"] == who["run"]
+
+
+@pytest.mark.parametrize("change, why", [
+    (lambda state: state | {"model/more": torch.ones(1)}, "1 tensors that this run does not have, model/more first"),
+    (lambda state: state | {"optimizer/more/exp_avg": torch.ones(1)}, "does not have, optimizer/more/exp_avg first"),
+    (lambda state: {name: t.bfloat16() if name.startswith("model/") else t for name, t in state.items()}, "as torch.bfloat16"),
+    (lambda state: {name: t[:1] if name.startswith("model/") else t for name, t in state.items()}, r"\(1, 16\), and this run"),
+])
+def test_what_does_not_fit_the_model_is_not_loaded(tiny, change, why):
+    """By one function, for resume and sample alike."""
+    training = Training.build(tiny, data=RandomTokens(tiny))
+    state = change(training.state_dict())
+    with pytest.raises(RunFailedError, match=why):
+        training.load_state_dict(state)
+    weights = {name: t for name, t in state.items() if name.startswith("model/")}
+    if weights.keys() - training.state_dict().keys() or "optimizer" not in why:
+        with pytest.raises(RunFailedError, match=why):
+            training.load_model(weights)
+
+
+def test_no_flipped_bit_changes_a_header_of_tokens(tiny, corpus, tmp_path):
+    folder = tmp_path / "tokens"
+    opened = prepare_into(folder, tiny.data, 256)
+    want, whole = np.array(opened.val), (folder / "header.json").read_bytes()
+    rng = np.random.default_rng(0)
+    for at in rng.integers(len(whole), size=200):
+        data = bytearray(whole)
+        data[at] ^= 1 << rng.integers(8)
+        (folder / "header.json").write_bytes(data)
+        try:
+            again = open_tokens(folder)
+        except ConfigError as error:
+            assert "header.json" in str(error)
+        else:
+            assert again.header == opened.header and (again.val == want).all()
+
+
+# ---- what a run says became of it
+
+def test_a_run_that_goes_on_is_told_from_one_that_was_killed(run):
+    records.write(run.path / runs.SUMMARY, {"status": "running"})
+    with locked(run.path / runs.LOCK):
+        assert run.summary["status"] == "running"
+    assert run.summary["status"] == "killed" and run.summary["steps"] == 4 and run.summary["final_loss"] == run.metrics[-1]["loss"]
+    assert "killed after 4 steps" in run._repr_html_()
+
+
+def test_while_it_trains_it_is_running(tiny, tmp_path):
+    seen = []
+    train(tiny, out=tmp_path / "run", observers=[lambda record: seen.append(Run(tmp_path / "run").summary["status"])])
+    assert seen == ["running"] * 4 and Run(tmp_path / "run").summary["status"] == "complete"
+
+
+@pytest.mark.parametrize("raised, status", [(SystemExit(0), "failed"), (KeyboardInterrupt(), "killed"), (MemoryError(), "failed")])
+def test_what_ended_a_run_is_its_status(tiny, tmp_path, monkeypatch, raised, status):
+    fine = Training.update
+
+    def update(self, step, **settings):
+        if step == 3:
+            raise raised
+        return fine(self, step, **settings)
+
+    monkeypatch.setattr(Training, "update", update)
+    with pytest.raises(type(raised)):
+        train(tiny, out=tmp_path / "run")
+    summary = Run(tmp_path / "run").summary
+    assert (summary["status"], summary["steps"], summary["last_checkpoint"]) == (status, 3, "step-00000002")
+    assert summary["error"].startswith(type(raised).__name__)
+
+
+def test_a_finished_run_that_lost_its_metrics_is_complete_after_its_steps(run, tiny):
+    (run.path / runs.METRICS).unlink()
+    summary = train(tiny, out=run.path, resume=True).summary
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("complete", 4, 4 * 2 * 16)
+
+
+def test_one_bad_line_does_not_hide_a_run(run, tiny):
+    change(run.path / runs.METRICS, '"step": 2,', '"step": 5,')
+    assert [line["step"] for line in run.metrics] == [1, 3, 4]
+    [problem] = run.problems
+    assert "metrics.jsonl, line 2, is damaged" in problem and "line 2, is damaged" in run._repr_html_()
+    summary = train(tiny.replace({"steps": 6}), out=run.path, resume=True).summary
+    assert summary["damaged"] == [problem] and [line["step"] for line in run.metrics] == [1, 3, 4, 5, 6]
+
+
+def test_a_damaged_summary_does_not_hide_a_run(run):
+    change(run.path / runs.SUMMARY, '"status": "complete"', '"status": "completE"')
+    with pytest.raises(DamagedError, match=r"summary\.json does not match its checksum"):
+        print(run.summary)
+    assert "not known after 4 steps" in run._repr_html_() and "summary.json does not match" in run._repr_html_()
+
+
+def test_a_damaged_sample_is_named(tiny, tmp_path):
+    run = train(tiny.replace({"precision.telemetry_every": 2}), out=tmp_path / "run")
+    path, samples = run.path / telemetry.FILE, telemetry.read(run.path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0].replace('"step"', '"stop"'), *lines[1:]]))
+    with pytest.warns(UserWarning, match="telemetry.jsonl, line 1, is damaged"):
+        assert telemetry.read(path) == samples[1:]
+    path.write_text("".join(lines))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert telemetry.read(path) == samples
+
+
+def test_energy_and_tokens_are_of_the_same_steps(tiny, tmp_path, monkeypatch):
+    joules = iter([(0.0, "a counter"), (7200.0, "a counter")] * 2)
+    monkeypatch.setattr("lpkit.hardware.energy_joules", lambda device: next(joules))
+    assert train(tiny, out=tmp_path / "run").summary["energy_tokens"] == 4 * 2 * 16
+    summary = train(tiny.replace({"steps": 6}), out=tmp_path / "run", resume=True).summary
+    assert (summary["energy_wh"], summary["energy_tokens"], summary["tokens"]) == (2.0, 2 * 2 * 16, 6 * 2 * 16)
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_vouches_for_them(tiny, tmp_path, monkeypatch):
+    done, real_sync, real_save = [], runs.files.sync, checkpoint.save
+    monkeypatch.setattr("lpkit.training.loop.sync", lambda path: (done.append((path.name, len(Run(tmp_path / "run").metrics))), real_sync(path)))
+    monkeypatch.setattr(checkpoint, "save", lambda root, step, *args, **more: (done.append(("save", step)), real_save(root, step, *args, **more))[1])
+    train(tiny, out=tmp_path / "run")
+    assert done == [("metrics.jsonl", 2), ("save", 2), ("metrics.jsonl", 4), ("save", 4)]
