@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lpkit import records
 from lpkit.training import checkpoint, shards
 from lpkit.training.checkpoint import DamagedError
 
@@ -150,9 +151,9 @@ def test_nothing_is_left_of_a_save_that_found_no_space(tmp_path, monkeypatch):
 
 def test_a_manifest_that_points_elsewhere_is_refused(tmp_path):
     folder = write(tmp_path / "run", 1)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = records.read(folder / "manifest.json")
     manifest["files"] = {"../../secret": {"bytes": 0, "sha256": ""}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    records.write(folder / "manifest.json", manifest)
     with pytest.raises(DamagedError, match="does not describe"):
         checkpoint.load(folder)
 

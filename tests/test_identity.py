@@ -133,7 +133,7 @@ def test_the_whole_config_of_another_run_is_refused(run, tiny, tmp_path):
 def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} bottles\n" for i in range(20_000)))
-    tiny = tiny.replace({"data.source": str(text)})
+    tiny = tiny.replace({"data.source": str(text), "data.val_fraction": 0.3})
     train(tiny, out=tmp_path / "run")
     text.write_text("".join(f"{i} glasses\n" for i in range(20_000)))
     with pytest.raises(ConfigError, match=r"its tokens have the SHA-256 .* and data.source=.*text.txt now gives"):

@@ -58,9 +58,9 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                 for record in _steps(training, run, start, control):
                     log.write(records.line(record.to_dict()))
                     log.flush()
-                    reached = record.step
                     observers(record)
                     _refuse_nan(record, run, training)
+                    reached = record.step
             summary["status"] = "complete" if reached == config.steps else "stopped"
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
