@@ -173,6 +173,15 @@ def test_a_run_without_its_identity_is_refused(run):
     refused(run, "cannot read .*run.json")
 
 
+def test_sampling_from_an_older_checkpoint_says_so(run, capsys):
+    want = lpkit.sample(run.path, tokens=2)
+    assert capsys.readouterr().err == ""
+    (run.checkpoints / "step-00000004" / "state.json").write_text("{}")
+    assert isinstance(lpkit.sample(run.path, tokens=2), str) and isinstance(want, str)
+    said = capsys.readouterr().err
+    assert "the weights are those of step 2" in said and "step-00000004" in said
+
+
 def test_settings_that_change_no_number_keep_the_identity(run, tiny):
     who = run.identity
     again = train(tiny.replace({"steps": 6, "eval_every": 3, "keep_checkpoints": 5}), out=run.path, resume=True)

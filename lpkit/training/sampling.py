@@ -1,5 +1,6 @@
 """Text from a run: one token at a time, with a key/value cache."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,8 @@ def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200,
 
 
 def trained(run: Run, device: str = "cpu") -> Training:
-    """The model of `run` as it was trained, with its newest good weights, in evaluation.
+    """The model of `run` as it was trained, with its newest good weights, in evaluation. Standard
+    error says which newer ones were damaged.
 
     Raises ConfigError for a run without a checkpoint.
     """
@@ -50,6 +52,8 @@ def trained(run: Run, device: str = "cpu") -> Training:
     if found is None:
         said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
         raise ConfigError(said)
+    for problem in problems:
+        print(f"lpkit: the weights are those of step {found.step}: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype))
     config = config.replace({"system.device": device, "system.compile": False})

@@ -1,6 +1,8 @@
 """One flipped bit in any file of a run or of its tokens: no number changes silently, and what reads
 the file says one sentence."""
 
+import contextlib
+import io
 import random
 import shutil
 import warnings
@@ -26,9 +28,9 @@ RESUMED = 20        # every 20th trial also trains on
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
     corpus, original, copy = folder / "corpus.txt", folder / "whole", folder / "flipped"
-    corpus.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(2_000)))
+    corpus.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
     source = folder / "tokens"
-    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6, "model.width": 16, "model.context": 16,
+    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6, "schedule": "constant", "schedule.warmup_steps": 2, "data.val_fraction": 0.3, "model.width": 16, "model.context": 16,
                                        "precision.telemetry_every": 3})
     prepare_into(source, config.data, config.model.vocab, folder / "cache")
     config = config.replace({"data.source": str(source)})
@@ -73,7 +75,7 @@ def _numbers(path: Path, source: Path) -> dict[str, object]:
         "config": lambda: run.config, "summary": lambda: {**run.summary, "run_dir": ""}, "environments": lambda: run.environments,
         "tokenizer": lambda: run.tokenizer, "identity": lambda: run.identity, "metrics": lambda: run.metrics,
         "telemetry": lambda: _samples(path), "checkpoint": lambda: checkpoint.load_latest(run.checkpoints, quarantine=False),
-        "weights": lambda: trained(run).model.state_dict(), "html": lambda: run._repr_html_() and None,
+        "weights": lambda: _weights(run), "html": lambda: run._repr_html_() and None,
         "tokens": lambda: [array.tolist() for array in (open_tokens(source).train, open_tokens(source).val)],
     }.items():
         try:
@@ -81,6 +83,11 @@ def _numbers(path: Path, source: Path) -> dict[str, object]:
         except BaseException as error:
             found[name] = error
     return found
+
+
+def _weights(run: Run) -> tuple[dict, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return trained(run).model.state_dict(), said.getvalue()
 
 
 def _samples(path: Path) -> tuple[list, bool]:
@@ -99,7 +106,9 @@ def _same(name: str, value, want, path: Path) -> bool:
         if found is None:
             return bool(problems)
         return (found.step == want[0].step or bool(problems)) and (found.step != want[0].step or _equal(found.tensors, want[0].tensors))
-    return _equal(value, want) if name == "weights" else value == want
+    if name == "weights":       # older ones, if it is said
+        return bool(value[1]) or _equal(value[0], want[0])
+    return value == want
 
 
 def _equal(one: dict, two: dict) -> bool:

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 time.sleep(rng.choice([0, rng.uniform(0, 0.004)]))
             else:
                 time.sleep(rng.uniform(0, seconds))
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):      # it was quicker
+                os.kill(pid, signal.SIGKILL)
             code = forks.end()
             if code == 0:           # it was quicker: begin another, which is not a trial
                 _same(run, whole, trial, outcome)

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from lpkit.training import checkpoint
@@ -33,7 +34,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             time.sleep(rng.uniform(0, 3 if preparing else 1.5))
             trial = f"seed {seed}, {number_of.name} {number}{', preparing' if preparing else ''}"
             begun = time.monotonic()
-            os.kill(pid, number_of)
+            with suppress(ProcessLookupError):      # seen by its exit code
+                os.kill(pid, number_of)
             code, seconds = forks.end(), time.monotonic() - begun
             outcome.tried += 1
             slowest = max(slowest, seconds)
