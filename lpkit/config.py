@@ -8,17 +8,16 @@ as properties, so that formulas read like the notation. Standard library only (P
 when YAML is asked for): `lpkit.predict` stands on this module.
 """
 
-import contextlib
 import dataclasses
 import functools
+import re
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lpkit.errors import ConfigError, nearest, pick
+from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import blocks, layouts, memory
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES
@@ -26,10 +25,21 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
-from lpkit.techniques.row import Checked, Count, CountOrZero, Positive, Settings, many_of, one_of
+from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
+from lpkit.values import (
+    Checked,
+    Count,
+    CountOrZero,
+    InnerShare,
+    Positive,
+    Seed,
+    Text,
+    between,
+)
 
 VERSION = 2
+DEEPEST = 8     # groups in groups
 
 
 class Group(Checked):
@@ -137,15 +147,10 @@ class DataConfig(Group):
     where = "data."
 
     # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
-    source: str = "python-stdlib"
+    source: Text = "python-stdlib"
     tokenizer: str = "bytes"            # bytes, bpe (trained on the source), gpt2
     policy: Settings = one_of(POLICIES, "random-windows")
-    val_fraction: float = 0.1           # share of the files, or of the documents, for validation
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(f"data.val_fraction must be between 0 and 1, got {self.val_fraction}")
+    val_fraction: InnerShare = 0.1      # share of the files, or of the documents, for validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +180,18 @@ class MemoryConfig(Group):
     optimizer_step: Settings = one_of(memory.OPTIMIZER_STEP, "after")
 
 
+def _device(name: str, value: str) -> None:
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", value):
+        raise ConfigError(f"{name} cannot be {shown(value)}; choose auto, cpu, cuda or cuda:N")
+
+
 @dataclass(frozen=True, kw_only=True)
-class SystemConfig:
-    device: str = "auto"                # auto, cpu, cuda, cuda:1
-    compile: bool | Literal["auto"] = "auto"   # auto: on GPUs
-    threads: int | None = None          # None: PyTorch's own choice
+class SystemConfig(Group):
+    where = "system."
+
+    device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
+    compile: bool | Literal["auto"] = "auto"    # auto: on GPUs
+    threads: Annotated[int, between(1, 1024)] | None = None     # None: PyTorch's own choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +211,7 @@ class Config(Group):
     steps: Count = 300
     global_batch: Count = 16            # sequences per update
     grad_accum_steps: Count = 1         # micro-batches that they are split into
-    seed: CountOrZero = 0
+    seed: Seed = 0
     eval_every: CountOrZero = 100       # steps; 0: only at the end
     eval_batches: Count = 8
     checkpoint_every: CountOrZero = 100     # steps; 0: only at the end
@@ -216,7 +228,6 @@ class Config(Group):
             raise ConfigError(f"global_batch={self.global_batch} does not split into "
                               f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "
                               f"grad_accum_steps may be {_divisors(self.global_batch)}")
-        layouts.check_sizes(self.parallel)
         if self.parallel.devices > 1:
             layouts.check(self, self.parallel)
 
@@ -251,13 +262,9 @@ class Config(Group):
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":
-        import yaml
+        from lpkit.plain_yaml import parse_yaml
 
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-        return cls.from_dict(values or {})
+        return cls.from_dict(parse_yaml(text))
 
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """A copy with dotted keys changed: `config.replace({"model.layers": 6, "steps": "1_000"})`.
@@ -266,7 +273,10 @@ class Config(Group):
         parsing of their own. Another row's name starts from that row's settings, and keeps those of
         the old row that were changed and that both have.
         """
-        values, changes = flat(self), {key.removesuffix(".name"): changes[key] for key in changes}
+        if not isinstance(changes, Mapping):
+            raise ConfigError(f"changes must be a mapping of dotted keys, got {shown(changes)}")
+        values = flat(self)
+        changes = {str(key).removesuffix(".name"): changes[key] for key in changes}
         for key in sorted(changes):     # a row's name before its settings
             _change(values, key, changes[key])
         return Config.from_dict(_nested(values))
@@ -302,7 +312,8 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{key} must be a list of {', '.join(table) or 'rows'}, got {value!r}")
+        raise ConfigError(f"{key} must be a list of {', '.join(table) or 'rows'}, got "
+                          f"{shown(value)}")
     return tuple(_settings(table, one, key, None) for one in value)
 
 
@@ -313,14 +324,13 @@ def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | Non
     given = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = given.pop("name", default)
     if not isinstance(name, str):
-        raise ConfigError(f"{key} must name one of {', '.join(table)}, got {name!r}")
+        raise ConfigError(f"{key} must name one of {', '.join(table)}, got {shown(name)}")
     defaults = pick(table, name, key).settings
     kinds = _kinds(type(defaults))
     for setting in given:
         if setting not in kinds:
-            raise ConfigError(f"{key}={name} has no setting {str(setting)!r}; "
+            raise ConfigError(f"{key}={name} has no setting {shown(setting)}; "
                               f"{_who_has(table, str(setting), kinds)}")
-        given[setting] = convert(given[setting], kinds[setting], f"{key}.{setting}")
     return dataclasses.replace(defaults, name=name, **given)
 
 
@@ -341,7 +351,10 @@ def flat(config: Config) -> dict[str, Any]:
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
+            if prefix.count(".") > DEEPEST:
+                raise ConfigError(f"settings nest {DEEPEST} deep at most, and {shown(prefix)} goes "
+                                  f"on")
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}".removesuffix(".name"), value
@@ -366,9 +379,9 @@ def _plain(pairs: list[tuple[str, Any]]) -> Any:
 def _change(values: dict[str, Any], key: str, value: Any) -> None:
     """Changes one setting of a flat Config. Raises ConfigError for an unknown key."""
     below = [name for name in values if name == key or name.startswith(f"{key}.")]
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    if isinstance(value, Mapping) and below:
+    if isinstance(value, Mapping) and below and (key not in values or key in _tables(Config)):
         for name in below:
             del values[name]
         values |= _leaves(value, f"{key}.")
@@ -401,7 +414,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, str]:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"expected key=value, got {setting!r}")
+            raise ConfigError(f"expected key=value, got {shown(setting)}")
         parsed[key.strip()] = value.strip()
     return parsed
 
@@ -410,20 +423,17 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     """A group from a mapping. What names rows, and the groups inside, it reads itself."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got "
-                          f"{values!r}")
-    made, kinds, fields = {}, _kinds(cls), {f.name: f for f in dataclasses.fields(cls)}
-    for key, value in values.items():
-        if key not in fields:
-            raise _unknown(f"{prefix}{key}", str(key), fields)
-        made[key] = value
-        if "table" not in fields[key].metadata and not dataclasses.is_dataclass(kinds[key]):
-            made[key] = convert(value, kinds[key], f"{prefix}{key}")
-    return cls(**made)
+                          f"{shown(values)}")
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            raise _unknown(f"{prefix}{key}", str(key), known)
+    return cls(**values)
 
 
 def _unknown(key: str, near: str, known: Iterable[str]) -> ConfigError:
     hint = f"since version 2 it is {RENAMED[key]!r}" if key in RENAMED else nearest(near, known)
-    return ConfigError(f"there is no setting {key!r}; {hint}")
+    return ConfigError(f"there is no setting {shown(key)}; {hint}")
 
 
 # Version 1.
@@ -468,59 +478,3 @@ def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
     if renamed:
         print(f"lpkit: read from an older version: {', '.join(renamed)}", file=sys.stderr)
     return _nested(found)
-
-
-# Typed values.
-
-BOOLS = {"true": True, "yes": True, "on": True, "1": True,
-         "false": False, "no": False, "off": False, "0": False}
-
-
-def convert(value: Any, kind: Any, name: str) -> Any:
-    """`value` as the annotated `kind`; strings are read the way a person types them. Raises
-    ConfigError.
-
-    >>> convert("1e-3", float, "lr"), convert("no", bool, "compile")
-    (0.001, False)
-    >>> convert("none", int | None, "threads") is None
-    True
-    """
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    text = str(value).lower()
-    if origin in (UnionType, typing.Union):
-        # "none" is none before anything else; str accepts anything, so it comes last
-        for option in sorted(args, key=lambda option: (option is not NoneType, option is str)):
-            with contextlib.suppress(ConfigError):
-                return convert(value, option, name)
-    if origin is Literal:
-        if value in args:
-            return value
-        raise ConfigError(f"{name} cannot be {value!r}; {nearest(str(value), map(str, args))}")
-    if origin is tuple:
-        parts = value
-        if isinstance(value, str):
-            parts = [] if text == "none" else [part.strip() for part in value.split(",")]
-        if isinstance(parts, (list, tuple)):
-            return tuple(convert(part, args[0], name) for part in parts if part != "")
-    if kind is NoneType and text in ("none", "null", ""):
-        return None
-    if kind is bool and isinstance(value, (bool, str)) and text in BOOLS:
-        return BOOLS[text]
-    if kind is str and isinstance(value, str):
-        return value
-    if kind in (int, float) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            number = float(value)
-            if kind is float:
-                return number
-            if number.is_integer():
-                return int(value) if isinstance(value, int) else int(number)
-    raise ConfigError(f"{name} must be {_words(kind)}, got {value!r}")
-
-
-def _words(kind: Any) -> str:
-    if args := typing.get_args(kind):
-        return " or ".join(_words(option) for option in args if option is not Ellipsis)
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-             NoneType: "none"}
-    return words.get(kind, str(kind))

@@ -1,63 +1,128 @@
-"""The error for a setting that is invalid, and the checks that raise it. Standard library only."""
+"""The error for an invalid setting, and how it shows what was given. Standard library only."""
 
 import difflib
-import math
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+MOST_SHOWN = 80         # characters of a value
+MOST_LISTED = 240       # of a list of names; of a longer one, the nearest
+
 
 class ConfigError(ValueError):
-    """An invalid setting. The message names the key, the value and the way out."""
+    """An invalid setting. The message names the key, the value and the way out, and holds nothing
+    that a terminal would obey."""
+
+    def __init__(self, sentence: object):
+        super().__init__(printable(str(sentence)))
 
 
 class DamagedError(ConfigError):
     """A file is not what was written. The message names it and what is wrong."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+class _Short(reprlib.Repr):
+    """repr() in bounded time: of a long text its ends, of a container its first few."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, MOST_SHOWN, MOST_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() < 128:
+            return repr(x)      # the digits of a huge one take quadratic time
+        return f"a whole number of about {round(x.bit_length() * 0.30103)} digits"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """`value` for a sentence: as repr() has it, at most MOST_SHOWN characters, all of them
+    printable."""
+    text = " ".join(printable(_short.repr(value)).split("\n"))
+    if len(text) <= MOST_SHOWN:
+        return text
+    return f"{text[:MOST_SHOWN * 2 // 3]}...{text[-MOST_SHOWN // 4:]}"
+
+
+def named(path: object) -> str:
+    """A path for a sentence: in one line, whole unless it is longer than any that people give."""
+    text = printable(str(path)).replace("\n", "\\n")
+    return text if len(text) <= MOST_LISTED else f"{text[:MOST_LISTED // 3]}...{text[-120:]}"
+
+
+def printable(text: str) -> str:
+    r"""With escapes for what a terminal would obey or hide: control characters, marks of direction,
+    characters without width. Ends of lines and tabs stay.
+
+    >>> printable("red: \x1b[31m")
+    'red: \\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     """'did you mean X?': what is spelled alike, else what shares a word (batch_size: global_batch).
-    Or the list of what there is."""
-    known = sorted(known)
+    Or the list of what there is; of a long one, the three nearest."""
+    known, name = sorted(known), str(name)[:MOST_LISTED]
     close = difflib.get_close_matches(name, known, n=1)
     close = close or [one for one in known if _words(one) & _words(name)]
     if 0 < len(close) <= 3:
         return f"did you mean {' or '.join(map(repr, close))}?"
-    return f"choose one of {', '.join(known)}"
+    listed = ", ".join(known)
+    if not known:
+        return "there is none to choose"
+    if len(listed) <= MOST_LISTED:
+        return f"choose one of {listed}"
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    return f"of {len(known)}, the nearest are {', '.join(map(repr, close))}"
 
 
 def _words(name: str) -> set[str]:
     return set(re.split(r"[._-]", name))
 
 
-def pick(table: Mapping[str, T], name: str, what: str = "entry") -> T:
+def pick(table: Mapping[str, T], name: Any, what: str = "entry") -> T:
     """Look `name` up. Raises ConfigError for an unknown name, with the nearest."""
-    if name not in table:
-        raise ConfigError(f"there is no {what} {name!r}; {nearest(name, table)}")
+    if not isinstance(name, str) or name not in table:
+        raise ConfigError(f"there is no {what} {shown(name)}; {nearest(name, table)}")
     return table[name]
 
 
-# Checks of one setting, by its dotted name.
+# Checks of one setting, by its dotted name. NaN passes none.
+
+INFINITE = float("inf")
+
 
 def positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} must be positive, got {value}")
+    if not 0 < value < INFINITE:
+        raise ConfigError(f"{name} must be positive, got {shown(value)}")
 
 
 def at_least_zero(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} must be 0 or more, got {value}")
+    if not 0 <= value < INFINITE:
+        raise ConfigError(f"{name} must be 0 or more, got {shown(value)}")
 
 
 def share(name: str, value: float) -> None:
     """From 0 to 1, both included."""
     if not 0 <= value <= 1:
-        raise ConfigError(f"{name} must be between 0 and 1, got {value}")
+        raise ConfigError(f"{name} must be between 0 and 1, got {shown(value)}")
+
+
+def inner_share(name: str, value: float) -> None:
+    """Between 0 and 1, neither included."""
+    if not 0 < value < 1:
+        raise ConfigError(f"{name} must be above 0 and below 1, got {shown(value)}")
 
 
 def below_one(name: str, value: float) -> None:
     """The rate of a moving average: one that forgets nothing (1) takes in no gradient."""
     if not 0 <= value < 1:
-        raise ConfigError(f"{name} must be 0 or more and below 1, got {value}")
+        raise ConfigError(f"{name} must be 0 or more and below 1, got {shown(value)}")

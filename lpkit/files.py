@@ -3,10 +3,13 @@
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from lpkit.errors import ConfigError, named
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -21,6 +24,42 @@ def resource(name: str) -> Path:
 def cache_dir(name: str) -> Path:
     """Where the platform keeps what can be made again: `tokens`, `kernels`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / name
+
+
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
+         stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def check_regular(path: Path) -> None:
+    """Raises ConfigError for what is no file, before it is opened: a named pipe would wait for a
+    writer, and a device may have no end."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {named(path)}: "
+                          f"{getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ConfigError(f"{named(path)} is {kind}, not a file; give the path of a file")
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The whole of a file in UTF-8. Raises ConfigError for what is no such file, and for one of
+    more than `most_bytes`."""
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {named(path)}: {error.strerror}") from None
+    if len(content) > most_bytes:
+        raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many to be "
+                          f"what it should; give another file")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named(path)} is not UTF-8 text (byte {content[error.start]:#04x} "
+                          f"at {error.start:,}); give a text file") from None
 
 
 def sync(path: Path) -> None:

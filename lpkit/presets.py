@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lpkit.config import Config, DataConfig, ModelConfig, parse_settings
 from lpkit.errors import ConfigError, pick
+from lpkit.values import checked
 
 
 def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
@@ -51,14 +52,18 @@ def preset(name: str) -> Config:
     return pick(PRESETS, name, "preset")
 
 
+@checked
 def resolve(target: str, settings: Iterable[str] = ()) -> Config:
     """A preset's name or a YAML file, with `key=value` settings on top. Raises ConfigError."""
     if target in PRESETS or not target.endswith((".yaml", ".yml")):
         config = preset(target)
     else:
+        from lpkit.plain_yaml import read_yaml
+
         try:
-            config = Config.from_yaml(Path(target).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the config file {target!r} ({error}); give a YAML file "
-                              f"or a preset, one of {', '.join(PRESETS)}") from None
+            values = read_yaml(Path(target))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; a config is a YAML file or a preset, one of "
+                              f"{', '.join(PRESETS)}") from None
+        config = Config.from_dict(values)
     return config.replace(parse_settings(settings))

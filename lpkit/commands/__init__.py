@@ -13,6 +13,16 @@ from typing import Any
 
 from lpkit.errors import ConfigError
 from lpkit.techniques import machines
+from lpkit.values import folder
+
+
+def a_folder(text: str) -> Path:
+    """The type of an argument that names a folder, which may be there or not."""
+    try:
+        folder("it", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def settings_and_machine(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +41,6 @@ def machine(target: str) -> Any:
         return hardware.machine()
     if not target.endswith((".yaml", ".yml")):
         return machines.find(target)
-    import yaml
+    from lpkit.plain_yaml import read_yaml
 
-    try:
-        values = yaml.safe_load(Path(target).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the machine file {target!r} "
-                          f"({' '.join(str(error).split())}); {machines.HOW}") from None
-    return machines.from_dict(values, name=Path(target).stem)
+    return machines.from_dict(read_yaml(Path(target)), name=Path(target).stem)

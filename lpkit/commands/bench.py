@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lpkit.commands import a_folder
 from lpkit.errors import ConfigError, pick
 from lpkit.files import write_atomically
 from lpkit.tables import text_table
@@ -30,8 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
                         help="interleaved rounds (%(default)s)")
-    parser.add_argument("--out", metavar="DIR", help="also keep each result there, as "
-                        "NAME-DEVICE.json")
+    parser.add_argument("--out", type=a_folder, metavar="DIR",
+                        help="also keep each result there, as NAME-DEVICE.json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
     rows = [pick(BENCHES, name, "benchmark") for name in names]
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
     benches = [pkgutil.resolve_name(f"lpkit.bench.{row}") for row in rows]
     done, left_out = [], {}
     for name, bench in zip(names, benches, strict=True):
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             left_out[name] = str(error)
             continue
         if args.out:
-            _keep(Path(args.out), done[-1])
+            _keep(args.out, done[-1])
     return done[0] if len(done) == 1 and not args.all else {"benches": done, "left_out": left_out}
 
 

@@ -11,6 +11,7 @@ SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet,
 import argparse
 from typing import Any
 
+from lpkit.commands import a_folder
 from lpkit.config import DataConfig
 
 
@@ -24,13 +25,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                          help="bytes, bpe or gpt2 (%(default)s)")
     prepare.add_argument("--vocab", type=int, metavar="N", help="the model's vocabulary; bpe "
                          "learns so many entries (8192)")
-    prepare.add_argument("--out", metavar="DIR", help="a new folder; without it, the cache that "
-                         "training looks in")
+    prepare.add_argument("--out", type=a_folder, metavar="DIR",
+                         help="a new folder; without it, the cache that training looks in")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
                          help="share kept for validation (%(default)s)")
 
     show = actions.add_parser("show", help="print what a prepared folder holds, and check it")
-    show.add_argument("folder", metavar="DIR")
+    show.add_argument("folder", type=a_folder, metavar="DIR")
 
     for action in (prepare, show):
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS,

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import convert, parse_settings
+from lpkit.commands import a_folder
+from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
 from lpkit.tables import text_table
+from lpkit.values import convert
 
 OUT = Path("runs") / "notebooks"
 
@@ -28,7 +30,7 @@ def arguments(parser):
                         help="parameters that the notebook declares")
     parser.add_argument("--tier", choices=("smoke", "cpu", "gpu"),
                         help="how large: sets the parameter `tier`")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR",
+    parser.add_argument("--out", type=a_folder, default=OUT, metavar="DIR",
                         help=f"for the executed notebook and its record (default {OUT})")
     parser.add_argument("--on", metavar="processes=N", help="run side by side, torch's threads "
                         "shared out")

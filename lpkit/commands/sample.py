@@ -5,9 +5,11 @@
 
 from argparse import ArgumentParser, Namespace
 
+from lpkit.commands import a_folder
+
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run folder")
+    parser.add_argument("run", type=a_folder, metavar="RUN", help="a run folder")
     parser.add_argument("--prompt", default="\n", help="how the text begins")
     parser.add_argument("--tokens", type=int, default=200,
                         help="how many to generate (default: 200)")
@@ -22,7 +24,7 @@ def run(args: Namespace) -> dict:
 
     text = sample(args.run, prompt=args.prompt, tokens=args.tokens, temperature=args.temperature,
                   top_k=args.top_k, seed=args.seed)
-    return {"run_dir": args.run, "prompt": args.prompt, "text": text, "tokens": args.tokens,
+    return {"run_dir": str(args.run), "prompt": args.prompt, "text": text, "tokens": args.tokens,
             "seed": args.seed}
 
 

@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from lpkit.commands import a_folder
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
 from lpkit.tables import text_table
@@ -26,8 +27,8 @@ def arguments(parser: ArgumentParser) -> None:
                         help="what to train; may be left out with --resume")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="change one setting, as often as needed")
-    parser.add_argument("--out", metavar="DIR", help="the run folder (default: a new one under "
-                        "runs/)")
+    parser.add_argument("--out", type=a_folder, metavar="DIR",
+                        help="the run folder (default: a new one under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
 
 

@@ -37,10 +37,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import psutil
 
-from lpkit.config import convert
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.files import resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
+from lpkit.values import convert
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

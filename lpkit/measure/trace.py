@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
+from typing import Annotated, Literal
 from unittest import mock
 
 import torch
@@ -57,14 +58,17 @@ from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.training.build import Decisions, decide
+from lpkit.values import between, checked
 
+World = Annotated[int, between(1, 65_536)]      # of devices
 # other updates read a parameter's bits, which a shard's wrapper does not give
 WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32",
                "memory.optimizer_state": "device"}
 
 
-def predict_trace(config: Config, world_size: int = 1, *, layout: Layout | None = None,
-                  device: str = "cpu") -> Footprint:
+@checked
+def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None,
+                  device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
     """Live bytes of one device in the second update of `config` on `world_size` devices, by row; as
     `measure.memory`.
 
@@ -310,7 +314,8 @@ def _moment(footprint: Footprint) -> str:
     return f"in {footprint.phase}, {footprint.module}"
 
 
-def reconcile(config: Config, world_size: int = 1) -> Reconciled:
+@checked
+def reconcile(config: Config, world_size: World = 1) -> Reconciled:
     """Formula and trace side by side by row, as `predict_trace`; and on one device a step that is
     measured on this machine, whose choices (recipe, attention, backend) then hold for all three.
     Raises ConfigError."""

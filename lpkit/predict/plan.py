@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
@@ -35,6 +35,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two, stages_fit
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
+from lpkit.values import Positive, Text, between, checked
 
 USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
 MOST_DEVICES = 65_536
@@ -302,10 +303,12 @@ class Plan:
                       bill=bill(step, self.machine, self.tokens), **how)
 
 
-def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
-         budget: float | None = None, deadline_seconds: float | None = None,
-         devices: int | None = None, precisions: Sequence[str] | None = None,
-         optimizer: str | None = None, price_per_hour: float | None = None,
+@checked
+def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
+         budget: Positive | None = None, deadline_seconds: Positive | None = None,
+         devices: Annotated[int, between(1, 10**6)] | None = None,
+         precisions: Sequence[str] | None = None,
+         optimizer: Text | None = None, price_per_hour: Positive | None = None,
          efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> Plan:
     """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
     not.
@@ -320,16 +323,10 @@ def plan(config: Config, tokens: float, machine: "str | Machine" = "h200", *,
     Raises ConfigError for figures that are not positive.
     """
     on = machines.find(machine)
-    for what, value in (("tokens", tokens), ("budget", budget), ("price_per_hour", price_per_hour),
-                        ("deadline_seconds", deadline_seconds)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{what} must be positive, got {value}")
     if price_per_hour is not None:
         on = replace(on, price_per_hour=price_per_hour, price_source="given")
     if budget is not None and on.price_per_hour is None:
         raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
-    if devices is not None and (not isinstance(devices, int) or not 1 <= devices <= 10**6):
-        raise ConfigError(f"devices must be a whole number from 1 to 1,000,000, got {devices}")
     for name in UNPRICED:
         value = getattr(config.memory, name)
         if value != getattr(MemoryConfig(), name):

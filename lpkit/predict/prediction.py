@@ -1,13 +1,11 @@
 """One answer about one training run on one kind of machine, before it runs."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
-from lpkit.errors import ConfigError
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import parameter_count, parameters
@@ -17,6 +15,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
+from lpkit.values import Count, PositiveOrZero, Text, checked
 
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
@@ -84,10 +83,11 @@ class Prediction:
             "devices": self.devices, "assumptions": self.assumptions, "sources": sources}
 
 
-def predict(config: Config, machine: str | Machine = "h200", devices: int | None = None, *,
-            layout: Layout | None = None, mfu: float | None = None, precision: str | None = None,
-            optimizer: str | None = None, zero: int | None = None, recompute: str | None = None,
-            price_per_hour: float | None = None) -> Prediction:
+@checked
+def predict(config: Config, machine: str | Machine = "h200", devices: Count | None = None, *,
+            layout: Layout | None = None, mfu: float | None = None, precision: Text | None = None,
+            optimizer: Text | None = None, zero: int | None = None, recompute: Text | None = None,
+            price_per_hour: PositiveOrZero | None = None) -> Prediction:
     """Memory, time, energy and cost of `config`. `plan` gives the same for the same layout.
 
     devices    data-parallel over so many; None: the config's `parallel`
@@ -102,11 +102,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: int | None
     """
     on = machines.find(machine)
     efficiency = None if mfu is None else flat_mfu(mfu)
-    if devices is not None and (not isinstance(devices, int) or devices < 1):
-        raise ConfigError(f"devices must be a whole number, 1 or more; got {devices}")
     price = on.price_per_hour if price_per_hour is None else price_per_hour
-    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
-        raise ConfigError(f"price_per_hour must be 0 or more dollars, got {price_per_hour}")
     precision = precision_of(config, on, precision)
     optimizer = optimizer or config.optimizer.name
     layouts = [layout] if layout else _layouts(config, devices, zero)

@@ -51,9 +51,12 @@ FLOOR = Efficiency(
     source="a floor: every ceiling is reached, each operand moves once, kernels start at once")
 
 
+LEAST_MFU = 1e-6    # below it is a slip of the keys
+
+
 def flat_mfu(mfu: float) -> Efficiency:
     """One share of the peak for the model's FLOPs. Raises ConfigError."""
-    if not 0 < mfu <= 1:
+    if not LEAST_MFU <= mfu <= 1:
         raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
     return Efficiency(
         products=dict.fromkeys(DTYPES, mfu), attention=mfu, bandwidth=1.0, casts=1.0,

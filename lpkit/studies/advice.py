@@ -43,6 +43,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, SCALES, resolve
 from lpkit.techniques.recipes import Recipe as Row
+from lpkit.values import Count, Text, checked
 
 BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
@@ -165,8 +166,10 @@ def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
     return replace(wide, cast_factor=NOISY_CAST_TRAFFIC) if row.stochastic else wide
 
 
+@checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
-           base: str | None = None, train: Train | None = None, seeds: int = 3, steps: int = 60,
+           base: Text | None = None, train: Train | None = None, seeds: Count = 3,
+           steps: Count = 60,
            measured: Path = MEASURED) -> Advice:
     """Which recipe to train `config` with on one `machine`, a name of the catalogue or one that was
     measured here.

@@ -19,9 +19,10 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, shown
+from lpkit.values import Checked, Count
 
 if TYPE_CHECKING:
     from lpkit.config import Config
@@ -30,17 +31,24 @@ AXES = ("data", "shard", "tensor", "pipeline", "context")
 FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 
+def _stage(name: str, value: int) -> None:
+    if value not in (0, 1, 2, 3):
+        raise ConfigError(f"there is no ZeRO stage {shown(value)}; choose 0, 1, 2 or 3")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Checked):
     """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds."""
 
-    data: int = 1
-    shard: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    zero: int = 3
-    interleave: int = 1
+    where = "parallel."
+
+    data: Count = 1
+    shard: Count = 1
+    tensor: Count = 1
+    pipeline: Count = 1
+    context: Count = 1
+    zero: Annotated[int, _stage] = 3
+    interleave: Count = 1
 
     @property
     def devices(self) -> int:
@@ -68,20 +76,9 @@ class Layout:
         return ", ".join(axes) or "one device"
 
 
-def check_sizes(layout: Layout) -> None:
-    """Raises ConfigError for a size that no layout has."""
-    for axis in (*AXES, "interleave"):
-        size = getattr(layout, axis)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"{axis} must be a whole number, 1 or more; got {size!r}")
-    if layout.zero not in (0, 1, 2, 3):
-        raise ConfigError(f"there is no ZeRO stage {layout.zero}; choose 0, 1, 2 or 3")
-
-
 def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
     the nearest that can."""
-    check_sizes(layout)
     if devices is not None and layout.devices != devices:
         raise ConfigError(_wrong_world(layout, devices))
     m, t, c = config.model, layout.tensor, layout.context
@@ -134,9 +131,10 @@ def stages_fit(layers: int, stages: int, chunks: int) -> bool:
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:
     """'tensor may be 4 or 8': the next size that fits below `asked`, and above up to `most`."""
-    below = next((n for n in range(min(asked - 1, most), 0, -1) if fits(n)), None)
-    above = next((n for n in range(asked + 1, most + 1) if fits(n)), None)
-    return f"{name} may be {' or '.join(str(n) for n in (below, above) if n is not None)}"
+    # what splits evenly divides `most`; stages of layers may also divide two more
+    sizes = sorted(n for n in {*divisors(most), *divisors(most + 2)} if n <= most and fits(n))
+    below, above = [n for n in sizes if n < asked][-1:], [n for n in sizes if n > asked][:1]
+    return f"{name} may be {' or '.join(map(str, below + above))}"
 
 
 def _wrong_world(layout: Layout, devices: int) -> str:

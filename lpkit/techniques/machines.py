@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lpkit.config import convert
-from lpkit.errors import ConfigError, nearest
+from lpkit.errors import ConfigError, nearest, printable, shown
+from lpkit.values import convert
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 GB, T = 10**9, 10**12
@@ -156,8 +156,8 @@ def find(name: "str | Machine") -> Machine:
     if name.lower() not in CATALOGUE:
         hint = nearest(name.lower(), CATALOGUE)
         there_is = f" There is {', '.join(CATALOGUE)}." if hint.startswith("did you mean") else "."
-        raise ConfigError(f"there is no machine {name!r} in the catalogue; {hint}{there_is} "
-                          f"Or describe your own in a YAML file and give its path: {HOW}")
+        raise ConfigError(f"there is no machine {shown(name)} in the catalogue; {hint}{there_is} "
+                          f"Or give the path of a YAML file that describes your own: {NEEDS}")
     return CATALOGUE[name.lower()]
 
 
@@ -167,47 +167,49 @@ LARGEST = {"memory_bytes": 1e15, "bytes_per_second": 1e16, "flops": 1e19,
            "link_bytes_per_second": 1e15, "network_bytes_per_second": 1e15, "watts": 1e6,
            "price_per_hour": 1e5, "devices_per_node": 1e4}
 LEAST = ("memory_bytes", "bytes_per_second", "flops")
-HOW = (f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`), and may have "
-       f"link_bytes_per_second (both directions), devices_per_node, network_bytes_per_second (a "
-       f"device's share), watts, price_per_hour, source")
+NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`)"
+HOW = (f"{NEEDS}, and may have link_bytes_per_second (both directions), devices_per_node, "
+       f"network_bytes_per_second (a device's share), watts, price_per_hour, source")
 
 
 def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
     """A machine of one's own, from plain values in base units, strings like "3.35e12" too. Raises
     ConfigError for what is missing, unknown, not a number, not positive or beyond any machine."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"a machine is a table of settings, got {values!r:.40}; {HOW}")
+        raise ConfigError(f"a machine is a table of settings, got {shown(values)}; {HOW}")
     known = {f.name for f in fields(Machine)} - {"details"}
     for key in values:
         if key not in known:
-            raise ConfigError(f"a machine has no {str(key)!r}; {nearest(str(key), known)}")
+            raise ConfigError(f"a machine has no {shown(key)}; {nearest(key, known)}")
     missing = [key for key in LEAST if values.get(key) is None]
     if missing:
         raise ConfigError(f"the machine lacks {', '.join(missing)}; {HOW}")
     flops = values["flops"]
     if not isinstance(flops, Mapping) or not flops:
-        raise ConfigError(f"flops must be FLOP/s by dtype, as {{bf16: 9.9e14}}, got {flops!r:.40}")
+        raise ConfigError(f"flops must be FLOP/s by dtype, as {{bf16: 9.9e14}}, got "
+                          f"{shown(flops)}")
     for dtype in flops:
         if dtype not in DTYPES:
-            raise ConfigError(f"flops has no dtype {dtype!r}; {nearest(str(dtype), DTYPES)}")
+            raise ConfigError(f"flops has no dtype {shown(dtype)}; {nearest(dtype, DTYPES)}")
     if values.get("kind", "gpu") not in ("gpu", "cpu"):
-        raise ConfigError(f"kind must be gpu or cpu, got {values['kind']!r}")
+        raise ConfigError(f"kind must be gpu or cpu, got {shown(values['kind'])}")
     made: dict[str, Any] = {"name": name, "title": name, "source": "described by its user"}
     made["flops"] = {dtype: _number(f"flops.{dtype}", rate) for dtype, rate in flops.items()}
     if values.get("price_per_hour") is not None:
         made["price_source"] = "given by its user"
     for key, value in values.items():
         if key in WORDS:
-            made[key] = str(value)
+            made[key] = printable(convert(value, str, f"{key} of a machine"))[:200]
         elif key != "flops" and value is not None:
             made[key] = _number(key, value)
     return Machine(**made)
 
 
 def _number(key: str, value: Any) -> float:
-    number = convert(value, float, f"{key} of a machine")
+    number = convert(value, int if key in WHOLE else float, f"{key} of a machine")
     most = LARGEST.get(key.partition(".")[0], math.inf)
     if not 0 < number <= most:
         raise ConfigError(f"{key} of a machine must be positive and at most {most:g}, got "
-                          f"{value!r}; base units: bytes, bytes/s, FLOP/s, seconds, watts, dollars")
-    return int(number) if key in WHOLE else number
+                          f"{shown(value)}; base units: bytes, bytes/s, FLOP/s, seconds, watts, "
+                          f"dollars")
+    return number

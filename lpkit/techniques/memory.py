@@ -12,7 +12,8 @@ from typing import Any
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.recipes import Recipe
-from lpkit.techniques.row import Count, Settings, Share, Technique, chosen
+from lpkit.techniques.row import Settings, Technique, chosen
+from lpkit.values import Count, Share
 
 # Activations that backward computes again. The implementation is f(settings) ->
 # lpkit.memory.recompute.Recomputation.

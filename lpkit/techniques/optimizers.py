@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from lpkit.errors import ConfigError, at_least_zero, nearest, pick
-from lpkit.techniques.row import Positive, PositiveOrZero, Rate, Row, Settings, Technique
+from lpkit.techniques.row import Row, Settings, Technique
+from lpkit.values import Positive, PositiveOrZero, Rate
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.row import Count, Positive, Row, Settings
+from lpkit.techniques.row import Row, Settings
+from lpkit.values import Count, between
 
 ALL = 0               # a block side of ALL spans the whole axis
 HADAMARD = 16         # elements of the contracted axis that a Hadamard transform mixes
@@ -97,7 +98,7 @@ class LossScaledSettings(Settings):
 
     where = "precision.recipe."
 
-    loss_scale: Positive = 2.0**16      # the first one
+    loss_scale: Annotated[float, between(2.0**-24, 2.0**64)] = 2.0**16      # the first one
     growth_steps: Count = 2000      # updates without overflow that double it; overflow halves it
 
 
@@ -124,9 +125,10 @@ class DelayedSettings(Fp8Settings):
     """The scale follows from the amaxes of earlier micro-batches, so that a cast needs one pass
     over its tensor instead of two."""
 
-    history: Count = 1024   # micro-batches whose amax is remembered; Transformer Engine's default
+    # micro-batches whose amax is remembered; Transformer Engine's default
+    history: Annotated[int, between(1, 2**16)] = 1024
     history_rule: Literal["max", "most-recent"] = "max"
-    margin: int = 0         # the scale leaves 2^margin of room
+    margin: Annotated[int, between(0, 64)] = 0      # the scale leaves 2^margin of room
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,38 +11,10 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any
 
-from lpkit.errors import at_least_zero, below_one, pick, positive, share
-
-# What a number may be, as an annotation: it is checked when settings are made. None may always be.
-Count = Annotated[int, positive]
-CountOrZero = Annotated[int, at_least_zero]
-Positive = Annotated[float, positive]
-PositiveOrZero = Annotated[float, at_least_zero]
-Share = Annotated[float, share]
-Rate = Annotated[float, below_one]
-
-
-class Checked:
-    """Settings that check what their annotations say. `where` is the prefix of their keys."""
-
-    where = ""
-
-    def __post_init__(self):
-        for name, check in _checks(type(self)):
-            value = getattr(self, name)
-            if value is not None:
-                check(f"{self.where}{name}", value)
-
-
-@functools.cache
-def _checks(cls: type) -> list[tuple[str, Callable[[str, Any], None]]]:
-    found = []
-    for name, kind in get_type_hints(cls, include_extras=True).items():
-        for option in (kind, *get_args(kind)):      # `Count | None` too
-            found += [(name, check) for check in getattr(option, "__metadata__", ())]
-    return found
+from lpkit.errors import pick
+from lpkit.values import Checked
 
 
 @dataclass(frozen=True, kw_only=True)

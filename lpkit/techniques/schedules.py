@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
 
-from lpkit.techniques.row import CountOrZero, Row, Settings, Share
+from lpkit.techniques.row import Row, Settings
+from lpkit.values import CountOrZero, Share
 
 
 @dataclass(frozen=True, kw_only=True)

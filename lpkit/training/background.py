@@ -22,6 +22,7 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.training.runs import Observers, Run
+from lpkit.values import Folder, checked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,7 +49,8 @@ def default_folder(name: str = "run") -> Path:
     return Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
-def train(config: Config, *, out: str | Path | None = None, resume: bool = False,
+@checked
+def train(config: Config, *, out: Folder | None = None, resume: bool = False,
           observers: Sequence[Observer] = ()) -> Run:
     """Train to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP): it keeps a checkpoint and return a partial Run.
 
@@ -239,12 +241,14 @@ class Series(Background):
         return self.configs[self.title].steps
 
 
-def start(config: Config, *, out: str | Path | None = None, resume: bool = False) -> Handle:
+@checked
+def start(config: Config, *, out: Folder | None = None, resume: bool = False) -> Handle:
     """Begin training in the background and return its Handle."""
     return Handle(config, out=out, resume=resume).begin()
 
 
-def start_each(configs: Mapping[str, Config], *, out: str | Path | None = None) -> Series:
+@checked
+def start_each(configs: Mapping[str, Config], *, out: Folder | None = None) -> Series:
     """Begin to train all of `configs`, one after the other, each in its folder below `out`.
 
     Raises ConfigError when there are none.

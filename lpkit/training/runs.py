@@ -23,8 +23,9 @@ from typing import Any
 from lpkit import files, nn, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
-from lpkit.errors import ConfigError, DamagedError
+from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.tables import html_table
+from lpkit.values import Place, checked
 
 IDENTITY, LOCK = "run.json", ".lock"
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
@@ -66,13 +67,14 @@ class Run:
     path: Path
 
     @classmethod
-    def open(cls, path: str | Path) -> "Run":
+    @checked
+    def open(cls, path: Place) -> "Run":
         """Raises ConfigError when the folder holds no run."""
         path = Path(path)
         if not (path / CONFIG).is_file():
             runs = sorted(p.parent.name for p in path.parent.glob(f"*/{CONFIG}"))
-            beside = f"; beside it: {', '.join(runs)}" if runs else ""
-            raise ConfigError(f"{str(path)!r} holds no run (no {CONFIG}){beside}")
+            beside = f"; beside it: {named(', '.join(runs))}" if runs else ""
+            raise ConfigError(f"{named(path)!r} holds no run (no {CONFIG}){beside}")
         return cls(path)
 
     @property

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,10 +15,12 @@ from lpkit.precision.compute import compute_dtype
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
+from lpkit.values import Count, Place, PositiveOrZero, Seed, checked
 
 
-def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200,
-           temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
+@checked
+def sample(run: Run | Place, *, prompt: str = "\n", tokens: Count = 200,
+           temperature: PositiveOrZero = 0.8, top_k: Count | None = 50, seed: Seed = 0,
            device: str = "cpu") -> str:
     """The prompt and `tokens` more, from the newest good checkpoint of `run`. `temperature` 0 is
     greedy.
@@ -27,10 +28,6 @@ def sample(run: Run | str | Path, *, prompt: str = "\n", tokens: int = 200,
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
     """
     run = run if isinstance(run, Run) else Run.open(run)
-    lowest = {"tokens": (tokens, 1), "temperature": (temperature, 0), "top_k": (top_k or 1, 1)}
-    for name, (value, low) in lowest.items():
-        if value < low:
-            raise ConfigError(f"{name} must be at least {low}, got {value}")
     training = trained(run, device)
     tokenizer = tokenizer_from_dict(run.tokenizer)
     ids = tokenizer.encode(prompt)

@@ -1,0 +1,77 @@
+"""YAML as settings need it: mappings, lists and plain values.
+
+Anchors and aliases are refused (a few hundred bytes of them stand for more than any memory holds),
+and so are duplicate keys (PyYAML keeps the last), tags, deep nesting and large texts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lpkit.errors import ConfigError, named, shown
+from lpkit.files import read_text
+
+MOST_CHARACTERS = 1 << 16
+DEEPEST = 16
+
+
+def read_yaml(path: Path) -> Any:
+    """The file's values; an empty one has none: {}. Raises ConfigError, which names file and
+    line."""
+    return parse_yaml(read_text(path, MOST_CHARACTERS), named(path))
+
+
+def parse_yaml(text: str, where: str = "the text") -> Any:
+    if not isinstance(text, str):
+        raise ConfigError(f"{where} must be YAML, got {shown(text)}")
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{where} has {len(text):,} characters, and YAML is read up to "
+                          f"{MOST_CHARACTERS:,}; shorten it")
+    try:
+        values = yaml.load(text, _Plain)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{where} is not valid YAML, line {mark.line + 1}: "
+                          f"{_short(error.problem)}; write plain settings, as `key: value`"
+                          ) from None
+    except (yaml.YAMLError, ValueError) as error:   # characters, numbers and dates that are none
+        raise ConfigError(f"{where} is not valid YAML: {_short(error)}") from None
+    return {} if values is None else values
+
+
+def _short(words: object) -> str:
+    text = " ".join(str(words).split())
+    return text if len(text) < 120 else f"{text[:120]}..."
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """Valid YAML that no setting needs."""
+
+
+class _Plain(yaml.SafeLoader):
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        tag = getattr(event, "tag", None)
+        for wrong, words in ((event.anchor is not None, "anchors and aliases are not read"),
+                             (tag not in (None, "!"), f"the tag {tag} is not read"),
+                             (self.depth > DEEPEST, f"it nests more than {DEEPEST} deep")):
+            if wrong:
+                raise _Refused(problem=words, problem_mark=event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                raise _Refused(problem="a key must be a word", problem_mark=key.start_mark)
+            if key.value in seen:
+                raise _Refused(problem=f"the key {key.value} is there twice",
+                               problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)

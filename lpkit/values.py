@@ -1,0 +1,254 @@
+"""Values by annotation: what a setting or an argument may be is written once, where it is declared.
+
+    steps: Count = 300              a field of a Checked dataclass is read when one is made
+    @checked                        and so are the arguments of a function, when it is called
+    def sample(run, tokens: Count = 200): ...
+
+Text is read the way a person types it. Standard library only.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import operator
+import os
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from lpkit.errors import (
+    ConfigError,
+    at_least_zero,
+    below_one,
+    inner_share,
+    named,
+    nearest,
+    positive,
+    share,
+    shown,
+)
+
+Check = Callable[[str, Any], None]      # of a key and its value; raises ConfigError
+Function = TypeVar("Function", bound=Callable[..., Any])
+UNIONS = (UnionType, typing.Union)
+MOST_CHARACTERS = 4096                  # of a text: as long as a path may be
+
+
+def between(least: float, most: float) -> Check:
+    """Both included."""
+    def check(name: str, value: float) -> None:
+        if not least <= value <= most:
+            raise ConfigError(f"{name} must be from {least:,} to {most:,}, got {shown(value)}")
+
+    return check
+
+
+def at_most(most: float) -> Check:
+    def check(name: str, value: float) -> None:
+        if value > most:
+            raise ConfigError(f"{name} must be at most {most:,}, got {shown(value)}")
+
+    return check
+
+
+def text(name: str, value: object) -> None:
+    """Every text in settings is one: it may become a path."""
+    if isinstance(value, str) and (len(value) > MOST_CHARACTERS or "\0" in value):
+        raise ConfigError(f"{name} must be at most {MOST_CHARACTERS:,} characters and none of them "
+                          f"NUL, got {len(value):,}: {shown(value)}")
+
+
+def not_empty(name: str, value: object) -> None:
+    if not str(value).strip():
+        raise ConfigError(f"{name} is empty; give one, or leave it out")
+
+
+def place(name: str, value: str | Path) -> None:
+    """A path that a file system can have."""
+    not_empty(name, value)
+    text(name, str(value))
+    if any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
+        raise ConfigError(f"{name} has a part of more than 255 bytes, which no folder can hold: "
+                          f"{shown(str(value))}")
+
+
+def folder(name: str, value: str | Path) -> None:
+    """One that is there, or may be made."""
+    place(name, value)
+    path = Path(value).expanduser()
+    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+    if there is not None and not there.is_dir():
+        raise ConfigError(f"{name} is to be a folder, and {named(there)} is something else; choose "
+                          f"another path")
+
+
+# What a number may be, as an annotation. None may always be, where `| None` is written too.
+# The sums of any settings stay finite, and their divisors are found in milliseconds.
+Count = Annotated[int, positive, at_most(2**31 - 1)]
+CountOrZero = Annotated[int, at_least_zero, at_most(2**31 - 1)]
+Seed = Annotated[int, at_least_zero, at_most(2**63 - 1)]    # what every generator takes
+Positive = Annotated[float, positive]
+PositiveOrZero = Annotated[float, at_least_zero]
+Share = Annotated[float, share]
+InnerShare = Annotated[float, inner_share]
+Rate = Annotated[float, below_one]
+Text = Annotated[str, not_empty]
+Place = Annotated[str | Path, place]
+Folder = Annotated[str | Path, folder]
+
+
+class Checked:
+    """A dataclass whose values are read and checked as its annotations say. `where` is the prefix
+    of their keys. Raises ConfigError."""
+
+    where = ""
+
+    def __post_init__(self):
+        for name, rule in _rules(type(self)).items():
+            given = getattr(self, name)
+            if type(given) not in rule.as_it_is:
+                given = convert(given, rule.kind, f"{self.where}{name}")
+                object.__setattr__(self, name, given)
+            if given is not None:
+                for check in rule.checks:
+                    check(f"{self.where}{name}", given)
+
+
+def checked(function: Function) -> Function:
+    """The arguments are read and checked as the annotations say. Raises ConfigError.
+
+    Annotations that are no values (a callback, an array) are left alone.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        given, rules = signature.bind(*args, **kwargs), _rules(function)
+        for name, value in given.arguments.items():
+            if name in rules:
+                given.arguments[name] = rules[name].read(name, value)
+        return function(*given.args, **given.kwargs)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    kind: Any                   # an annotation
+    as_it_is: frozenset[type]   # values of exactly these need not be converted
+    checks: tuple[Check, ...]
+
+    def read(self, name: str, value: Any) -> Any:
+        if type(value) not in self.as_it_is:
+            value = convert(value, self.kind, name)
+        if value is not None:
+            for check in self.checks:
+                check(name, value)
+        return value
+
+
+@functools.cache
+def _rules(owner: Any) -> dict[str, _Rule]:
+    """By field or argument. Fields that name rows, or are groups, are read by who has them."""
+    kinds = typing.get_type_hints(owner)
+    if dataclasses.is_dataclass(owner):
+        kinds = {f.name: kinds[f.name] for f in dataclasses.fields(owner)
+                 if "table" not in f.metadata and not dataclasses.is_dataclass(kinds[f.name])}
+    noted = typing.get_type_hints(owner, include_extras=True)
+    rules = {}
+    for name, kind in kinds.items():
+        if name == "return" or not _readable(kind):
+            continue
+        options = set(get_args(kind)) if get_origin(kind) in UNIONS else {kind}
+        checks = [check for note in (noted[name], *get_args(noted[name]))
+                  for check in getattr(note, "__metadata__", ())]
+        if str in options and dataclasses.is_dataclass(owner):
+            checks.append(text)
+        plain = options & {int, float, bool, str, NoneType}
+        rules[name] = _Rule(kind, frozenset(plain), tuple(checks))
+    return rules
+
+
+def _readable(kind: Any) -> bool:
+    """Whether `convert` has something to say of it."""
+    if get_origin(kind) in (tuple, Mapping, Sequence, Iterable, *UNIONS):
+        return all(option is Ellipsis or _readable(option) for option in get_args(kind))
+    return get_origin(kind) is Literal or isinstance(kind, type)
+
+
+# Typed values.
+
+BOOLS = {"true": True, "yes": True, "on": True, "1": True,
+         "false": False, "no": False, "off": False, "0": False}
+
+
+def convert(value: Any, kind: Any, name: str) -> Any:
+    """`value` as the annotated `kind`; strings are read the way a person types them. Raises
+    ConfigError.
+
+    >>> convert("1e-3", float, "lr"), convert("no", bool, "compile")
+    (0.001, False)
+    >>> convert("none", int | None, "threads") is None
+    True
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    typed = value.lower() if isinstance(value, str) else None
+    if origin in UNIONS:
+        # "none" is none before anything else; str accepts anything, so it comes last
+        for option in sorted(args, key=lambda option: (option is not NoneType, option is str)):
+            with contextlib.suppress(ConfigError):
+                return convert(value, option, name)
+    if origin is Literal:
+        if isinstance(value, (str, int, float)) and value in args:
+            return value
+        raise ConfigError(f"{name} cannot be {shown(value)}; "
+                          f"{nearest(shown(value).strip(chr(39)), map(str, args))}")
+    if origin in (tuple, Sequence, Iterable):
+        parts = value
+        if isinstance(value, str):
+            parts = [] if typed == "none" else [part.strip() for part in value.split(",")]
+        if isinstance(parts, (list, tuple)):
+            return tuple(convert(part, args[0], name) for part in parts if part != "")
+    if origin is Mapping and isinstance(value, Mapping):
+        return {convert(key, args[0], f"a name in {name}"): convert(one, args[1], name)
+                for key, one in value.items()}
+    if kind is NoneType and (value is None or typed in ("none", "null", "")):
+        return None
+    if kind is bool and typed in BOOLS:
+        return BOOLS[typed]
+    if kind is float or kind is int:
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            return _number(value, kind)
+    if kind is Path and typed is not None:
+        return Path(value)
+    if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
+        return value
+    raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}")
+
+
+def _number(value: Any, kind: type) -> float:
+    """Raises ValueError, TypeError or OverflowError for what is no such number."""
+    if isinstance(value, (bool, bytes, bytearray)):
+        raise TypeError
+    if kind is float:
+        return float(value)
+    with contextlib.suppress(ValueError, TypeError):
+        # exact, where a float has 53 bits
+        return int(value) if isinstance(value, str) else operator.index(value)
+    number = float(value)       # 1e3
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Mapping:
+        return f"a mapping to {_described(get_args(kind)[1])}"
+    if args := get_args(kind):
+        return " or ".join(_described(option) for option in args if option is not Ellipsis)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+             NoneType: "none", Path: "a path"}
+    return words.get(kind) or (f"a {kind.__name__}" if isinstance(kind, type) else str(kind))
