@@ -1,18 +1,23 @@
 """The command line: find the command, run it, print one object. Everything else goes to standard
 error.
 
-Exit codes: 0 done; 2 the input was wrong (one sentence says what and the way out); 130 interrupted;
-143 terminated.
+Exit codes: 0 done; 2 the input was wrong, or this machine cannot serve it (one sentence says what
+and the way out); 129, 130, 143 hung up, interrupted, terminated. A traceback is a fault of lpkit's.
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 from lpkit import __version__
-from lpkit.errors import ConfigError, nearest
+from lpkit.errors import ConfigError, named, nearest, printable, shown
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
 
@@ -28,6 +33,20 @@ COMMANDS = {
     "notebook": "run notebooks with parameters, without a browser",
     "bench": "every performance figure that the project claims, measured beside its peer",
 }
+MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
+WAYS_OUT = {
+    errno.ENOSPC: "free some space, or choose another folder",
+    errno.EDQUOT: "free some space, or choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "choose another path, or change its permissions",
+    errno.EPERM: "choose another path, or change its permissions",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "close other programs, or choose smaller settings",
+}
+
+
+class _SignalError(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which unwind as Ctrl-C does: what is half-written goes."""
 
 
 def usage() -> str:
@@ -37,18 +56,45 @@ def usage() -> str:
 
 
 def complain(sentence: object) -> int:
-    print(f"lpkit: {sentence}", file=sys.stderr)
+    first, *more = printable(str(sentence)).split("\n")
+    print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
     return 2
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.print_usage(sys.stderr)
-        sys.exit(complain(message))
+        sys.exit(complain(" ".join(message.split())[:MOST_CHARACTERS]))
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        with _signals_unwind():
+            return _main(argv)
+    except (ConfigError, RunFailedError) as error:
+        return complain(error)
+    except _SignalError as heard:
+        complain(f"stopped by {signal.Signals(heard.args[0]).name}")
+        return 128 + heard.args[0]
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 130
+    except BrokenPipeError:     # `lpkit ... | head`: whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return complain(_of_system(error))
+    except RecursionError:
+        return complain("the input nests too deeply to be read; flatten it")
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        return complain("memory ran out; choose a smaller model, model.context or batch (more "
+                        "grad_accum_steps), and see what it takes with `lpkit predict`")
+
+
+def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
@@ -57,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name = argv[0]
     if name not in COMMANDS:
-        return complain(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
+        return complain(f"there is no command {shown(name)}; {nearest(name, COMMANDS)}")
     command = importlib.import_module(f"lpkit.commands.{name}")
     parser = _Parser(prog=f"lpkit {name}", description=command.__doc__,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,17 +111,45 @@ def main(argv: list[str] | None = None) -> int:
                         help="print one JSON object on standard output")
     command.arguments(parser)
     args = parser.parse_args(argv[1:])
-    try:
-        result = command.run(args)
-    except (ConfigError, RunFailedError) as error:
-        return complain(error)
-    except KeyboardInterrupt:
-        print("lpkit: interrupted", file=sys.stderr)
-        return 130
+    result = command.run(args)
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
-    try:
-        print(json.dumps(result, allow_nan=False) if args.json else command.text(result),
-              flush=True)
-    except BrokenPipeError:             # `lpkit ... | head`: whoever read it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    text = json.dumps(result, allow_nan=False) if args.json else printable(command.text(result))
+    print(text, flush=True)
     return code
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise. A command may hear them otherwise; `nohup` stays deaf."""
+    def heard(number, frame):
+        raise _SignalError(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        asked = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
+        before = {number: signal.getsignal(number) for number in asked if number is not None}
+    before = {number: how for number, how in before.items() if how is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, heard)
+        yield
+    finally:
+        for number, how in before.items():
+            signal.signal(number, how)
+
+
+def _of_system(error: OSError) -> str:
+    """Which file, which error, the way out."""
+    files = [named(os.fsdecode(name)) for name in (error.filename, error.filename2)
+             if isinstance(name, (str, bytes, os.PathLike))]
+    where = f"{' -> '.join(files)}: " if files else ""
+    way_out = WAYS_OUT.get(error.errno, "choose another path")
+    return f"{where}{error.strerror or error or type(error).__name__}; {way_out}"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Python's, a GPU's, or that of PyTorch's allocator on the CPU, which has no type of its own.
+    PyTorch is not imported for it."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}
+                or "DefaultCPUAllocator" in str(error))
