@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import DamagedError
-from lpkit.files import write_atomically
+from lpkit.errors import ConfigError, DamagedError
+from lpkit.files import read_text, write_atomically
 
 SUM, LINE_SUM = "sha256", "crc32"
+MOST_BYTES = 1 << 28        # a header of tokens holds its tokenizer
 
 
 def plain(value: Any) -> Any:
@@ -65,10 +66,15 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Raises DamagedError, also for a file that is not there or cannot be read."""
+    return unsealed(text_of(path), path)
+
+
+def text_of(path: Path) -> str:
+    """Raises DamagedError."""
     try:
-        return unsealed(path.read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DamagedError(f"cannot read {path} ({error})") from None
+        return read_text(path, MOST_BYTES)
+    except ConfigError as error:
+        raise DamagedError(str(error)) from None
 
 
 def line(value: Mapping[str, Any]) -> str:

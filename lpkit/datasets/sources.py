@@ -29,10 +29,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, named, shown
+from lpkit.files import check_regular
 
 PIECE_CHARS = 1 << 18       # of a text file, read at once
 BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
+MOST_DOCUMENT_CHARS = 1 << 24   # of one in a .jsonl or .parquet file, which is held in memory
+MOST_LINE_CHARS = 1 << 26       # of its line, where each may be escaped
+# What a packed file may unpack to: so many bytes, and beyond them so many times its own size. Text
+# packs 3 to 20 times smaller.
+FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 WAY_OUT = "repair or remove it, or choose the files to read with a glob"
 _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
@@ -60,17 +66,22 @@ def find(source: str) -> "Source":
         return python_stdlib()
     if source.startswith("hf:"):
         return HubSource(name=source)
+    with _sentences(path):
+        return _local(source, path)
+
+
+def _local(source: str, path: Path) -> "Files":
     if path.is_dir():
         endings = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *PACKINGS))
         return Files(name=source, files=_walk(path, endings))
     if path.is_file():
         return Files(name=source, files=[(path.name, path)], alone=True)
     if path.exists():
-        raise ConfigError(f"{source!r} is neither a file nor a folder; copy its text into a file "
-                          f"first")
+        raise ConfigError(f"{shown(source)} is neither a file nor a folder; copy its text into a "
+                          f"file first")
     if glob.has_magic(source):
         return Files(name=source, files=_matches(path))
-    raise ConfigError(f"there is no file, folder or glob {source!r}; give one that exists, "
+    raise ConfigError(f"there is no file, folder or glob {shown(source)}; give one that exists, "
                       f"hf:owner/name, or python-stdlib, which needs no download")
 
 
@@ -94,8 +105,8 @@ class Files:
 
     def __post_init__(self):
         if not self.files:
-            raise ConfigError(f"there is nothing to read in {self.name!r}; a source holds "
-                              f"{', '.join(SUFFIXES)} files, each optionally .gz or .zst")
+            raise ConfigError(f"there is nothing to read in {shown(self.name)}; a source "
+                              f"holds {', '.join(SUFFIXES)} files, each optionally .gz or .zst")
 
     def header(self) -> dict[str, Any]:
         """Where tokens came from; no path of this machine beyond the name that was given."""
@@ -120,10 +131,10 @@ class Files:
     def pieces(self) -> Iterator[Piece]:
         for key, path in self.files:
             packing, suffix = _kind(path)
-            with _sentences(path), PACKINGS.get(packing, open)(path, "rb") as stream:
+            with _sentences(path), _opened(path, packing) as stream:
                 if suffix in DOCUMENTS:
                     for text in DOCUMENTS[suffix](stream, path):
-                        yield Piece(text, text, True)
+                        yield from _document(text)
                 elif self.alone:
                     for text, ends in _blocks(stream, path, BLOCK_CHARS):
                         yield Piece(text, text, ends)
@@ -141,8 +152,8 @@ class HubSource:
 
     def __post_init__(self):
         if not re.fullmatch(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*)?", self.name):
-            raise ConfigError(f"{self.name!r} is not the name of a dataset; write hf:owner/name or "
-                              f"hf:owner/name:subset")
+            raise ConfigError(f"{shown(self.name)} is not the name of a dataset; write "
+                              f"hf:owner/name or hf:owner/name:subset")
 
     def header(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -164,7 +175,7 @@ class HubSource:
             rows = datasets.load_dataset(name, *subset, split="train", streaming=True)
             for number, row in enumerate(rows, 1):
                 text = _field(row, f"document {number} of {self.name}")
-                yield Piece(text, text, True)
+                yield from _document(text)
         except ConfigError:
             raise
         except Exception as error:  # whatever the network, the hub or the dataset's own files raise
@@ -199,13 +210,28 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
     return sorted((key, root / key) for key in keys if (root / key).is_file())
 
 
-def _zstd(path: Path, mode: str) -> BinaryIO:
+def _gzip(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.open(file) as stream:
+        yield from iter(lambda: stream.read(1 << 16), b"")
+
+
+def _zstd(file: BinaryIO) -> Iterator[bytes]:
+    """Frame by frame, because the library's own reader takes a file that was cut for a whole one.
+    A byte unpacks to 32 KiB at most, so few are unpacked at once."""
     import zstandard
 
-    return zstandard.open(path, mode)
+    frame, packed = None, b""
+    while packed := packed or file.read(1 << 11):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        yield frame.decompress(packed)
+        packed = frame.unused_data
+        if frame.eof:
+            frame = None
+    if frame is not None:
+        raise EOFError("it ends inside a frame")
 
 
-PACKINGS = {".gz": gzip.open, ".zst": _zstd}
+PACKINGS = {".gz": _gzip, ".zst": _zstd}
 
 
 def _kind(path: Path) -> tuple[str, str]:
@@ -221,9 +247,11 @@ def _sentences(path: Path) -> Iterator[None]:
     """Whatever reading `path` raises, as one sentence that names it."""
     try:
         yield
+    except ConfigError:
+        raise
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x}); "
-                          f"{WAY_OUT}") from None
+        raise ConfigError(f"{named(path)} is not UTF-8 text (byte "
+                          f"{error.object[error.start]:#04x}); {WAY_OUT}") from None
     except Exception as error:
         # two libraries that need not be installed have error types of their own
         library = type(error).__module__.partition(".")[0]
@@ -231,7 +259,52 @@ def _sentences(path: Path) -> Iterator[None]:
                 and library not in ("zstandard", "zstd", "pyarrow")):
             raise
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"cannot read {path}: {why}; {WAY_OUT}") from None
+        raise ConfigError(f"cannot read {named(path)}: {why}; {WAY_OUT}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path, packing: str) -> Iterator[BinaryIO]:
+    check_regular(path)
+    with path.open("rb") as file:
+        if packing:
+            yield io.BufferedReader(_Unpacked(path, PACKINGS[packing](file)), 1 << 20)
+        else:
+            yield file
+
+
+class _Unpacked(io.RawIOBase):
+    """What a packed file holds, until it is far beyond what text packs to: 10 GB of one letter
+    pack into 10 MB, and would fill a disk."""
+
+    def __init__(self, path: Path, chunks: Iterator[bytes]):
+        self.path, self.chunks, self.rest, self.count = path, chunks, memoryview(b""), 0
+        self.most = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.rest:
+            chunk = next(self.chunks, None)
+            if chunk is None:
+                return 0
+            self.add(len(chunk))
+            self.rest = memoryview(chunk)
+        count = min(len(buffer), len(self.rest))
+        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
+        return count
+
+    def add(self, count: int) -> None:
+        self.count += count
+        if self.count > self.most:
+            raise ConfigError(f"{named(self.path)} unpacks to more than {self.most:,} bytes, "
+                              f"{MOST_RATIO:,} times its own size, and no text does; {WAY_OUT}")
+
+
+def _document(text: str) -> Iterator[Piece]:
+    """Its text decides the split, all of it at once."""
+    for start in range(0, len(text) or 1, PIECE_CHARS):
+        yield Piece(text, text[start:start + PIECE_CHARS], start + PIECE_CHARS >= len(text))
 
 
 def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
@@ -240,7 +313,7 @@ def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, boo
         block = lines.read(chars) + lines.readline(chars)   # a line without end is cut
         while block:
             following = lines.read(chars) + lines.readline(chars)
-            yield _checked(block, path), not following
+            yield _checked(block, named(path)), not following
             block = following
 
 
@@ -256,9 +329,12 @@ def _field(row: Any, where: str) -> str:
     if not isinstance(text, str):
         has = f"it is {type(row).__name__}"
         if isinstance(row, dict):
-            has = f"its fields are {', '.join(map(str, row))}"
+            has = f"its fields are {shown(', '.join(map(str, row)))[1:-1]}"
         raise ConfigError(f"{where} has no field 'text' ({has}); rename the field that holds the "
                           f"text")
+    if len(text) > MOST_DOCUMENT_CHARS:
+        raise ConfigError(f"{where} is one document of {len(text):,} characters, and at most "
+                          f"{MOST_DOCUMENT_CHARS:,} are held in memory; divide it")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -269,37 +345,44 @@ def _field(row: Any, where: str) -> str:
 
 def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
     with io.TextIOWrapper(stream, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_CHARS), ""), 1):
+            where = f"line {number} of {named(path)}"
+            if len(line) == MOST_LINE_CHARS:
+                raise ConfigError(f"{where} has more than {MOST_LINE_CHARS:,} characters, and a "
+                                  f"line is held in memory; divide its document")
             if line.isspace():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"line {number} of {path} is not JSON ({error}); a .jsonl file "
-                                  f"has one object with a field 'text' on each line") from None
-            yield _field(row, f"line {number} of {path}")
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where} is not JSON ({error}); a .jsonl file has one object "
+                                  f"with a field 'text' on each line") from None
+            yield _field(row, where)
 
 
 def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ConfigError(f"{path} needs the package `pyarrow`; pip install 'lpkit[data]', or "
-                          f"convert it to .jsonl") from None
+        raise ConfigError(f"{named(path)} needs the package `pyarrow`; pip install "
+                          f"'lpkit[data]', or convert it to .jsonl") from None
     with contextlib.ExitStack() as stack:
         if _kind(path)[0]:      # parquet is read from its end, a packed stream is not
-            unpacked = stack.enter_context(tempfile.TemporaryFile())
+            unpacked = stack.enter_context(tempfile.TemporaryFile())   # bounded by _Unpacked
             shutil.copyfileobj(stream, unpacked)
             stream = unpacked
         table = parquet.ParquetFile(stream)
         if "text" not in table.schema_arrow.names:
-            raise ConfigError(f"{path} has no column 'text' (its columns are "
-                              f"{', '.join(table.schema_arrow.names)}); rename the column that "
-                              f"holds the text")
+            raise ConfigError(f"{named(path)} has no column 'text' (its columns are "
+                              f"{shown(', '.join(table.schema_arrow.names))}); rename the column "
+                              f"that holds the text")
         rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])
                 for text in batch.column(0).to_pylist())
+        read = _Unpacked(path, iter(()))    # a page of a dictionary unpacks to any length too
         for number, text in enumerate(rows, 1):
-            yield _field({"text": text}, f"row {number} of {path}")
+            text = _field({"text": text}, f"row {number} of {named(path)}")
+            read.add(len(text))
+            yield text
 
 
 DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text

@@ -8,6 +8,8 @@ characters.
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +18,13 @@ import numpy as np
 
 from lpkit.contracts import Tokenizer
 from lpkit.errors import ConfigError, pick
-from lpkit.files import write_atomically
+from lpkit.files import PACKAGE, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
+# A run of characters without a space, or of spaces, is cut so that none is twice as long: merging
+# takes time with the square of a word's length.
+LONG_RUN = 512
 Texts = Callable[[], Iterator[str]]
 
 
@@ -105,10 +110,10 @@ class BPE:
         return cls(cached.read_text(encoding="utf-8"))
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text).ids
+        return [i for part in cut(text) for i in self._model.encode(part).ids]
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode(text).ids, np.uint32)
+        return np.array(self.encode(text), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         # The library drops ids that it does not know; here they show, as the cut character of a
@@ -153,7 +158,7 @@ class GPT2(Fixed):
         self.end = self._model.eot_token
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode_ordinary(text)
+        return [i for part in cut(text) for i in self._model.encode_ordinary(part)]
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff"
@@ -178,15 +183,39 @@ def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
             return
 
 
-def _train(texts: Iterator[str], vocab: int) -> str:
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+def cut(text: str) -> Iterator[str]:
+    """Parts of `text` in order, none of which has a run of 2 LONG_RUN characters. Text as people
+    write it is one part."""
+    start = 0
+    for i in range(0, len(text) - LONG_RUN + 1, LONG_RUN):
+        block = text[i:i + LONG_RUN]
+        if i > start and (block.isspace() or len(block.split(None, 1)[0]) == LONG_RUN):
+            yield text[start:i]
+            start = i
+    yield text[start:]
 
-    model = Library(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT],
-                                  show_progress=False, initial_alphabet=alphabet)
-    model.train_from_iterator(texts, trainer)
-    return model.to_str()
+
+def _train(texts: Iterator[str], vocab: int) -> str:
+    """In a process of its own, which a signal to this one ends."""
+    command = [sys.executable, "-P", str(PACKAGE / "datasets" / "learn_bpe.py"), str(vocab),
+               END_OF_TEXT]
+    learned = ""
+    # a process group of its own: Ctrl-C is ours to hear
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          encoding="utf-8", process_group=0) as child:
+        try:
+            for text in texts:
+                child.stdin.writelines(f"{json.dumps(part)}\n" for part in cut(text))
+            child.stdin.write("null\n")
+            child.stdin.flush()
+            learned = child.stdout.read()
+        except BrokenPipeError:
+            pass                    # it ended, and its exit code says how
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise ConfigError(f"learning {vocab:,} entries of data.tokenizer=bpe broke off with exit "
+                          f"code {child.returncode} (-9: memory ran out); use a smaller "
+                          f"model.vocab, less text, or data.tokenizer=bytes")
+    return learned

@@ -25,7 +25,8 @@ from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
 from lpkit.datasets import sources
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
-from lpkit.errors import ConfigError, DamagedError, pick
+from lpkit.errors import ConfigError, DamagedError, named, pick
+from lpkit.values import Count, Folder, Place, checked
 
 FORMAT = "lpkit-tokens"
 VERSION = 2
@@ -48,7 +49,8 @@ class TokenFiles:
         return self.header["vocab"]
 
 
-def prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None = None) -> TokenFiles:
+@checked
+def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> TokenFiles:
     """The token files of `data.source`, made when they are not there yet.
 
     They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
@@ -69,8 +71,9 @@ def prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None = None) -
     return _fits(opened, vocab)
 
 
-def prepare_into(folder: Path | str, data: DataConfig, vocab: int,
-                 cache_dir: Path | str | None = None) -> TokenFiles:
+@checked
+def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
+                 cache_dir: Folder | None = None) -> TokenFiles:
     """The same in a folder of your choice, which must be new or empty. It can be moved, and used as
     a data.source."""
     folder = Path(folder).expanduser()
@@ -104,10 +107,14 @@ def is_prepared(folder: Path | str) -> bool:
     return (Path(folder).expanduser() / "header.json").is_file()
 
 
-def open_tokens(folder: Path | str) -> TokenFiles:
+@checked
+def open_tokens(folder: Place) -> TokenFiles:
     """Open a prepared folder, after checking its sizes and checksums. Raises ConfigError."""
     folder = Path(folder).expanduser()
     path = folder / "header.json"
+    if not is_prepared(folder):
+        raise ConfigError(f"{named(folder)} is not a prepared corpus (it has no file header.json); "
+                          f"make one with `lpkit data prepare`")
     try:
         header = records.read(path)
         if header["format"] != FORMAT:
@@ -126,7 +133,7 @@ def open_tokens(folder: Path | str) -> TokenFiles:
                           f"with `lpkit data prepare`") from None
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path} is not the header of a prepared corpus; make one with "
                           f"`lpkit data prepare`") from None
 

@@ -173,10 +173,7 @@ def sealed_yaml(config: Config) -> str:
 
 
 def _unsealed_yaml(path: Path) -> str:
-    try:
-        text, seal, due = path.read_text(encoding="utf-8").partition(SEAL)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DamagedError(f"cannot read {path} ({error})") from None
+    text, seal, due = records.text_of(path).partition(SEAL)
     if not seal or due.strip() != hashlib.sha256(text.encode()).hexdigest():
         raise DamagedError(f"{path} is not what the run wrote: it was cut off or altered. Undo the "
                            f"change; settings that may change are given with --set, and others "
