@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from lpkit import machine_facts
 from lpkit.contracts import Choice
 from lpkit.machine_facts import cpu_name, memory_limit_bytes, status_bytes
+from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
 
@@ -65,6 +67,14 @@ def peak_bytes(device: torch.device | str) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def held_bytes(device: torch.device | str) -> int | None:
+    """What `peak_bytes` is the most of. None where the system does not say."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return status_bytes("VmRSS")
 
 
 def reset_peak(device: torch.device | str) -> bool:
@@ -165,6 +175,27 @@ def memory_bytes(device: torch.device | str) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return memory_limit_bytes() or psutil.virtual_memory().total
+
+
+def available_bytes(device: torch.device | str) -> int:
+    """What a run can still take there: what the driver has left, and what PyTorch's allocator took
+    from it and does not use; elsewhere as `machine_facts.available_bytes`."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return machine_facts.available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused
+
+
+def room(device: torch.device | str) -> Machine:
+    """This device by what a run can still take of its memory. Its speeds are one round figure, that
+    techniques may be put into an order at once: `machine` measures."""
+    device = torch.device(device)
+    return Machine(
+        name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
+        memory_bytes=available_bytes(device), bytes_per_second=2e12,
+        flops=dict.fromkeys(machines.DTYPES, 5e14), source="what is left of this machine's memory")
 
 
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -6,6 +6,7 @@ Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,8 @@ import psutil
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
                     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CONTAINER_USE = (Path("/sys/fs/cgroup/memory.current"),
+                 Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
 
 
 def cpu_facts() -> dict[str, str]:
@@ -49,6 +52,31 @@ def memory_limit_bytes() -> int | None:
         if text.isdigit() and int(text) < psutil.virtual_memory().total:
             return int(text)
     return None
+
+
+def available_bytes() -> int:
+    """What this process can still take: of the machine, of its container, and of its own limits.
+
+    Free swap counts, and so do pages of files, which give way; what others hold does not.
+    """
+    swap = psutil.swap_memory().free
+    left = [psutil.virtual_memory().available + swap]
+    for path, used in zip(CONTAINER_LIMITS, CONTAINER_USE):
+        limit = _read(path).strip()
+        if limit.isdigit():
+            words = _read(path.with_name("memory.stat")).split()
+            stat = dict(zip(words[::2], words[1::2]))
+            pages = sum(int(stat.get(f"total_{name}", stat.get(name, 0)))   # version 1: total_
+                        for name in ("active_file", "inactive_file"))
+            left.append(int(limit) - int(_read(used)) + pages + swap)
+    if sys.platform == "linux":
+        import resource
+
+        for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            allowed, _ = resource.getrlimit(limit)
+            if allowed != resource.RLIM_INFINITY:
+                left.append(allowed - (status_bytes(field) or 0))
+    return max(0, min(left))
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int | None:

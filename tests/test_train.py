@@ -180,7 +180,7 @@ def test_no_gpu_when_one_was_demanded(tiny, tmp_path):
 
 def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
     huge = lpkit.preset("llama-405b").replace({"system.device": "cpu", "data.source": tiny.data.source})
-    with pytest.raises(ConfigError, match=r"take 6,493\.\d GB, and cpu has"):      # 405.85e9 parameters * 16 bytes
+    with pytest.raises(ConfigError, match=r"takes \d\.\d\d TB at its peak .* and cpu has .*; (it would|no technique)"):
         train(huge, out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"model.context=1000000 needs 1000001 tokens"):
         train(tiny.replace({"model.context": 1_000_000}), out=tmp_path / "run")

@@ -46,12 +46,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _measured(config: Config) -> dict[str, Any]:
     """What the formulas say of this machine, beside an update here."""
     from lpkit import measure, reconcile
+    from lpkit.training.exhausted import said
 
-    bytes_ = reconcile(config)
-    try:
-        seconds, why = measure.reconcile_seconds(config).to_dict(), ""
-    except ConfigError as error:
-        seconds, why = [], str(error)
+    with said(config, "the update that was to be measured"):
+        bytes_ = reconcile(config)
+        try:
+            seconds, why = measure.reconcile_seconds(config).to_dict(), ""
+        except ConfigError as error:
+            seconds, why = [], str(error)
     return {"bytes": bytes_.comparison("formula").to_dict(), "sentences": list(bytes_.sentences),
             "seconds": seconds, "no_seconds": why}
 

@@ -29,7 +29,7 @@ from lpkit.predict.flops import Product, products
 from lpkit.predict.time import StepTime, step_floor, step_time
 from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
-from lpkit.training.build import Decisions, decide
+from lpkit.training.build import Decisions, decide, refuse_what_cannot_fit
 from lpkit.training.training import RandomTokens, Training
 
 PHASES = ("forward", "backward", "optimizer")
@@ -280,7 +280,10 @@ class Bench:
         refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device,
                                  "system.compile": False})
-        self.decisions = decisions or decide(config)
+        if decisions is None:       # else of a trace, which allocates nothing
+            decisions = decide(config)
+            refuse_what_cannot_fit(config, decisions)
+        self.decisions = decisions
         self.device = self.decisions.device
         self.training = Training.build(config, data=RandomTokens(config, self.device),
                                        decisions=self.decisions, more=more)

@@ -15,7 +15,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.params import parameters
-from lpkit.predict.recipes import PRECISIONS, Precision, stored
+from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
 from lpkit.techniques import blocks, machines, optimizers
 from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Operations, operations
 from lpkit.techniques.layouts import Layout
@@ -32,6 +32,7 @@ MOMENTS = {     # in the order in which they come
     walk.UPDATE: "nothing is kept any more, and every gradient is there",
 }
 LOSS, UPDATE = walk.LOSS, walk.UPDATE
+USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
 IN_BACKWARD = tuple(moment for moment in MOMENTS if moment != UPDATE)
 # bytes a number while its code is found: in float32, padded, from the least, and the noise
 PACKED = {2: 16, 4: 12}
@@ -80,6 +81,11 @@ class Memory:
     def fits(self) -> bool:
         """Without the 5 to 10% that an allocator and the driver take for themselves."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
+
+    @property
+    def missing_bytes(self) -> float:
+        """By which the peak is above the usable share of memory; 0 or less where it has room."""
+        return self.peak_bytes - USABLE_MEMORY_SHARE * self.memory_bytes
 
 
 def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
@@ -148,7 +154,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
 
     layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the
                config's `parallel`
-    precision  a row of PRECISIONS; None: the config's recipe, where "auto" is bf16
+    precision  a row of PRECISIONS; None: the config's recipe, where "auto" is bf16 if the machine
+               has it
     optimizer, recompute, attention
                None: the config's, where "auto" attention is what a run on this machine chooses
     Raises ConfigError. Under 200 us.
@@ -159,8 +166,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
     on = machines.find(machine)
     _, settings = recompute_of(config, recompute)
-    asked = config.precision.recipe.name
-    p = stored(config, precision or ("bf16" if asked == "auto" else asked))
+    p = stored(config, precision_of(config, on, precision))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
     if layout.zero == 3 and layout.state_ranks > 1 and p.compute_bytes < p.residual_bytes:
         p = replace(p, residual_bytes=p.compute_bytes)

@@ -23,13 +23,14 @@ from typing import Annotated, Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
+from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
-from lpkit.predict.ledger import Memory, memory, model_states
+from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
-from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
 from lpkit.predict.scaling import LAWS
-from lpkit.predict.time import Bill, Calibration, StepTime, bill, precision_of, step_time
+from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two, stages_fit
@@ -37,12 +38,10 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
 from lpkit.values import Positive, Text, between, checked
 
-USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
 MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
 MOST_CHUNKS = 8             # of a stage: as Llama 3
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
-UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
 UNTRAINED = {       # precisions that no config names, and what to plan with instead
     "bf16-master": "the ZeRO paper's setting; lpkit trains float32 weights: bf16",
@@ -292,7 +291,7 @@ class Plan:
         self.evaluations += 1
         held = memory(config, self.machine, layout=layout, precision=self.precision,
                       optimizer=self.optimizer, recompute=recompute)
-        return held, held.peak_bytes - USABLE_MEMORY_SHARE * self.machine.memory_bytes
+        return held, held.missing_bytes
 
     def option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1

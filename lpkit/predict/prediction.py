@@ -9,8 +9,9 @@ from lpkit.config import Config, MemoryConfig
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import parameter_count, parameters
+from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
-from lpkit.predict.time import Bill, StepTime, bill, precision_of, step_time
+from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine

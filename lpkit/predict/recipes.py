@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from lpkit.config import Config
 from lpkit.errors import pick
+from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE
 from lpkit.techniques.recipes import RECIPES, SCALES, Recipe, resolve, scale_bytes
 
@@ -145,6 +146,15 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
         return _NAMED[name]
     return replace(_BF16, dtype=recipe.dtype, compute_bytes=2 if recipe.compute else 4,
                    low=low_of(recipe), what=f"float32 weights, products under {name}")
+
+
+def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
+    """A row of PRECISIONS. "auto" is bf16 where the machine has it. Raises ConfigError."""
+    name = asked or config.precision.recipe.name
+    if name == "auto":
+        name = "bf16" if "bf16" in on.flops else "fp32"
+    pick(PRECISIONS, name, "precision")
+    return name
 
 
 def row_of(config: Config, name: str) -> Recipe:

@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ModelConfig
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError
 from lpkit.predict import flops
 from lpkit.predict.casts import Recipe, linear_seconds, on_hardware
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.params import parameters
-from lpkit.predict.recipes import PRECISIONS, Precision, row_of, stored
+from lpkit.predict.recipes import Precision, precision_of, row_of, stored
 from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import MicroBatch, Op, operations
@@ -54,15 +54,6 @@ ROOFLINE = "lpkit.predict.roofline.product_seconds"
 PHASES = ("forward", "backward", "optimizer", "communication")
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
-
-
-def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
-    """A row of `ledger.PRECISIONS`. "auto" is bf16 where the machine has it. Raises ConfigError."""
-    name = asked or config.precision.recipe.name
-    if name == "auto":
-        name = "bf16" if "bf16" in on.flops else "fp32"
-    pick(PRECISIONS, name, "precision")
-    return name
 
 
 @dataclass(frozen=True, kw_only=True)

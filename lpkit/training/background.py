@@ -12,6 +12,7 @@ import asyncio
 import datetime
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -62,7 +63,15 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
-    from lpkit.training.loop import fit  # torch takes seconds to import
+    from lpkit.training.exhausted import said  # torch takes seconds to import
+
+    with _let_go(), said(config, "this run"):
+        return _trained(config, path, resume, observers, control)
+
+
+def _trained(config: Config, path: Path, resume: bool, observers: Observers,
+             control: Control) -> Run:
+    from lpkit.training.loop import fit
     from lpkit.training.training import Training
 
     training = Training.build(config, before=Run(path).environment if resume else None)
@@ -73,6 +82,20 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
     # from here on there is something to save; before, a signal ends the preparation
     with _signals_stop(control.stop):
         return fit(training, path, resume=resume, observers=observers, control=control)
+
+
+@contextmanager
+def _let_go() -> Iterator[None]:
+    """What is raised keeps the lines of its traceback and not the variables: who keeps the error (a
+    handle, a notebook's `sys.last_exc`) would keep the model, and what its update had made."""
+    try:
+        yield
+    except BaseException as error:
+        below: BaseException | None = error
+        while below is not None:
+            traceback.clear_frames(below.__traceback__)
+            below = below.__cause__ or below.__context__
+        raise
 
 
 @contextmanager

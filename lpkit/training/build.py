@@ -1,6 +1,7 @@
 """From the names in a Config to implementations: what a run uses here, and the model it trains."""
 
 import datetime
+import gc
 import platform
 import shlex
 import sys
@@ -23,8 +24,7 @@ from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
-from lpkit.predict import parameter_count
-from lpkit.techniques import optimizers
+from lpkit.predict.fit import Fit, fit
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
@@ -164,20 +164,23 @@ def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
     return model
 
 
+def fit_here(config: Config, decisions: Decisions) -> Fit:
+    """An update as `decisions` have it, in what the device has left. Under 2 ms."""
+    used = {key: choice.used for key, choice in decisions.choices.items()}
+    config = config.replace({
+        "precision.recipe": used["precision"], "model.attention": used["attention"],
+        "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
+    return fit(config, hardware.room(decisions.device), compiled=used["compile"] == "on")
+
+
 def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
-    """Weights, gradients and optimizer state alone, by arithmetic, before anything is allocated."""
-    rows, device = rows_of(config), decisions.device
-    state = decisions.choices.get("optimizer_state")
-    each = rows["param_dtype"].param_bytes * (1 + rows["optimizer_step"].gradients_held)
-    if state is None or state.used == memory.PLAIN.optimizer_state.name:
-        moments = config.memory.moment_format.name
-        each += optimizers.find(config.optimizer.name).state_bytes(moments)
-    needed = parameter_count(config.model) * each
-    held = hardware.memory_bytes(device)
-    if needed > held:
-        raise ConfigError(f"weights, gradients and optimizer state of this model take "
-                          f"{needed / 1e9:,.1f} GB, and {device} has {held / 1e9:,.1f} GB; choose "
-                          f"a smaller preset, or see what it takes with `lpkit predict`")
+    """By formula, before anything is allocated. Raises ConfigError with what would fit."""
+    if not fit_here(config, decisions).refused:
+        return
+    gc.collect()        # a model that nobody holds may still be there, in a cycle
+    asked = fit_here(config, decisions)
+    if asked.refused:
+        raise ConfigError(asked.sentence(hardware.memory_bytes(decisions.device)))
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import Control
 from lpkit.training.build import environment
+from lpkit.training.exhausted import Account, out_of_memory
 from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.training import Training, Update
 
@@ -30,12 +31,14 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     """Train into the run folder `path` and return the Run, whole or, when stopped, partial.
 
     An observer that raises is dropped and named in the summary, and the run goes on.
-    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on.
-    Whatever else is raised on the way (out of memory) is recorded as the run's error first.
+    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on
+    (a loss that is not a number, a full disk, no memory left). Whatever else is raised on the way
+    is recorded as the run's error first.
     """
     config, control, run = training.config, control or Control(), Run(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     hardware.reset_peak(training.device)
+    account = Account(training)
     with _owned(path):
         before = run.environments
         here = environment(training.decisions) | _identified(training, run, resume)
@@ -49,10 +52,11 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         records.write(path / runs.ENVIRONMENT, {"starts": [*before, here]})
         history = [line for line in good if line["step"] <= start]      # the rest is done again
         write_atomically(path / runs.METRICS, "".join(map(records.line, history)))
-        summary: dict[str, Any] = {"status": "running"}     # until it ends, or it was killed
+        # until it ends; what stays so was killed
+        summary: dict[str, Any] = {"status": "running", "error": None, "out_of_memory": None}
         records.write(path / runs.SUMMARY, summary)
         energy_before = hardware.energy_joules(training.device)
-        reached, error = start, None
+        reached = start
         try:
             with (path / runs.METRICS).open("a") as log:
                 for record in _steps(training, run, start, control):
@@ -62,23 +66,36 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                     _refuse_nan(record, run, training)
                     reached = record.step
             summary["status"] = "complete" if reached == config.steps else "stopped"
-        except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        except BaseException as error:
             # a second Ctrl-C did not wait for a checkpoint
-            summary["status"] = "killed" if isinstance(raised, KeyboardInterrupt) else "failed"
+            status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
+            summary |= {"status": status, "error": f"{type(error).__name__}: {error}"}
+            if out_of_memory(error):
+                summary |= _without_memory(error, account, reached, run)
+                raise RunFailedError(summary["error"]) from error
             raise
         finally:
-            summary |= runs.results(run) | {"steps": reached, "error": error, "damaged": damaged}
+            summary |= runs.results(run) | {"steps": reached, "damaged": damaged}
             summary |= {"observer_errors": observers.errors,
                         "tokens": reached * config.tokens_per_step,
                         "stopped_by": control.stopped_by or None}
-            if error is None:       # a device that has failed is not measured any more
-                summary |= _mfu(training, summary["tokens_per_second"])
+            if summary["error"] is None:        # a device that has failed is not measured any more
+                with observers.recorded("the peak FLOP/s for the MFU"):
+                    summary |= _mfu(training, summary["tokens_per_second"])
                 summary |= _energy(energy_before, hardware.energy_joules(training.device))
                 summary["energy_tokens"] = (reached - start) * config.tokens_per_step
-            with suppress(OSError) if error else nullcontext():     # the first error is the one
+            with suppress(OSError) if summary["error"] else nullcontext():  # the first error is the one
                 records.write(path / runs.SUMMARY, summary)
     return run
+
+
+def _without_memory(error: BaseException, account: Account, step: int, run: Run) -> dict[str, Any]:
+    """What the summary then says."""
+    report = account.report(error, _last_checkpoint(run))
+    said = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; kept: "
+            f"{report['last_checkpoint'] or 'no checkpoint'}. Other settings need another --out; "
+            f"with more memory, go on with --resume")
+    return {"error": said, "out_of_memory": report}
 
 
 def _steps(training: Training, run: Run, start: int, control: Control) -> Iterator[StepRecord]:

@@ -99,6 +99,9 @@ def _said_plainly(what: str) -> Iterator[None]:
 ALL = "tensors"
 
 
+WRITE_BUFFER_BYTES = 2**22      # more than safetensors wants beside the tensors
+
+
 class _SavePlanner(dcp.DefaultSavePlanner):
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None,
                        is_coordinator: bool = False) -> None:
@@ -125,6 +128,8 @@ class _Writer(dcp.FileSystemWriter):
             pieces[name] = planner.resolve_data(item).detach().contiguous()
             places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         path = self.path / plan.storage_data
+        # a MemoryError is an end that a run can tell; safetensors aborts the process without one
+        bytearray(WRITE_BUFFER_BYTES)
         save_file(pieces, path, metadata={SHARDING: json.dumps(places)})
         if distributed():           # here, where it was written; the caller syncs the whole folder
             sync(path)

@@ -1,0 +1,224 @@
+"""Whether a step fits into what a device has left, and which settings would make it.
+
+    asked = fit(config, on)         # on.memory_bytes: what a run may still take there
+    asked.refused                   # it cannot: by more than the formula may be wrong
+    asked.ways                      # settings with which it has room, the cheapest first
+
+The one answer for `train`, `measure` and the report of a run that met the end of its memory. Room
+is what `plan` calls it: `Memory.missing_bytes`. What is neither refused nor has room is tried.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.predict.ledger import MOMENTS, UPDATE, Memory, memory
+from lpkit.predict.params import parameter_count
+from lpkit.predict.recipes import precision_of, row_of
+from lpkit.predict.time import step_time
+from lpkit.predict.units import quantity
+from lpkit.techniques import memory as techniques
+from lpkit.techniques import optimizers
+from lpkit.techniques.layouts import divisors
+from lpkit.techniques.machines import Machine
+
+UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory: no formula for seconds
+# by which the ledger's peak may be above the step's: docs/ledger.md, 1.3% at worst
+ERROR, ERROR_AWAY = 0.02, 0.10      # where activations wait elsewhere
+SHOWN = 3       # rows, and ways
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Settings with which a step has room."""
+
+    settings: Mapping[str, Any]
+    peak_bytes: float
+    slowdown: float     # times the seconds of the step without them; infinite: no formula
+
+    def __str__(self) -> str:
+        words = " ".join(f"--set {key}={value}" for key, value in self.settings.items())
+        return f"{words} ({quantity(self.peak_bytes, 'bytes')})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"settings": dict(self.settings), "peak_bytes": self.peak_bytes,
+                "slowdown": self.slowdown if math.isfinite(self.slowdown) else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """`rows`: bytes at the peak, or of as much of it as there is a formula for; then `without` says
+    what is left out, and why."""
+
+    config: Config
+    on: Machine
+    rows: Mapping[str, float]
+    moment: str
+    error: float = ERROR
+    without: str = ""
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.rows.values())
+
+    @property
+    def refused(self) -> bool:
+        return (1 - self.error) * self.peak_bytes > self.on.memory_bytes
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """Single settings, the cheapest first; where none does, one set of several that cannot do
+        without any; empty where not even all together make it fit."""
+        search = _Search(self.config, self.on)
+        every = [*search.others]
+        priced = [key for key in every if key.removeprefix("memory.") not in UNPRICED]
+        return tuple(search.single() or search.several(priced) or search.several(every))
+
+    @property
+    def largest(self) -> str:
+        """'activations 20.1 GB, weights 4.98 GB'."""
+        return largest(self.rows)
+
+    @property
+    def left_out(self) -> str:
+        return f", not counting {self.without}" if self.without else ""
+
+    @property
+    def way_out(self) -> str:
+        if self.ways:
+            return f"it would fit with {' or '.join(map(str, self.ways[:SHOWN]))}"
+        return ("no technique of memory makes it fit; choose a smaller preset, or see what it "
+                "takes with `lpkit predict`")
+
+    def sentence(self, whole_bytes: float) -> str:
+        """Why it is refused on a device that has `whole_bytes` when nobody uses them."""
+        has = quantity(self.on.memory_bytes, "bytes")
+        if self.on.memory_bytes < whole_bytes:
+            has += f" left of {quantity(whole_bytes, 'bytes')}"
+        least = " at least" if self.without else ""
+        return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
+                f"({self.moment}), by a formula that is right to {self.error:.0%}{self.left_out}, and "
+                f"{self.on.title} has {has}; the largest of it: {self.largest}; {self.way_out}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"peak_bytes": self.peak_bytes, "rows": dict(self.rows), "moment": self.moment,
+                "without": self.without}
+
+
+def largest(rows: Mapping[str, float]) -> str:
+    first = sorted(rows, key=rows.get, reverse=True)[:SHOWN]
+    return ", ".join(f"{name} {quantity(rows[name], 'bytes')}" for name in first)
+
+
+def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
+    """One update of `config` on `on`. `compiled`: torch.compile fuses what the ledger counts.
+
+    What the ledger does not know counts as nothing, and the answer says so: nothing is refused that
+    might run.
+    """
+    if config.transforms or config.governors:
+        rows = {"weights": _states(config, on)["weights"]}
+        return Fit(config=config, on=on, rows=rows, moment="the model alone",
+                   without="what its transforms and governors make of it")
+    if compiled:
+        return Fit(config=config, on=on, rows=_states(config, on), moment=MOMENTS[UPDATE],
+                   without="activations, which torch.compile fuses as it likes")
+    try:
+        held = memory(config, on)
+    except ConfigError as unknown:
+        return Fit(config=config, on=on, rows=_states(config, on), moment=MOMENTS[UPDATE],
+                   without=f"activations, for which there is no formula ({unknown})")
+    away = techniques.rows_of(config)["activation_offload"].number_bytes
+    return Fit(config=config, on=on, rows=held.at(held.peak_moment),
+               moment=MOMENTS[held.peak_moment], error=ERROR_AWAY if away else ERROR)
+
+
+def _states(config: Config, on: Machine) -> dict[str, float]:
+    """Bytes of what outlives a step, and of the gradients that are held at once."""
+    rows, count = techniques.rows_of(config), parameter_count(config.model)
+    each = rows["param_dtype"].param_bytes
+    found = {"weights": each * count, "gradients": each * count}
+    if not rows["optimizer_step"].gradients_held:
+        del found["gradients"]
+    if on.kind not in rows["optimizer_state"].leaves:
+        optimizer = optimizers.find(config.optimizer.name)
+        found["optimizer state"] = count * optimizer.state_bytes(config.memory.moment_format.name)
+    return found
+
+
+class _Search:
+    """Among the rows of each memory technique, and smaller micro-batches."""
+
+    def __init__(self, config: Config, on: Machine):
+        self.config, self.on = config, on
+        self.others: dict[str, list[Any]] = {}      # values that a key could have instead
+        for key, row in techniques.rows_of(config).items():
+            table = type(config.memory).__dataclass_fields__[key].metadata["table"]
+            self.others[f"memory.{key}"] = [
+                name for name, other in table.items() if other is not row
+                and not other.needs_compile and not (other.eager and config.system.compile is True)]
+        self.others["grad_accum_steps"] = [parts for parts in divisors(config.global_batch)
+                                           if parts > config.grad_accum_steps]
+
+    def single(self) -> list[Way]:
+        """Of each key the cheapest value that does."""
+        found = []
+        for key, values in self.others.items():
+            found += self.cheapest({key: value} for value in values)
+        return sorted(found, key=_cost)
+
+    def several(self, keys: Sequence[str]) -> list[Way]:
+        """All of `keys` that helps, without what can be left out, the dearest first; then of each key that
+        is left the cheapest value that does."""
+        chosen: dict[str, Any] = {}
+        for key in [*keys, *keys]:      # twice: one may help where others do
+            tried = [chosen, *(chosen | {key: value} for value in self.others[key])]
+            chosen = min(tried, key=self.peak_bytes)
+        dearest = sorted(chosen, key=lambda key: self.slowdown({key: chosen[key]}), reverse=True)
+        for key in dearest:
+            fewer = {name: value for name, value in chosen.items() if name != key}
+            if self.cheapest([fewer]):
+                chosen = fewer
+        for key in chosen:
+            for way in self.cheapest(chosen | {key: value} for value in self.others[key]):
+                chosen = way.settings
+        return self.cheapest([chosen])
+
+    def cheapest(self, tried: Iterable[dict[str, Any]]) -> list[Way]:
+        """The one; none where none has room."""
+        found = []
+        for settings in tried:
+            held = self.held(settings)
+            if held is not None and held.missing_bytes <= 0:
+                found.append(Way(settings=settings, peak_bytes=held.peak_bytes,
+                                 slowdown=self.slowdown(settings)))
+        return sorted(found, key=_cost)[:1]
+
+    def held(self, settings: Mapping[str, Any]) -> Memory | None:
+        """None where these settings cannot be beside the others."""
+        try:
+            changed = self.config.replace(settings)
+            recipe = row_of(changed, precision_of(changed, self.on))
+            techniques.check(changed, recipe)
+            return memory(changed, self.on)
+        except ConfigError:
+            return None
+
+    def peak_bytes(self, settings: Mapping[str, Any]) -> float:
+        held = self.held(settings)
+        return math.inf if held is None else held.peak_bytes
+
+    def slowdown(self, settings: Mapping[str, Any]) -> float:
+        if any(f"memory.{key}" in settings for key in UNPRICED):
+            return math.inf
+        changed = step_time(self.config.replace(settings), self.on).step_seconds
+        return changed / step_time(self.config, self.on).step_seconds
+
+
+def _cost(way: Way) -> tuple[float, float]:
+    return way.slowdown, way.peak_bytes

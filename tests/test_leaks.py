@@ -1,0 +1,190 @@
+"""Nothing that an update has made outlives it, and nothing of a run outlives the run."""
+
+import gc
+import re
+import signal
+import weakref
+
+import pytest
+import torch
+
+import lpkit
+from lpkit.config import Config, MemoryConfig
+from lpkit.contracts import Stage, Transform
+from lpkit.techniques import blocks, changes, data, optimizers, recipes, schedules
+from lpkit.techniques.row import Row, Settings
+from lpkit.training import loop
+from lpkit.training.background import train
+from lpkit.training.runs import RunFailedError
+from lpkit.training.training import RandomTokens, Training
+from tests.attack import leaks
+from tests.attack.leaks import TINY, Live
+
+BASE = Config().replace(TINY | {"model.layers": 1})
+
+
+class Seen(Transform):
+    """A toy that looks at what the head gives, and one that moves a weight: rows from outside."""
+
+    stage = Stage.PRECISION
+
+    def __init__(self, settings: Settings):
+        self.last = torch.zeros(())
+
+    def __call__(self, model):
+        model.head.register_forward_hook(self.look)
+        return model
+
+    def look(self, module, inputs, out) -> None:
+        self.last.copy_(out.detach().mean())
+
+    def begin(self, training: Training, step: int) -> None:
+        with torch.no_grad():
+            training.model.norm.weight.mul_(0.99)
+
+    def state_dict(self):
+        return {}
+
+
+TOY = Row(implementation=f"{__name__}:Seen")
+FITS = {    # what else a row wants
+    "in-backward": {"optimizer.clip": 0, "grad_accum_steps": 1},
+    "fp8-blockwise": {"model.width": 128, "model.context": 128},
+    "nvfp4": {"model.layers": 2},       # the last one stays in 16 bits
+    "sgd": {"memory.moment_format": "float32"},
+}
+
+
+def cases() -> dict[str, dict]:
+    found = [{"precision.recipe": name} | FITS.get(name, {}) for name in recipes.RECIPES]
+    found += [{"precision.recipe": name, "precision.cache_weight_casts": True} for name in ("mxfp8", "fp8-delayed")]
+    found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {}) for name in optimizers.OPTIMIZERS]
+    found += [{"schedule": name} for name in schedules.SCHEDULES]
+    found += [{"model.attention": name} for name in blocks.ATTENTION]
+    found += [{"data.policy": name} for name in data.POLICIES]
+    for key, field in MemoryConfig.__dataclass_fields__.items():
+        table = field.metadata["table"]
+        found += [{f"memory.{key}": name} | FITS.get(name, {}) for name, row in table.items() if not row.needs_compile]
+    found += [{"memory.recompute": "block", "memory.activation_offload": "disk", "precision.recipe": "fp8-delayed"}]
+    found += [{"transforms": "toy", "governors": "toy"}]
+    return {", ".join(f"{key}={value}" for key, value in case.items()): case for case in found}
+
+
+CASES = cases()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What is there already is not looked through by every gc.collect()."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def toys(monkeypatch, tmp_path):
+    monkeypatch.setitem(changes.MODEL_TRANSFORMS, "toy", TOY)
+    monkeypatch.setitem(changes.GOVERNORS, "toy", TOY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def grows(training: Training, steps: int = 4) -> set[int]:
+    """Bytes that live after a step beyond those after the second."""
+    with Live() as live:
+        found = []
+        for step in range(steps):
+            training.update(step)
+            found.append(live.bytes)
+    return {held - found[1] for held in found[1:]} - {0}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_update_makes_ends_with_it_and_a_training_with_its_last_name(toys, tmp_path, case):
+    config = leaks.config(tmp_path).replace({"model.layers": 1} | CASES[case])
+    tokens = None if "data.policy" in CASES[case] else RandomTokens(config)
+    training = Training.build(config, data=tokens)
+    assert not grows(training)
+    model = weakref.ref(training.model)
+    del training
+    gc.collect()
+    assert model() is None, gc.get_referrers(model())
+
+
+def test_a_closure_over_what_was_seen_is_found(toys, tmp_path, monkeypatch):
+    """As a watcher might: each of its looks keeps the output of a layer."""
+    kept = []
+
+    def attach(training: Training) -> None:
+        training.model.norm.register_forward_hook(lambda module, inputs, out: kept.append(lambda: out))
+
+    training = Training.build(BASE, data=RandomTokens(BASE))
+    attach(training)
+    assert min(grows(training)) >= 4 * 32 * 32 * 4      # sequences, tokens, width, float32
+    monkeypatch.setattr(leaks, "WATCHERS", {"it": ({}, attach)})
+    failures = leaks.attack(4, 0, tmp_path).failures["watched by it"]
+    grown = [int(re.fullmatch(r"seed 0, step [34]: \+([\d,]+) bytes", line)[1].replace(",", "")) for line in failures]
+    assert len(grown) == 2 and grown[1] == 2 * grown[0] >= 2 * 4 * 32 * 32 * 4
+
+
+# ---- whole runs
+
+@pytest.fixture
+def models(monkeypatch):
+    """References to every model that is built from here on."""
+    found, build = [], Training.build.__func__
+
+    def seen(cls, *args, **kwargs):
+        training = build(cls, *args, **kwargs)
+        found.append(weakref.ref(training.model))
+        return training
+
+    monkeypatch.setattr(Training, "build", classmethod(seen))
+    return found
+
+
+@pytest.fixture
+def tiny(toys, tmp_path):
+    return leaks.config(tmp_path).replace({"steps": 4, "model.layers": 1, "precision.telemetry_every": 3})
+
+
+def all_gone(models) -> bool:
+    gc.collect()
+    return bool(models) and not any(model() for model in models)
+
+
+def test_nothing_of_a_run_stays(tiny, tmp_path, models):
+    run = train(tiny, out=tmp_path / "run")
+    assert run.summary["status"] == "complete" and all_gone(models)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
+def test_who_keeps_an_error_keeps_no_model(tiny, tmp_path, models, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loop.Training, "evaluate", fail)
+    with pytest.raises((RunFailedError, type(error))) as kept:
+        train(tiny, out=tmp_path / "run")
+    assert kept.value.__traceback__ is not None and all_gone(models)
+
+
+def test_nothing_stays_after_ctrl_c(tiny, tmp_path, models):
+    def interrupt(record):
+        signal.raise_signal(signal.SIGINT)
+
+    run = train(tiny, out=tmp_path / "run", observers=[interrupt])
+    assert run.summary["stopped_by"] == "SIGINT" and all_gone(models)
+
+
+def test_a_handle_and_a_series_keep_runs_and_no_models(tiny, tmp_path, models, monkeypatch):
+    handle = lpkit.start(tiny, out=tmp_path / "run")
+    handle.result()
+    series = lpkit.start_each({"one": tiny, "two": tiny.replace({"seed": 1})}, out=tmp_path / "series")
+    series.result()
+    assert len(models) == 3 and all_gone(models) and handle.done and series.done
+    monkeypatch.setattr(loop.Training, "evaluate", lambda self: 1 / 0)
+    failed = lpkit.start(tiny, out=tmp_path / "failed")
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    assert len(models) == 4 and isinstance(failed.error, ZeroDivisionError) and all_gone(models)
