@@ -84,7 +84,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                     summary |= _mfu(training, summary["tokens_per_second"])
                 summary |= _energy(energy_before, hardware.energy_joules(training.device))
                 summary["energy_tokens"] = (reached - start) * config.tokens_per_step
-            with suppress(OSError) if summary["error"] else nullcontext():  # the first error is the one
+            # the first error is the one to raise
+            with suppress(OSError) if summary["error"] else nullcontext():
                 records.write(path / runs.SUMMARY, summary)
     return run
 
