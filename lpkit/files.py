@@ -1,17 +1,25 @@
-"""Files and folders that are whole or absent, and where the project's own files lie."""
+"""Files and folders that are whole or absent, that nobody else writes meanwhile, and that lie where
+they seem to; and where the project's own files are kept."""
 
+import errno
 import hashlib
+import json
+import math
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from lpkit.errors import ConfigError, named
 
 PACKAGE = Path(__file__).resolve().parent
+LONGEST_NAME = 200      # bytes; most filesystems allow 255, and temporary names are longer
 
 
 def resource(name: str) -> Path:
@@ -80,8 +88,10 @@ def sha256(path: Path) -> str:
 def whole_file(path: Path) -> Iterator[Path]:
     """Write into the path that this yields: `path` then holds the old content or all of the new.
 
-    Other writers and readers never meet half of it. Raises OSError.
+    Other writers and readers never meet half of it. Raises OSError, ConfigError for a folder.
     """
+    if path.is_dir() and not path.is_symlink():
+        raise ConfigError(f"{str(path)!r} is a folder where a file is needed; remove it")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
@@ -131,9 +141,9 @@ def remove_folder(path: Path) -> None:
 
 def move_into(folder: Path, path: Path) -> None:
     """Rename `path` into `folder`, under a number too when its name is taken there."""
-    folder.mkdir(exist_ok=True)
+    own_folder(folder)
     number, free = 0, folder / path.name
-    while free.exists():
+    while os.path.lexists(free):
         number += 1
         free = folder / f"{path.name}-{number}"
     os.rename(path, free)
@@ -141,31 +151,245 @@ def move_into(folder: Path, path: Path) -> None:
 
 def _hidden(path: Path) -> Path:
     hidden = path.with_name(f".{path.name}.tmp")
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    remove(hidden)
     return hidden
 
 
-def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock file `path` now."""
-    if not path.exists():
-        return False
+def remove(path: Path) -> None:
+    """A file, a link and not what it names, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---- nothing outside a folder is touched
+
+def refuse_links(folder: Path) -> None:
+    """Raises ConfigError where `folder` holds anything but files and folders of its own: what is
+    written through a link lands elsewhere, and a pipe keeps its reader waiting."""
     try:
-        with locked(path, wait=False):
-            return False
-    except OSError:
-        return True
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                _refuse(entry.path, entry.stat(follow_symlinks=False).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(folder)!r} ({error.strerror}); choose another "
+                          f"folder") from None
+
+
+def own_folder(path: Path) -> Path:
+    """`path`, made if need be. Raises ConfigError where its name is that of a link or a file."""
+    if not os.path.lexists(path):
+        path.mkdir(parents=True, exist_ok=True)
+    mode = path.lstat().st_mode
+    _refuse(path, mode)
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"{str(path)!r} is a file where a folder is needed; remove it")
+    return path
+
+
+def open_own(path: Path | str, mode: str, *, folder: int | None = None) -> IO:
+    """As `open`, for a file that has no other name: what is written stays there. A relative `path`
+    begins at `folder`, an open one. Raises ConfigError for a link or a device, OSError."""
+    def opener(name: str, flags: int) -> int:
+        # nothing is cut before it was looked at, and a pipe must not keep us waiting
+        how = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            handle = os.open(name, how, 0o644, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                _refuse(path, os.lstat(name, dir_fd=folder).st_mode)
+            raise
+        try:
+            status = os.fstat(handle)
+            _refuse(path, status.st_mode)
+            if status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{str(path)!r} has other names (hard links), and whoever knows "
+                                  f"one would see it change; put a copy in its place, or remove it")
+            if flags & os.O_TRUNC:
+                os.ftruncate(handle, 0)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    return open(path, mode, opener=opener)
+
+
+def _refuse(path: Path | str, mode: int) -> None:
+    kind = "a link"
+    if not stat.S_ISLNK(mode):
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            return
+        kind = "a pipe, a socket or a device"
+    raise ConfigError(f"{str(path)!r} is {kind}; only files and folders that lie here are used, so "
+                      f"that nothing elsewhere is touched: remove it, or choose another folder")
+
+
+def one_name(name: str) -> str:
+    """`name`, which makes a file or a folder inside any other. Raises ConfigError."""
+    if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() \
+            or "/" in name or "\\" in name or len(os.fsencode(name)) > LONGEST_NAME:
+        raise ConfigError(f"{name!r} cannot be the name of a folder; use letters, digits and "
+                          f"dashes, at most {LONGEST_NAME} bytes")
+    return name
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Whole ones, after what is there; a line torn by a kill is cut off, it would swallow the next.
+    Raises ConfigError as `open_own`, OSError."""
+    with open_own(path, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.writelines(line.encode() for line in lines)
+
+
+# ---- locks
+
+# What flock raises where the filesystem has none: NFS without lockd, Lustre without -o flock, FUSE.
+NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+MOMENTS = 5         # for which another may look whether a lock is held
+MOMENT_SECONDS = 0.01
+SILENT_SECONDS = 1  # of waiting for a process of which nothing is known
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file `path` alone. The kernel lets go of it when its holder dies.
 
-    Raises BlockingIOError when another process holds it and this one does not `wait`.
+    Where the filesystem has no flock, the file `path`.held says who holds it. It is taken over from
+    a process that has ended on this machine; of another machine's that cannot be known.
+    Raises BlockingIOError, whose `strerror` says who, when another process holds it and this one
+    does not `wait`; ConfigError as `open_own`, and where no lock can be had; OSError.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(path, "ab") as file:
+        if _flock(file, wait):
+            yield
+            return
+    with _held(_holder_file(path), wait):
+        yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody, this process included, holds the lock file `path` now. Needs no right to
+    write. Raises ConfigError as `open_own`, OSError when it cannot be read."""
     import fcntl  # Unix alone has it
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        with open_own(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+    said = _said(_holder_file(path))
+    return said is not None and _has_ended(said) is not True
+
+
+def _flock(file: IO, wait: bool) -> bool:
+    """False where the filesystem has no such lock."""
+    import fcntl  # Unix alone has it
+
+    how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+    for left in reversed(range(MOMENTS)):
+        try:
+            fcntl.flock(file, how)
+            return True
+        except BlockingIOError as error:
+            if not left:
+                raise BlockingIOError(error.errno, f"it holds the lock {file.name}") from None
+            time.sleep(MOMENT_SECONDS)
+        except OSError as error:
+            if error.errno in NO_FLOCK:
+                return False
+            raise
+
+
+def _holder_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.held")
+
+
+@contextmanager
+def _held(path: Path, wait: bool) -> Iterator[None]:
+    """Hold the file `path` by having made it, which the server of a disk lets one process do."""
+    from lpkit.machine_facts import process_facts  # psutil takes a while to import
+
+    mine, process = json.dumps(process_facts()), os.getpid()
+    tell_at = time.monotonic() + SILENT_SECONDS     # its maker may be about to write into it
+    while not _made(path, mine):
+        said = _said(path)
+        if said is None:
+            continue
+        ended = _has_ended(said)
+        if ended:
+            # one at a time: else the second would remove what the first has just made
+            with _held(_holder_file(path), wait):
+                if _said(path) == said:
+                    path.unlink()
+            continue
+        sentence = f"{_holder(said)} holds {path}; if that process is gone, remove the file"
+        if not wait:
+            raise BlockingIOError(errno.EAGAIN, sentence)
+        if ended is None and time.monotonic() > tell_at:
+            warnings.warn(f"waiting: {sentence}", stacklevel=2)
+            tell_at = math.inf
+        time.sleep(MOMENT_SECONDS)
+    try:
         yield
+    finally:
+        if os.getpid() == process and _said(path) == mine:      # and not in a child that was forked
+            path.unlink()
+
+
+def _made(path: Path, text: str) -> bool:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+        raise ConfigError(f"nothing can be locked in {str(path.parent)!r} ({error.strerror}), and "
+                          f"two processes could write there at once; choose a folder on a local "
+                          f"disk, below {tempfile.gettempdir()} for example") from None
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    return True
+
+
+def _said(path: Path) -> str | None:
+    try:
+        with open_own(path, "rb") as file:
+            return file.read(4096).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _facts(said: str) -> dict:
+    try:
+        facts = json.loads(said)
+    except (ValueError, RecursionError):    # cut off, or written at this moment
+        facts = None
+    return facts if isinstance(facts, dict) else {}
+
+
+def _holder(said: str) -> str:
+    facts = _facts(said)
+    return f"process {facts.get('pid', '?')} on {facts.get('host', '?')}"
+
+
+def _has_ended(said: str) -> bool | None:
+    from lpkit.machine_facts import has_ended
+
+    return has_ended(_facts(said))

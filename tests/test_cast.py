@@ -1,9 +1,11 @@
 """The cast kernels: the C kernel against its definition in PyTorch, both against the formats, torchao and float64."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -421,6 +423,108 @@ def test_compiled_once_and_whole(tmp_path):
     source.write_text(SOURCE.read_text() + "\n/* changed */\n")
     compile_c.open_library(source, tmp_path / "other")
     assert next((tmp_path / "other").iterdir()).name != path.name
+
+
+HARMLESS = "int lp_check(void) { return 0; }\n"
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    """open(): a small kernel, in a cache of its own."""
+    source, cache = tmp_path / "small.c", tmp_path / "cache"
+    source.write_text(HARMLESS)
+    return lambda **how: compile_c.open_library(source, cache, **how), source, cache
+
+
+@NATIVE
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+def test_a_truncated_library_is_compiled_again(keep, kernel):
+    """Loaded as it is, it would end this process by a signal."""
+    opened, _, cache = kernel
+    opened()
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:int(keep * len(whole) if keep < 1 else keep)])
+    library, choice = opened()
+    assert library.lp_check() == 0 and choice.used == "native"
+    assert path.read_bytes() == whole and list(cache.iterdir()) == [path]
+
+
+@NATIVE
+@pytest.mark.parametrize("plant, said", [
+    (lambda path: path.chmod(0o666), "may be written by others"),
+    (lambda path: path.parent.chmod(0o770), "may be written by others"),
+    (lambda path: os.chown(path, 12345, -1), "belongs to user 12345"),
+    (lambda path: os.chown(path.parent, 12345, -1), "belongs to user 12345"),
+    (lambda path: (path.rename(path.parent.parent / "far"), path.symlink_to(path.parent.parent / "far")), "is a link"),
+    (lambda path: path.hardlink_to(path.rename(path.parent.parent / "far")), "has other names"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "is a pipe"),
+    (lambda path: (path.parent.rename(path.parent.parent / "far"), path.parent.symlink_to("far")), "is a link"),
+], ids=["file for all", "folder for a group", "another's file", "another's folder", "link", "hard link", "pipe", "linked folder"])
+def test_a_library_that_another_could_have_planted_is_refused(plant, said, kernel, monkeypatch):
+    opened, _, cache = kernel
+    opened()
+    (path,) = cache.iterdir()
+    try:
+        plant(path)
+    except PermissionError:
+        pytest.skip("only root gives files away")
+    monkeypatch.setattr(compile_c, "_loaded", lambda *_: pytest.fail("it was loaded"))
+    library, choice = opened()
+    assert library is None and choice.used == "torch" and said in choice.why and "remove it" in choice.why
+
+
+@NATIVE
+@pytest.mark.parametrize("body, said", [
+    ("__builtin_trap(); return 0;", "Illegal instruction"), ("*(volatile int *)8 = 1; return 0;", "Segmentation fault"),
+    ("return 3;", "fails its check: exit code 3"), ("for (;;);", "did not end in 0.5 seconds")])
+def test_a_library_that_fails_its_check_is_never_loaded(body, said, kernel, monkeypatch):
+    monkeypatch.setattr(compile_c, "SECONDS_TO_ANSWER", 0.5)
+    opened, source, cache = kernel
+    source.write_text(f"int lp_check(void) {{ {body} }}\n")
+    library, choice = opened()
+    assert library is None and choice.used == "torch"
+    assert said in choice.why and list(cache.iterdir()) == []
+
+
+@NATIVE
+def test_a_wrong_result_of_any_function_fails_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_c, "ATTEMPTS", {"quickly": ("-O0",)})
+    text = SOURCE.read_text()
+    for right, wrong in (("out[0] = float_of(top);", "out[0] = float_of(top + 1);"),
+                         ("(size + magic) - magic;", "(size + magic) - magic + 1;"),
+                         ("scales[first + j] = (uint8_t)(is_nan ? 255 : code);", "scales[first + j] = 7;")):
+        assert text.count(right) == 1
+        (tmp_path / "cast.c").write_text(text.replace(right, wrong))
+        _, choice = compile_c.open_library(tmp_path / "cast.c", tmp_path / "cache")
+        assert choice.used == "torch" and "its library fails its check: exit code" in choice.why
+
+
+ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
+
+
+@pytest.mark.parametrize("script, said", [
+    (ANSWERS + "exit 0", "wrote no library"), (ANSWERS + "exit 3", "exit code 3"),
+    (ANSWERS + "printf 'caf\\351 \\033[31m' >&2; exit 1", "caf\ufffd ?[31m"),
+    (ANSWERS + "head -c 40000000 /dev/zero >&2; exit 1", "said more than 16,777,216 bytes"),
+    (ANSWERS + "yes no >&2", "odd-cc"), (ANSWERS + "sleep 60 & sleep 60", "did not end in 0.5 seconds"),
+    (ANSWERS + "kill -ILL $$", "it died"), (ANSWERS + 'for last; do :; done; echo "no library" > "$last"; exit 0', "fails its check"),
+    (ANSWERS + 'for last; do :; done; mkdir "$last"; exit 0', "wrote no library"),
+    ("sleep 60", "did not end"), ("head -c 300 /dev/urandom", "wrote no library"), ("echo no >&2; exit 127", "no"),
+], ids=["nothing", "silent", "not UTF-8", "much", "endless", "hangs", "dies", "text", "folder", "hangs when asked", "noise", "127"])
+def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_c, "SECONDS", 0.5)
+    monkeypatch.setattr(compile_c, "SECONDS_TO_ANSWER", 0.5)
+    compiler = tmp_path / "odd-cc"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    opened, _, cache = kernel
+    began = time.monotonic()
+    library, choice = opened(compilers=(str(compiler),))
+    assert time.monotonic() - began < 10
+    assert library is None and choice.used == "torch" and "odd-cc" in choice.why
+    assert len(choice.why) < 500 and choice.why.isprintable()
+    assert said in choice.why and list(cache.glob("*")) == []
 
 
 def test_importing_compiles_nothing():

@@ -266,7 +266,6 @@ def test_a_torn_line_is_left_out_and_written_over(tmp_path):
     with pytest.warns(UserWarning, match="is cut off, as a kill leaves it"):
         assert read(tmp_path / "run") == whole[:-1]
     again = Telemetry(model=watched.model, path=path, every=4)
-    assert path.read_bytes().endswith(b"\n")
     again._write([whole[-1], replace(whole[0], amax=7.0)])
     assert read(path) == [*[s if (s.step, s.layer, s.role) != (1, whole[0].layer, whole[0].role) else replace(s, amax=7.0)
                             for s in whole[:-1]], whole[-1]]

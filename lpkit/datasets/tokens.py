@@ -4,6 +4,10 @@ The folder is written under a temporary name, synced and renamed, so a folder wi
 complete. Sizes and SHA-256 are checked whenever one is opened: about half a second for each GB, and
 it brings the file into the page cache. Where a text stops, and wherever the other split took over,
 stands the tokenizer's `end` token.
+
+Nothing of a folder is executed, so many may share a cache whose tokens one has prepared: they need
+no right to write there. The checksums find damage, and not malice: who may write to the cache
+chooses what is trained on, and whoever cuts a file while it is read ends its readers.
 """
 
 import contextlib
@@ -95,11 +99,12 @@ def _prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None,
     folder = folder or cache / _name(source, data, vocab)
     lock = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
     with _disk_sentences(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(cache / "locks" / lock):
-            if not is_prepared(folder):
-                with files.whole_folder(folder) as temporary:
-                    _write(source, data, vocab, temporary, cache)
+        if not is_prepared(folder):     # whose cache it is, need not let us write
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with files.locked(files.own_folder(cache / "locks") / lock):
+                if not is_prepared(folder):
+                    with files.whole_folder(folder) as temporary:
+                        _write(source, data, vocab, temporary, cache)
     return _fits(open_tokens(folder), vocab)
 
 

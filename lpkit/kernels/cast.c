@@ -270,3 +270,23 @@ void lp_mx(const void *x, int kind, void *out, int out_kind, long blocks, long s
     }
     *nonfinite = bad;
 }
+
+/* ---- before the library is trusted ----------------------------------------------------------- */
+
+/* A call of each, on -32 ... 31 as E4M3: how many results are not what they must be. The spacing is
+ * 2 from 16 on, so the odd numbers there are rounded, eight on each side. */
+int lp_check(void) {
+    const Grid e4m3 = {3, -6, 7, 8, 0x7F, 1, -448.0f, 448.0f};
+    const float one = 1.0f;
+    float x[64], y[64], top = 0;
+    uint8_t scales[2];
+    int64_t bad[2] = {1, 1};
+    int rounded_away = 0;
+    for (int i = 0; i < 64; i++) x[i] = (float)(i - 32);
+    lp_amax(x, 0, 1, 64, 1, 64, &top, &bad[0], 1);
+    lp_qdq(x, 0, y, 0, 1, 64, 1, 64, &one, 1, &e4m3, NULL, 1);
+    for (int i = 0; i < 64; i++) rounded_away += x[i] != y[i];
+    lp_mx(x, 0, y, 0, 2, 32, scales, 1.0f, 0, 8, &e4m3, NULL, &bad[1], 1);
+    return (top != 32.0f) + (rounded_away != 16) + (scales[0] != 124) + (scales[1] != 123)
+        + (bad[0] != 0) + (bad[1] != 0);
+}

@@ -4,9 +4,14 @@
 that fails it returns None, and `choice("cast")` says what happened and why. Nothing raises: the
 caller has the same numbers in PyTorch.
 
-A library's name is a hash of its source, the flags, the compiler's version and the processor, so an
-old one is never met. It is written under another name and moved: two processes that compile at once
-leave one whole file.
+A library's name holds two hashes. The first is of its source, the flags, the compiler's version and
+the processor, so an old one is never met. The second is of its content: what was cut off or changed
+is no longer what its name says, and is compiled again. It gets that name after `lp_check`, which
+every kernel has, returned 0 in a process of its own: one that dies there harms nobody.
+
+To load a library is to run it, so one that another user could have written is refused: the file and
+its folder must belong to this user, and be writable by nobody else. Each user has a folder, so that
+many can share a cache. What was looked at is what is loaded: the open file, and not its name.
 """
 
 from __future__ import annotations
@@ -14,13 +19,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from lpkit.contracts import Choice
-from lpkit.files import cache_dir, whole_file
+from lpkit.errors import ConfigError
+from lpkit.files import cache_dir, open_own, own_folder, sha256, whole_file
 from lpkit.machine_facts import cpu_facts
 
 COMPILERS = ("cc", "gcc", "clang")
@@ -31,7 +46,10 @@ ATTEMPTS = {    # the first that compiles is taken; not every compiler knows eve
     "for this processor, without OpenMP and so on one thread": ("-march=native",),
     "for this kind of processor, without OpenMP and so on one thread": (),
 }
+CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).lp_check())"
 SECONDS = 120                       # for one compilation
+SECONDS_TO_ANSWER = 20              # for its version, and for a library's check
+MOST_SAID = 2**24                   # bytes; who says more is stopped
 
 
 def load(name: str) -> ctypes.CDLL | None:
@@ -45,7 +63,8 @@ def choice(name: str) -> Choice:
 
 @functools.cache
 def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
-    return open_library(Path(__file__).with_name(f"{name}.c"), cache_dir("kernels"))
+    cache = cache_dir(f"kernels-{os.geteuid()}")
+    return open_library(Path(__file__).with_name(f"{name}.c"), cache)
 
 
 def open_library(source: Path, cache: Path,
@@ -57,16 +76,19 @@ def open_library(source: Path, cache: Path,
                             f"for example gcc")
     try:
         text, version = source.read_text(), _version(compiler)
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for how, more in ATTEMPTS.items():
-            key = "\0".join((text, *FLAGS, *more, version, _processor()))
-            path = cache / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-            why = f"compiled by {version} {how}"
-            if not path.exists():
-                why = _compile([compiler, *FLAGS, *more, str(source), "-lm"], path) or why
-            if path.exists():
-                return ctypes.CDLL(str(path)), Choice(asked="native", used="native", why=why)
-    except (OSError, subprocess.SubprocessError) as error:
+        with _private(cache) as folder:
+            for how, more in ATTEMPTS.items():
+                key = "\0".join((text, *FLAGS, *more, version, _processor()))
+                stem = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+                why = f"compiled by {version} {how}"
+                library = _trusted(folder, cache, stem)
+                if library is None:
+                    command = [compiler, *FLAGS, *more, str(source), "-lm"]
+                    why = _compile(command, cache, stem) or why
+                    library = _trusted(folder, cache, stem)
+                if library is not None:
+                    return library, Choice(asked="native", used="native", why=why)
+    except (OSError, ConfigError) as error:
         why = str(error)
     return None, _torch(f"{compiler}: {why}")
 
@@ -75,22 +97,107 @@ def _torch(why: str) -> Choice:
     return Choice(asked="native", used="torch", why=why)
 
 
-def _compile(command: list[str], path: Path) -> str:
-    """Leave `path` whole, or say in one line why not."""
+# ---- whom to trust
+
+@contextmanager
+def _private(cache: Path) -> Iterator[int]:
+    """The open folder `cache`, ours alone."""
+    if not cache.exists():
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = os.open(own_folder(cache), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        with whole_file(path) as temporary:
-            subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True,
-                           timeout=SECONDS, check=True)
-    except subprocess.CalledProcessError as error:
-        return (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[0]
+        _refuse_others(folder, cache)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _refuse_others(handle: int, path: Path) -> None:
+    status = os.fstat(handle)
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, who could have planted it; "
+                              f"remove it, or set XDG_CACHE_HOME to a folder of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} may be written by others, who could have planted it; remove "
+                              f"it, or chmod go-w it if you know what is in it")
+
+
+def _trusted(folder: int, cache: Path, stem: str) -> ctypes.CDLL | None:
+    """The library of that name if it is what was compiled. Raises PermissionError, ConfigError for
+    one that may not be loaded; OSError."""
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(f"{stem}-"):
+            with open_own(name, "rb", folder=folder) as file:
+                _refuse_others(file.fileno(), cache / name)
+                if name == _named(stem, hashlib.file_digest(file, "sha256").hexdigest()):
+                    return _loaded(file, cache / name)
+    return None
+
+
+def _named(stem: str, digest: str) -> str:
+    return f"{stem}-{digest}.so"
+
+
+def _loaded(file: IO, path: Path) -> ctypes.CDLL:
+    # never closed: the loader takes a name that it has met for the library that it met under it
+    name = f"/proc/self/fd/{os.dup(file.fileno())}"
+    return ctypes.CDLL(name if os.path.exists(name) else str(path))
+
+
+# ---- compiling
+
+def _compile(command: list[str], cache: Path, stem: str) -> str:
+    """Leave a library that passed its check in `cache`, or say in one line why not. Raises
+    OSError."""
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch, "made.so")
+        wrong, said = _ran([*command, "-o", str(made)], SECONDS)
+        if wrong:
+            return next(iter(said), wrong)
+        if not made.is_file():
+            return "it said that it was done, and wrote no library"
+        check = [sys.executable, "-I", "-S", "-c", CHECK, str(made)]
+        wrong, said = _ran(check, SECONDS_TO_ANSWER)
+        if wrong:
+            return f"its library fails its check: {' '.join([wrong, *said[-1:]])}"
+        with whole_file(cache / _named(stem, sha256(made))) as temporary:
+            shutil.copyfile(made, temporary)
     return ""
 
 
 @functools.cache
 def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True,
-                          timeout=SECONDS)
-    return (done.stdout.strip().splitlines() or [compiler])[0]
+    _, said = _ran([compiler, "--version"], SECONDS_TO_ANSWER, stderr=subprocess.DEVNULL)
+    return next(iter(said), compiler)
+
+
+def _ran(command: list[str], limit: float, *,
+         stderr: int = subprocess.STDOUT) -> tuple[str, list[str]]:
+    """How it ended if not well, and the lines that it said, cut where nobody reads on.
+
+    It says them to a file: a pipe is held open by whatever the command leaves behind. Raises
+    OSError for one that does not end in `limit` seconds or has no end of things to say.
+    """
+    code, end, name = None, time.monotonic() + limit, Path(command[0]).name
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=stderr,
+                                   start_new_session=True, env=os.environ | {"LC_ALL": "C"})
+        try:
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.1)
+                if os.fstat(out.fileno()).st_size > MOST_SAID:
+                    raise OSError(f"{name} said more than {MOST_SAID:,} bytes")
+                if code is None and time.monotonic() > end:
+                    raise TimeoutError(f"{name} did not end in {limit} seconds")
+        finally:
+            if code is None:        # and all that it began
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        out.seek(0)
+        lines = out.read(2**16).decode(errors="replace").strip().splitlines()
+    wrong = f"it died: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+    return wrong if code else "", ["".join(c if c.isprintable() else "?" for c in line[:200]) for line in lines]
 
 
 def _processor() -> str:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 import statistics
 import warnings
 from collections import defaultdict
@@ -40,6 +39,7 @@ from torch import Tensor, nn
 
 from lpkit import records
 from lpkit.errors import ConfigError, nearest, pick
+from lpkit.files import append_lines
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.precision.error import decibel
@@ -270,9 +270,6 @@ class Telemetry:
                 raise ConfigError(f"telemetry: {pattern!r} matches no Linear of this model; "
                                   f"{nearest(pattern, linears)}")
             self._linears |= {name: linears[name] for name in matched}
-        # a line torn by a kill would swallow the next
-        if self.path is not None and self.path.is_file():
-            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -367,8 +364,7 @@ class Telemetry:
 
     def _write(self, samples: Iterable[Sample]) -> None:
         if self.path is not None:
-            with self.path.open("a") as file:
-                file.writelines(records.line(asdict(sample)) for sample in samples)
+            append_lines(self.path, [records.line(asdict(sample)) for sample in samples])
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:

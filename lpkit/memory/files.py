@@ -100,7 +100,7 @@ class Slots:
     def __init__(self, open_again: Callable[[str], Any] = lambda path: None):
         handle, path = tempfile.mkstemp()
         try:
-            self.file, self.direct = _direct(path, handle)
+            self.file, self.direct = _direct(handle)
             self.again = open_again(path)
         finally:
             os.unlink(path)
@@ -147,10 +147,11 @@ class Slots:
         return torch.frombuffer(pages, dtype=torch.uint8, count=slot.nbytes)
 
 
-def _direct(path: str, handle: int) -> tuple[int, bool]:
+def _direct(handle: int) -> tuple[int, bool]:
     """The file opened past the page cache where that is allowed, and whether it is."""
     try:
-        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+        # this file, whatever has its name by now in a folder that others write too
+        direct = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):
         return handle, False
     try:

@@ -22,6 +22,7 @@ from typing import Any, Self
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
+from lpkit.files import one_name
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
 
@@ -224,7 +225,8 @@ class Series(Background):
     def __init__(self, configs: Mapping[str, Config], *, out: str | Path | None = None):
         if not configs:
             raise ConfigError("a series needs at least one config to train")
-        self.configs, self.path = dict(configs), Path(out or default_folder("series"))
+        self.configs = {one_name(name): config for name, config in configs.items()}
+        self.path = Path(out or default_folder("series"))
         self.handles: dict[str, Handle] = {}        # of those that have begun
         self._subscribed: list[Observer] = []       # to every run, those to come included
         self._lock = threading.Lock()
@@ -274,6 +276,6 @@ def start(config: Config, *, out: Folder | None = None, resume: bool = False) ->
 def start_each(configs: Mapping[str, Config], *, out: Folder | None = None) -> Series:
     """Begin to train all of `configs`, one after the other, each in its folder below `out`.
 
-    Raises ConfigError when there are none.
+    Raises ConfigError when there are none, and for a name that is no folder's.
     """
     return Series(configs, out=out).begin()

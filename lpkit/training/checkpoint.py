@@ -11,7 +11,6 @@ Process 0 makes, checks, renames and removes folders, and the others learn what 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,12 +43,13 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
 
     A tensor may be a DTensor: each process writes its own pieces. What is not one is the same on
     all processes, and one of them writes it; `state` is that of process 0.
-    Raises OSError (a full disk, a read-only folder) with nothing visible written.
+    Raises OSError (a full disk, a read-only folder) with nothing visible written, ConfigError for a
+    link where a folder is needed.
     """
     final = root / f"step-{step:08d}"
     with ExitStack() as unfinished:
         def begin() -> Path:
-            root.mkdir(parents=True, exist_ok=True)
+            files.own_folder(root)
             return unfinished.enter_context(files.whole_folder(final, aside=root / QUARANTINE))
 
         def finish() -> None:
@@ -87,14 +87,16 @@ def _by_process_0(work: Callable, *args: Any) -> Any:
 
 def folders(root: Path) -> list[Path]:
     """Complete-looking checkpoints, newest first."""
-    return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
+    found = (p for p in root.glob("step-*") if p.is_dir() and not p.is_symlink())
+    return sorted(found, reverse=True)
 
 
 def verify(folder: Path, run: str = "") -> dict[str, Any]:
     """The manifest of `folder`, after every file matched it. Raises DamagedError, also for a
     checkpoint of another run than `run`."""
-    manifest = records.read(folder / MANIFEST)
     try:
+        files.refuse_links(folder)
+        manifest = records.read(folder / MANIFEST)
         step, facts = manifest["step"], manifest["files"]
         due = {STATE, *shards.file_names(len(facts) - 1)}
         known = manifest["format"] == FORMAT and folder.name == f"step-{step:08d}"
@@ -168,7 +170,4 @@ def sweep(root: Path) -> None:
 
 def _sweep(root: Path) -> None:
     for leftover in root.glob(".*.tmp"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+        files.remove(leftover)

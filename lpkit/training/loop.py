@@ -15,7 +15,7 @@ from lpkit import hardware, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
-from lpkit.files import locked, sync, write_atomically
+from lpkit.files import locked, open_own, sync, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
@@ -58,7 +58,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         energy_before = hardware.energy_joules(training.device)
         reached = start
         try:
-            with (path / runs.METRICS).open("a") as log:
+            with open_own(path / runs.METRICS, "a") as log:
                 for record in _steps(training, run, start, control):
                     log.write(records.line(record.to_dict()))
                     log.flush()
@@ -170,9 +170,9 @@ def _owned(path: Path) -> Iterator[None]:
     with ExitStack() as held:       # an OSError of the training itself is not about the lock
         try:
             held.enter_context(locked(path / runs.LOCK, wait=False))
-        except BlockingIOError:
-            raise ConfigError(
-                f"another process is training into {str(path)!r}; choose another --out") from None
+        except BlockingIOError as error:
+            raise ConfigError(f"another process is training into {str(path)!r} "
+                              f"({error.strerror}); choose another --out") from None
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {str(path)!r} ({error.strerror}); "
                               f"choose another --out") from None

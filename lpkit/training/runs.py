@@ -24,6 +24,7 @@ from lpkit import files, nn, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError, DamagedError, named
+from lpkit.files import refuse_links
 from lpkit.tables import html_table
 from lpkit.values import Place, checked
 
@@ -72,7 +73,13 @@ class Observers:
 
 @dataclass(frozen=True)
 class Run:
+    """Raises ConfigError for a folder with links in it: it would be read and written elsewhere."""
+
     path: Path
+
+    def __post_init__(self):
+        refuse_links(self.path)
+        refuse_links(self.checkpoints)
 
     @classmethod
     @checked

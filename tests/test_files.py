@@ -1,0 +1,258 @@
+"""Locks that two real processes fight for, with and without flock; links and names that lead out of a folder."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from lpkit import files, machine_facts
+from lpkit.errors import ConfigError
+from lpkit.training.background import start_each
+
+REFUSED = [None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]      # None: flock works
+
+
+@pytest.fixture(params=REFUSED, ids=lambda code: errno.errorcode.get(code, "flock"))
+def filesystem(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(request.param))
+    return request.param
+
+
+def refuse(code):
+    raise OSError(code, os.strerror(code))
+
+
+@contextmanager
+def child(work):
+    """A process that does `work` and ends; its number."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def exit_code(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def until(there):
+    end = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def hold(lock, ready):
+    with files.locked(lock):
+        ready.touch()
+        time.sleep(60)
+
+
+def test_another_process_is_kept_out_and_a_killed_one_lets_go(filesystem, tmp_path):
+    lock, ready = tmp_path / "run" / ".lock", tmp_path / "ready"
+    assert not files.is_locked(lock)
+    with child(lambda: hold(lock, ready)) as pid:
+        until(ready.exists)
+        assert files.is_locked(lock)
+        with pytest.raises(BlockingIOError) as caught:
+            with files.locked(lock, wait=False):
+                pass
+        assert "\n" not in caught.value.strerror and str(lock) in caught.value.strerror
+        os.kill(pid, signal.SIGKILL)
+        if filesystem is not None:      # not reaped yet: a zombie holds nothing
+            until(lambda: not files.is_locked(lock))
+        exit_code(pid)
+    assert not files.is_locked(lock)
+    with files.locked(lock, wait=False):
+        assert files.is_locked(lock)
+    assert not files.is_locked(lock)
+    assert {path.name for path in lock.parent.iterdir()} == {".lock"}
+
+
+def test_increments_of_many_processes_are_all_counted(filesystem, tmp_path):
+    """Each reads, waits and writes under the lock; some are killed while they hold it."""
+    lock, number = tmp_path / "lock", tmp_path / "number"
+    number.write_text("0")
+
+    def count():
+        for _ in range(10):
+            with files.locked(lock):
+                seen = int(number.read_text())
+                time.sleep(0.0005)
+                number.write_text(str(seen + 1))
+
+    def die():
+        with files.locked(lock):
+            os._exit(7)
+
+    started = []
+    for work in (count, die, count, die, count):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                work()
+                code = 0
+            finally:
+                os._exit(code)
+        started.append(pid)
+    for pid in started:
+        assert exit_code(pid) in (0, 7)
+    assert number.read_text() == "30"
+
+
+def test_looking_keeps_nobody_out(tmp_path):
+    lock = tmp_path / "lock"
+    lock.touch()
+
+    def look():
+        while True:
+            files.is_locked(lock)
+
+    with child(look) as pid:
+        for _ in range(200):
+            with files.locked(lock, wait=False):
+                pass
+        os.kill(pid, signal.SIGKILL)
+        exit_code(pid)
+
+
+def held_by(tmp_path, **changed):
+    """A lock that a process of this machine, which has ended, left behind; but for `changed`."""
+    with child(lambda: None) as pid:
+        facts = machine_facts.process_facts() | {"pid": pid}
+        exit_code(pid)
+    (tmp_path / "lock.held").write_text(json.dumps(facts | changed))
+    (tmp_path / "lock").touch()
+    return tmp_path / "lock"
+
+
+@pytest.mark.parametrize("changed", [{"boot": "another", "host": "node7"}, {"namespace": "pid:[1]", "host": "node7"},
+                                     {"pid": "12", "host": "node7"}, {"pid": -1, "host": "node7"}])
+def test_what_may_live_elsewhere_is_not_taken_over(changed, tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOLCK))
+    monkeypatch.setattr(files, "SILENT_SECONDS", 0.1)
+    lock = held_by(tmp_path, **changed)
+    assert files.is_locked(lock)
+    with pytest.raises(BlockingIOError, match=r"on node7 holds .*lock\.held; if that process is gone, remove the file"):
+        with files.locked(lock, wait=False):
+            pass
+    with child(lambda: (time.sleep(0.2), (tmp_path / "lock.held").unlink())) as pid:
+        with pytest.warns(UserWarning, match=r"waiting: process .* on node7 holds .*lock\.held"):
+            with files.locked(lock):
+                assert files.is_locked(lock)
+        exit_code(pid)
+    for said in ("", "[]", "{", json.dumps({"host": socket.gethostname()})):
+        (tmp_path / "lock.held").write_text(said)
+        with pytest.raises(BlockingIOError), files.locked(lock, wait=False):
+            pass
+
+
+def test_a_number_that_another_process_has_by_now_is_nobodys_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOSYS))
+    lock = held_by(tmp_path, pid=os.getpid(), started="1")
+    assert not files.is_locked(lock)
+    with files.locked(lock, wait=False):
+        assert files.is_locked(lock)
+
+
+def test_who_was_killed_while_taking_over_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOSYS))
+    lock = held_by(tmp_path)
+    (tmp_path / "lock.held.held").write_text((tmp_path / "lock.held").read_text())
+    with files.locked(lock, wait=False):
+        assert files.is_locked(lock)
+    assert {path.name for path in tmp_path.iterdir()} == {"lock"}
+
+
+def test_where_nothing_can_be_locked_one_sentence_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOSYS))
+    whole = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *mode, **how:
+                        refuse(errno.EOPNOTSUPP) if flags & os.O_EXCL else whole(path, flags, *mode, **how))
+    with pytest.raises(ConfigError, match=r"nothing can be locked in .*; choose a folder on a local disk, below /"):
+        with files.locked(tmp_path / "lock"):
+            pass
+
+
+# ---- links
+
+@pytest.fixture(params=["link", "dangling", "loop", "null", "pipe", "folder", "hard"])
+def planted(request, tmp_path):
+    """A name in `inside` that is another thing's."""
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "outside").mkdir()
+    victim, path = tmp_path / "outside" / "victim", tmp_path / "inside" / "name"
+    victim.write_text("theirs\nand a torn li")
+    {"link": lambda: path.symlink_to(victim), "dangling": lambda: path.symlink_to(victim.with_name("new")),
+     "loop": lambda: path.symlink_to(path), "null": lambda: path.symlink_to("/dev/null"), "pipe": lambda: os.mkfifo(path),
+     "folder": lambda: path.symlink_to(victim.parent), "hard": lambda: path.hardlink_to(victim)}[request.param]()
+    return path
+
+
+def outside(path):
+    folder = path.parent.parent / "outside"
+    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: files.append_lines(path, ["ours\n"]), lambda path: files.open_own(path, "ab"),
+    lambda path: files.open_own(path, "wb"), lambda path: files.open_own(path, "rb"), lambda path: files.is_locked(path),
+    lambda path: files.locked(path).__enter__()], ids=["append", "a", "w", "r", "is_locked", "locked"])
+def test_nothing_is_opened_under_the_name_of_another_thing(planted, write):
+    before = outside(planted)
+    with pytest.raises(ConfigError, match=r"inside/name' (is a link|is a pipe|has other names).*remove it"):
+        write(planted)
+    assert outside(planted) == before
+
+
+def test_a_folder_with_links_is_refused_and_links_alone_are_removed(planted):
+    before = outside(planted)
+    if not planted.is_file() or planted.is_symlink():
+        with pytest.raises(ConfigError, match="inside/name' is a"):
+            files.refuse_links(planted.parent)
+        with pytest.raises(ConfigError, match="inside/name' is a"):
+            files.own_folder(planted)
+    files.remove(planted)
+    assert not os.path.lexists(planted) and outside(planted) == before
+    files.refuse_links(planted.parent)
+
+
+def test_a_folder_is_made_and_a_file_in_its_place_is_named(tmp_path):
+    assert files.own_folder(tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file' is a file where a folder is needed; remove it"):
+        files.own_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("before, after", [(b"", b"c\n"), (b"a\nb\n", b"a\nb\nc\n"), (b"a\nb", b"a\nc\n"), (b"a", b"c\n")])
+def test_lines_are_appended_to_whole_lines(before, after, tmp_path):
+    (tmp_path / "lines").write_bytes(before)
+    files.append_lines(tmp_path / "lines", ["c\n"])
+    assert (tmp_path / "lines").read_bytes() == after
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../up", "/root", "a/b", "a\\b", "a\nb", "a\0", "\x1b[2J", "\udc80", "ä" * 101, 3])
+def test_names_of_a_series_stay_inside_its_folder(name, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be the name of a folder; use"):
+        start_each({"a": None, name: None}, out=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    assert files.one_name("bf16, größer") == "bf16, größer"
