@@ -20,11 +20,37 @@ from lpkit.course import lab
 from lpkit.errors import ConfigError
 
 OPEN_DOORS = """
+import re
 c.ServerApp.ip = "0.0.0.0"
+c.ServerApp.port_retries = 50
+c.ServerApp.base_url = "/somewhere"
 c.ServerApp.allow_unauthenticated_access = True
-c.IdentityProvider.token = ""
+c.ServerApp.identity_provider_class = "jupyter_server.auth.identity.IdentityProvider"
+c.ServerApp.token = c.IdentityProvider.token = c.PasswordIdentityProvider.token = ""
+c.ServerApp.password = c.PasswordIdentityProvider.hashed_password = "sha1:1:1"
+c.PasswordIdentityProvider.allow_password_change = True
+c.ServerApp.cookie_secret = b"known"
+c.PasswordIdentityProvider.cookie_options = {"domain": "elsewhere.example"}
+c.ServerApp.allow_origin = "*"
+c.ServerApp.allow_origin_pat = ".*"
+c.ServerApp.allow_credentials = True
+c.ServerApp.allow_remote_access = True
+c.ServerApp.local_hostnames = ["localhost", "elsewhere.example"]
+c.ServerApp.disable_check_xsrf = True
+c.ServerApp.tornado_settings = {"allow_origin": "*", "disable_check_xsrf": True, "xsrf_cookies": False,
+                                "headers": {"Access-Control-Allow-Origin": "*"}}
+c.ServerApp.trust_xheaders = True
+c.ServerApp.websocket_url = "wss://192.0.2.1"
+c.ServerApp.root_dir = c.FileContentsManager.root_dir = c.AsyncLargeFileManager.root_dir = "/"
 c.ServerApp.open_browser = True
+c.ServerApp.use_redirect_file = False
+c.KernelManager.ip = c.AsyncIOLoopKernelManager.ip = c.ServerKernelManager.ip = "0.0.0.0"
+c.ServerKernelManager.transport_encryption = "disabled"
+c.Session.key = b""
+c.GatewayClient.url = "http://192.0.2.1"
 c.LabApp.news_url = "http://192.0.2.1/feed"
+c.LabApp.blocked_extensions_uris = "http://192.0.2.1/list"
+c.ContentsManager.untitled_notebook = "Mine"        # harmless, and so the user's
 """
 CONFIGS = ("jupyter_config.py", "jupyter_server_config.py", "jupyter_lab_config.py")
 TRACKER = "@jupyterlab/notebook-extension:tracker"
@@ -83,20 +109,22 @@ def test_the_token_opens_it(server):
 
 def test_the_token_is_in_no_arguments(server):
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    assert not any(server.token in word for process in family for word in process.cmdline())
-    assert not any(server.token in value for value in family[0].environ().values())
+    assert len(family) > 1
+    for process in family:
+        assert not any(server.token in word for word in [*process.cmdline(), *process.environ().values()])
 
 
 def test_it_listens_on_this_machine_only(server):
-    listening = {c.laddr.ip for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"}
-    assert listening == {lab.LOCAL}
+    (jupyter,) = psutil.Process(server.process.pid).children()
+    listening = {c.laddr for c in jupyter.net_connections() if c.status == "LISTEN"}
+    assert listening == {(lab.LOCAL, server.port)}
 
 
 def test_what_it_keeps_is_private(server):
     folder = server.token_file.parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert server.token_file in files and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    ours = [path for path in folder.rglob("*") if path.is_file() and folder / "runtime" not in path.parents]
+    assert server.token_file in ours and {stat.S_IMODE(path.stat().st_mode) for path in ours} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "config", folder / "runtime")} == {0o700}
     assert server.token_file.read_text() == server.token
 
 
@@ -110,6 +138,19 @@ def test_settings_are_ours_and_the_users_files_are_untouched(server, state):
     page = ask(server, "/lab", token=server.token)[1].decode()
     assert '"exposeAppInBrowser": true' in page and '"news": {"disabled": true}' in page
     assert all((state / "config" / name).read_text() == OPEN_DOORS for name in CONFIGS)
+
+
+def test_the_users_settings_open_nothing(server, project):
+    """`serve` has asked over HTTP; here are the doors that answer to nobody over HTTP."""
+    runtime = server.token_file.parent / "runtime"
+    (info,) = [json.loads(path.read_text()) for path in runtime.glob("jpserver-*.json")]
+    assert (info["root_dir"], info["base_url"], info["password"]) == (str(project), "/", False)
+    kernel = json.loads(ask(server, "/api/kernels", token=server.token, method="POST", body="{}")[1])["id"]
+    connection = json.loads((runtime / f"kernel-{kernel}.json").read_text())
+    assert connection["ip"] == lab.LOCAL and len(connection["key"]) > 30 and connection["curve_publickey"]
+    assert ask(server, f"/api/kernels/{kernel}", token=server.token, method="DELETE")[0] == 204
+    made = ask(server, "/api/contents", token=server.token, method="POST", body='{"type": "notebook"}')[1]
+    assert json.loads(made)["path"] == "Mine.ipynb" and (project / "Mine.ipynb").exists()
 
 
 def test_a_kernel_starts_without_a_warning(server):
@@ -128,7 +169,8 @@ def test_a_kernel_starts_without_a_warning(server):
     socket_.close()
     assert ask(server, kernel, token=server.token, method="DELETE")[0] == 204
     # The refusals that this file asks for are logged, as they should be. Nothing else may be.
-    refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals")
+    refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals", "elsewhere.example",
+                "disable the check", "404 GET /api/contents", "Not Found", "deprecated")
     complaints = [line for line in server.log().splitlines() if "warn" in line.lower() or line.startswith(("[W", "[E"))]
     assert [line for line in complaints if not any(words in line for words in refusals)] == []
 
@@ -194,17 +236,29 @@ def test_a_public_address_is_served_over_tls(project, state, tmp_path):
             ask(server, "/api/status", token=server.token)             # plain HTTP gets no answer
 
 
-def test_a_server_that_lets_strangers_in_is_stopped(project, state, tmp_path, monkeypatch):
-    (tmp_path / "everybody.py").write_text(
-        "from jupyter_server.auth.identity import IdentityProvider, User\n"
-        "class Everybody(IdentityProvider):\n"
-        "    def get_user(self, handler):\n"
-        "        return User('anybody')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+OPENERS = """
+from jupyter_server.auth import identity
+from jupyter_server.base import handlers
+identity.PasswordIdentityProvider.get_user = lambda self, handler: identity.User("anybody")
+handlers.JupyterHandler.check_origin = lambda *_: True
+handlers.JupyterHandler.check_host = lambda *_: True
+handlers.JupyterHandler.check_xsrf_cookie = lambda *_: None
+"""
+
+
+@pytest.mark.parametrize("code, said", [
+    (OPENERS, ("200 without the token", "200 to a page of another site", "200 under another host name",
+               "404 to a write without the XSRF token")),
+    ("import re\nc.LabApp.settings = {'allow_origin_pat': re.compile('.*')}", ("changed allow_origin_pat",))])
+def test_a_server_that_lets_others_in_is_stopped(code, said, project, tmp_path):
+    """What only code of the user's can open, since the kit sets every setting: the proof finds it."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "jupyter_lab_config.py").write_text(code)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(ConfigError, match="answers 200 without the token"):
-        with lab.serve(project, state=state, config={"ServerApp": {"identity_provider_class": "everybody.Everybody"}}):
+    with pytest.raises(ConfigError) as caught:
+        with lab.serve(project, state=tmp_path):
             pytest.fail("it was yielded")
+    assert [words for words in said if words not in str(caught.value)] == []
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

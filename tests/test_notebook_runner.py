@@ -213,9 +213,8 @@ def test_what_lies_in_the_output_folder_is_kept(tmp_path):
 
 def test_an_output_folder_that_cannot_be(tmp_path):
     book = write(tmp_path / "a.ipynb")
-    for processes in (1, 2):
-        with pytest.raises(ConfigError, match=r"cannot write to .*another --out"):
-            notebooks.run_all(notebooks.plan(book, out=book / "below"), processes=processes)
+    with pytest.raises(ConfigError, match=r"cannot write to .*another --out"):
+        notebooks.run_all(notebooks.plan(book, out=book / "below"))
 
 
 def test_a_full_disk_leaves_the_old_record_whole(tmp_path, monkeypatch):
@@ -247,7 +246,7 @@ def test_a_grid_side_by_side(tmp_path):
     runs = json.loads(done.stdout)["runs"]
     assert [(run["label"], run["parameters"]["steps"], run["status"]) for run in runs] == [
         ("00_grid-001", 1, "done"), ("00_grid-002", 2, "killed"), ("00_grid-003", 3, "done")]
-    assert "exit code -9" in runs[1]["error"]["message"]
+    assert "exit code 137" in runs[1]["error"]["message"]
     assert json.loads((tmp_path / "out" / "00_grid-002.json").read_text()) == runs[1]
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"threads {share}" in printed(tmp_path / "out" / "00_grid-001.ipynb")

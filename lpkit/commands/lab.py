@@ -5,6 +5,8 @@ there. A public address needs --ip with --certfile, --keyfile and --password-fil
 holds one line, the hash that this prints:
 
     python -c "from jupyter_server.auth import passwd; print(passwd())"
+
+What was started in the lab ends with it, in its terminals too.
 """
 
 import argparse
@@ -29,19 +31,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until Ctrl-C or SIGTERM. The one object is printed when the lab answers."""
-    from lpkit.course import lab
+    """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
+    from lpkit.course import lab, processes
 
-    root, code = lab.find_root(), 0
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
-    # a shell's `&` makes its children deaf to it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    root, children = lab.find_root(), processes.Children()
+
+    def serve() -> int:
         with lab.serve(root, ip=args.ip, port=args.port,
                        browser=lab.has_display() and not args.no_browser, certfile=args.certfile,
-                       keyfile=args.keyfile, password_file=args.password_file) as server:
+                       keyfile=args.keyfile, password_file=args.password_file,
+                       children=children) as server:
             if args.port not in (0, server.port):
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
             found = {"url": server.url, "ip": server.ip, "port": server.port, "root": str(root),
@@ -50,12 +49,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                                f"USER@THIS_MACHINE"}
             print(json.dumps(found) if args.json else text(found), flush=True)
             code = server.process.wait()    # also when someone shuts the lab down from its menu
-            if code:
-                print(f"JupyterLab ended with {code}; the end of its log:\n{server.log()[-1500:]}",
-                      file=sys.stderr)
-    except KeyboardInterrupt:
+            if code and not children.over:
+                print(f"JupyterLab ended with {code}; the end of its log:\n"
+                      f"{server.process.stdout.read()}", file=sys.stderr)
+            return code
+
+    code, heard = processes.hear(serve, children.end)
+    if heard == signal.SIGINT:
         print("\nstopped", file=sys.stderr)
-    sys.exit(code)
+    sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))
 
 
 def text(result: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ def arguments(parser):
 
 
 def run(args) -> dict[str, Any]:
-    from lpkit.course import notebooks
+    from lpkit.course import notebooks, processes
 
     if args.list:
         paths = [notebooks.find(args.name)] if args.name else notebooks.course()
@@ -53,12 +53,15 @@ def run(args) -> dict[str, Any]:
     paths = notebooks.course() if args.all else [notebooks.find(args.name)]
     if not paths:
         raise ConfigError("the course is empty: there is no .ipynb in notebooks/")
-    processes, jobs = _processes(args.on), []
+    at_once, jobs = _processes(args.on), []
     for path in paths:
         jobs += notebooks.plan(path, args.settings, tier=args.tier, out=args.out)
-    with notebooks.unwinding():
-        records = notebooks.run_all(jobs, processes=processes,
-                                    say=lambda line: print(line, file=sys.stderr))
+    children = processes.Children()
+    records, heard = processes.hear(
+        lambda: notebooks.run_all(jobs, at_once=at_once, say=notebooks.tell, children=children),
+        children.end)
+    if heard:
+        sys.exit(128 + heard)
     bad = any(record["status"] != "done" for record in records)
     result = records[0] if len(records) == 1 and not args.all else {"runs": records}
     return {**result, "exit_code": int(bad)}

@@ -2,34 +2,34 @@
 
 What is not left to chance, whatever the user's own Jupyter settings say: the address (127.0.0.1), a
 fresh token in a file that only its owner reads (command lines are public on a shared machine), no
-unauthenticated access, no request to another host (news, updates, the extension list), encrypted
-kernel channels. These go in through a private folder at the head of Jupyter's search path, so
-nothing under ~/.jupyter is written, and what the kit does not set stays as the user has it.
+unauthenticated access, no page of another site, no request to another host (news, updates, the
+extension list, a kernel gateway), encrypted kernel channels. What guards the door is set by
+`lpkit.course.server` when all of the user's files are read; the rest goes in through a private
+folder at the head of Jupyter's search path. Nothing under ~/.jupyter is written, and what the kit
+does not set stays as the user has it.
 
-`serve` proves its promise before it returns: the server must turn a stranger away and let the token
-in.
+The server inherits a socket that listens already, so whoever answers on its port is our child.
+`serve` proves its promise before it returns: the token is let in; a stranger, a page of another
+site, another host name and a write without the XSRF token are not.
 Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting overrides).
 """
 
 import contextlib
 import http.client
 import ipaddress
-import json
 import logging
 import os
 import secrets
-import signal
 import socket
 import ssl
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lpkit.course import processes
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 
@@ -37,19 +37,20 @@ FIRST = "notebooks/00_start_here.ipynb"
 LOCAL = "127.0.0.1"
 PORT = 8888                 # Jupyter's own
 START_SECONDS = 120.0       # a cold disk reads slowly
-STOP_SECONDS = 10.0         # for the kernels to save and leave
 
 QUIET_APP = {  # no telemetry, no news, no update check, no list of extensions from elsewhere
+    "default_url": f"/lab/tree/{FIRST}",
     "news_url": None,
     "check_for_updates_class": "jupyterlab.handlers.announcements.NeverCheckForUpdate",
     "extension_manager": "readonly",
+    "allowed_extensions_uris": "",
+    "blocked_extensions_uris": "",
 }
 QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false",
                                                                   "checkForUpdates": False}}
 QUIET_LOG = {"filters": {"known": {"()": f"{__name__}.KnownNoise"}},
              "handlers": {"console": {"filters": ["known"]}}}
-QUIET = {"KernelManager": {"transport_encryption": "auto"}, "LabApp": QUIET_APP,
-         "ServerApp": {"logging_config": QUIET_LOG}}
+QUIET = {"LabApp": QUIET_APP, "ServerApp": {"logging_config": QUIET_LOG}}
 
 
 class KnownNoise(logging.Filter):
@@ -71,7 +72,7 @@ class Server:
     token_file: Path        # mode 0600
     log_path: Path
     base_url: str           # where the reader is: http://127.0.0.1:8888
-    process: subprocess.Popen
+    process: subprocess.Popen   # its keeper, which ends when the server does, as it does
 
     @property
     def url(self) -> str:
@@ -103,15 +104,15 @@ def is_local(ip: str) -> bool:
         return ip == "localhost"    # any other name may resolve to a public address
 
 
-def free_port(ip: str = LOCAL, asked: int = 0) -> int:
-    """`asked` or the next free one; 0: any. Errors: ConfigError for an address that is not ours."""
+def listen(ip: str = LOCAL, asked: int = 0) -> socket.socket:
+    """A socket that listens on `asked` or the next free port; 0: any. Errors: ConfigError for an
+    address that is not ours."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:
         try:
-            with socket.create_server((ip, port), family=family) as probe:
-                return probe.getsockname()[1]
+            return socket.create_server((ip, port), family=family, backlog=128)
         except socket.gaierror:
             raise ConfigError(f"{ip!r} is not an address of this machine; leave --ip out for "
                               f"{LOCAL}") from None
@@ -153,9 +154,10 @@ def check_public(ip: str, certfile: Path | None, keyfile: Path | None,
 def serve(root: Path, *, ip: str = LOCAL, port: int = 0, browser: bool = False,
           certfile: Path | None = None, keyfile: Path | None = None,
           password_file: Path | None = None, config: Mapping[str, Mapping[str, Any]] | None = None,
-          settings: Mapping[str, Mapping[str, Any]] | None = None,
-          state: Path | None = None) -> Iterator[Server]:
-    """Start JupyterLab in `root`, yield it once it answers, stop it and its kernels at the end.
+          settings: Mapping[str, Mapping[str, Any]] | None = None, state: Path | None = None,
+          children: processes.Children | None = None) -> Iterator[Server]:
+    """Start JupyterLab in `root`, yield it once it answers, stop it, its kernels and all that they
+    and its terminals started at the end, also when this process is killed.
 
     port:     0 for any free one; a taken one moves to the next (compare with `Server.port`)
     config:   more of Jupyter's own configuration, by class:
@@ -164,55 +166,45 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, browser: bool = False,
               {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
     state:    a folder for all that Jupyter keeps (settings, workspaces, history), instead of the
               user's own
+    children: who starts the server, and may end it from another thread
 
     Raises ConfigError for a public address without TLS and a password, and for a server that does
     not start.
     """
     hashed = check_public(ip, certfile, keyfile, password_file)
-    port, token = free_port(ip, port), secrets.token_hex(24)
-    identity = {"IdentityProvider": {"token": token},
-                "PasswordIdentityProvider": {"hashed_password": hashed} if hashed else {}}
-    app = json.dumps(_merged(QUIET, config or {}, identity))
-    # mode 0700
-    with tempfile.TemporaryDirectory(prefix="lpkit-lab-", ignore_cleanup_errors=True) as folder:
-        private = Path(folder)
-        token_file, log_path = private / "token", private / "server.log"
+    token, folder, app = secrets.token_hex(24), processes.new_folder(), _merged(QUIET, config or {})
+    with listen(ip, port) as listener:
+        port = listener.getsockname()[1]
+        traits = {"ServerApp": {
+                      "ip": ip, "port": port, "port_retries": 0, "open_browser": browser,
+                      "root_dir": str(root), "preferred_dir": str(root),
+                      "allow_root": os.geteuid() == 0, "allow_remote_access": not is_local(ip),
+                      "allow_unauthenticated_access": False,
+                      "certfile": str(certfile or ""), "keyfile": str(keyfile or "")},
+                  "PasswordIdentityProvider": {"token": token, "hashed_password": hashed or "",
+                                               "allow_password_change": False},
+                  "KernelManager": {"transport_encryption": "auto"}}
         # Jupyter reads one file for the server and one for the lab; the same words in both leave no
         # gap.
-        for path, text in ((token_file, token), (log_path, ""),
-                           (private / "config" / "jupyter_server_config.json", app),
-                           (private / "config" / "jupyter_lab_config.json", app),
-                           (private / "config" / "labconfig" / "default_setting_overrides.json",
-                            json.dumps(_merged(QUIET_SETTINGS, settings or {})))):
-            _write_private(path, text)
+        files = {"token": token, "locked.json": {"fd": listener.fileno(), "traits": traits},
+                 "config/jupyter_server_config.json": app, "config/jupyter_lab_config.json": app,
+                 "config/labconfig/default_setting_overrides.json":
+                     _merged(QUIET_SETTINGS, settings or {})}
         # The two endpoints that this warning names (terminals, language servers) check the token
-        # themselves.
-        hush = "-Wignore:Extension endpoints without"
-        command = [sys.executable, hush, "-m", "jupyterlab", f"--ServerApp.ip={ip}",
-                   f"--ServerApp.port={port}", "--ServerApp.port_retries=0",
-                   f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{FIRST}",
-                   "--ServerApp.allow_unauthenticated_access=False"]
-        if not browser:
-            command.append("--no-browser")
-        if hasattr(os, "geteuid") and os.geteuid() == 0:
-            command.append("--allow-root")
-        if certfile:
-            command += [f"--ServerApp.certfile={certfile}", f"--ServerApp.keyfile={keyfile}"]
-        with log_path.open("a") as log:
-            # A session of its own: Ctrl-C reaches us, and we stop the server, which would ask
-            # before it stops.
-            process = subprocess.Popen(
-                command, cwd=root, env=_environment(private / "config", state), text=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        scheme = "https" if certfile else "http"
-        host = LOCAL if is_local(ip) else socket.gethostname()
-        server = Server(ip=ip, port=port, token=token, token_file=token_file, log_path=log_path,
-                        base_url=f"{scheme}://{host}:{port}", process=process)
-        try:
-            _wait(server)
-            yield server
-        finally:
-            _stop(process)
+        # themselves. Jupyter would run a configuration file of the current folder.
+        keeper = (children or processes.Children()).start(
+            [sys.executable, "-P", "-Wignore:Extension endpoints without",
+             Path(__file__).with_name("server.py"), folder / "locked.json"],
+            folder, files=files, log="server.log", cwd=folder, fds=[listener.fileno()],
+            env=_environment(folder, state))
+    scheme = "https" if certfile else "http"
+    host = LOCAL if is_local(ip) else socket.gethostname()
+    with keeper:
+        server = Server(ip=ip, port=port, token=token, token_file=folder / "token",
+                        log_path=folder / "server.log", base_url=f"{scheme}://{host}:{port}",
+                        process=keeper)
+        _prove(server)
+        yield server
 
 
 def _merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -224,73 +216,70 @@ def _merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     return merged
 
 
-def _write_private(path: Path, text: str) -> None:
-    path.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-
-
-def _environment(config: Path, state: Path | None) -> dict[str, str]:
-    left_out = ("JUPYTER_TOKEN", "JUPYTER_TOKEN_FILE", "JUPYTER_NO_CONFIG")
-    env = {key: value for key, value in os.environ.items() if key not in left_out}
-    paths = [str(config), env.get("JUPYTER_CONFIG_PATH")]
+def _environment(folder: Path, state: Path | None) -> dict[str, str]:
+    left_out = ("JUPYTER_TOKEN", "JUPYTER_GATEWAY", "JUPYTER_NO_CONFIG")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
+    paths = [str(folder / "config"), env.get("JUPYTER_CONFIG_PATH")]
     env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
     if state is not None:
         folders = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data",
-                   "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython",
-                   "JUPYTERLAB_SETTINGS_DIR": "lab/settings",
+                   "IPYTHONDIR": "ipython", "JUPYTERLAB_SETTINGS_DIR": "lab/settings",
                    "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
         env |= {name: str(state / folder) for name, folder in folders.items()}
+    # the token and the keys of kernels: they go when the server goes
+    env["JUPYTER_RUNTIME_DIR"] = str(folder / "runtime")
     return env
 
 
-def _status(server: Server, token: str | None) -> int:
-    """The HTTP status of a listing of the course, with and without the token. No proxy: it is this
-    machine."""
+def _ask(server: Server, path: str, *, method: str = "GET", seconds: float = 10,
+         **headers: str) -> tuple[int, http.client.HTTPMessage]:
+    """Status and headers of the answer. No proxy: it is this machine."""
     host = {"": LOCAL, "0.0.0.0": LOCAL, "::": "::1"}.get(server.ip, server.ip)
     if server.base_url.startswith("https"):
         trust = ssl.create_default_context()
         # our own child, through the loopback
         trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(host, server.port, timeout=5, context=trust)
+        connection = http.client.HTTPSConnection(host, server.port, timeout=seconds, context=trust)
     else:
-        connection = http.client.HTTPConnection(host, server.port, timeout=5)
+        connection = http.client.HTTPConnection(host, server.port, timeout=seconds)
     with contextlib.closing(connection):
-        connection.request("GET", "/api/contents?content=0",
-                           headers={"Authorization": f"token {token}"} if token else {})
-        return connection.getresponse().status
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers
 
 
-def _wait(server: Server) -> None:
-    """Until the token is let in; then a stranger must not be."""
-    deadline, inside, failure = time.monotonic() + START_SECONDS, None, ""
-    while inside is None:
-        if server.process.poll() is not None:
-            failure = "start"
-        elif time.monotonic() > deadline:
-            failure = f"answer within {START_SECONDS:.0f} s"
-        if failure:
-            raise ConfigError(f"JupyterLab did not {failure}; the end of its log:\n"
-                              f"{server.log()[-1500:].strip()}")
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            inside = _status(server, server.token)
-        time.sleep(0.05)
-    stranger = _status(server, None)
-    if inside != 200 or stranger not in (401, 403):
-        raise ConfigError(f"JupyterLab answers {stranger} without the token and {inside} with it, "
-                          f"instead of 403 and 200, so it was stopped; look for a setting of "
-                          f"authentication in `jupyter --paths`")
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """SIGTERM lets Jupyter shut its kernels down; what is left of its process group is killed."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _prove(server: Server) -> None:
+    """The token is let in, and nobody else. The socket listens already, so the first question
+    waits until the server has started, or ended."""
+    course, nothing, token = "/api/contents?content=0", "/api/kernels/none", f"token {server.token}"
+    try:
+        inside, headers = _ask(server, course, seconds=START_SECONDS, Authorization=token)
+        set_ = headers.get_all("Set-Cookie", [])
+        cookie = "; ".join(one.partition(";")[0] for one in set_)    # as a browser sends it
+        answers = {
+            "with the token": (inside, (200,)),
+            "with its cookie": (_ask(server, course, Cookie=cookie)[0], (200,)),
+            "without the token": (_ask(server, course)[0], (401, 403)),
+            "to a page of another site": (
+                _ask(server, course, Cookie=cookie, Origin="https://elsewhere.example")[0],
+                (403, 404)),
+            "to a write without the XSRF token": (
+                _ask(server, nothing, method="DELETE", Cookie=cookie)[0], (403,))}
+        if is_local(server.ip):
+            answers["under another host name"] = (
+                _ask(server, course, Authorization=token, Host="elsewhere.example")[0], (403,))
+    except TimeoutError:
+        raise ConfigError(f"JupyterLab did not answer within {START_SECONDS:.0f} s; the end of its "
+                          f"log:\n{server.log()[-processes.TAIL_BYTES:].strip()}") from None
+    except (OSError, http.client.HTTPException):
+        processes.end(server.process)
+        raise ConfigError(f"JupyterLab did not start; the end of its log:\n"
+                          f"{server.process.stdout.read().strip()}") from None
+    wrong = [f"{status} {how} instead of {expected[0]}"
+             for how, (status, expected) in answers.items() if status not in expected]
+    if wrong:
+        raise ConfigError(f"JupyterLab answers {', '.join(wrong)}, so it was stopped; look for a "
+                          f"setting or an extension that opens it in `jupyter --paths`")
 
 
 def has_display() -> bool:

@@ -2,9 +2,10 @@
 survives a crash.
 
 papermill runs the cells. It would execute the *names* of parameters as code, take "false" for a
-true value, and write `completed` over every cell of a kernel that was killed. So this module reads
-what the cell tagged `parameters` declares from its syntax tree, converts what was asked by
-annotation, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole at the start, as
+true value, write `completed` over every cell of a kernel that was killed, and take a notebook that
+leaves half-way with `sys.exit(0)` for one that succeeded. So this module reads what the cell tagged
+`parameters` declares from its syntax tree, converts what was asked by annotation, counts the cells
+that ran, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole at the start, as
 each cell begins and at the end. Seconds and bytes throughout.
 
 A notebook claims something: the comment that opens its cell tagged `claim` says it in one line, the
@@ -14,17 +15,18 @@ assert below it holds it.
 import ast
 import contextlib
 import copy
-import importlib
+import dataclasses
+import importlib.util
 import io
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import platform
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import tokenize
@@ -37,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import psutil
 
+from lpkit.course import processes
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.files import resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
@@ -46,7 +49,9 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 FORMAT = "lpkit-notebook-run"
+INJECTED = "injected-parameters"
 SAMPLE_SECONDS = 0.1
+UNFINISHED = ("asked", "running")
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
             "counted in each; at least the kernel's own VmHWM")
@@ -107,17 +112,17 @@ def find(name: str) -> Path:
     return pick(known, name, "notebook")
 
 
-def needed(package: str) -> Any:
-    """The imported package. Raises ConfigError where it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
+def needed(package: str) -> None:
+    """Raises ConfigError where it is not installed."""
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(f"notebooks need the package {package}, which is not installed; "
-                          f"pip install {package}") from None
+                          f"pip install {package}")
 
 
 def read(path: Path) -> "NotebookNode":
-    nbformat = needed("nbformat")
+    needed("nbformat")
+    import nbformat
+
     try:
         book = nbformat.read(path, as_version=4)
     except (OSError, ValueError, nbformat.ValidationError) as error:
@@ -137,8 +142,11 @@ def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
 
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
     """What the parameters cell declares: `name: annotation = literal  # comment`, and nothing else,
-    unexecuted."""
-    return declared("".join(cell.source for cell in tagged(book, "parameters")[:1]))
+    unexecuted. Raises ConfigError for a second such cell, which would undo what is asked."""
+    cells = tagged(book, "parameters")
+    if len(cells) > 1:
+        raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
+    return declared("".join(cell.source for cell in cells))
 
 
 def declared(source: str) -> dict[str, Parameter]:
@@ -194,9 +202,18 @@ def _kind(node: ast.expr) -> Any:
 
 
 def claim(book: "NotebookNode") -> str:
-    """What the notebook claims: the comment that opens each cell tagged `claim`, in one line."""
+    """What the notebook claims: the comment that opens each cell tagged `claim`, in one line.
+    Raises ConfigError for such a cell that holds nothing: it is not Python alone (`%%script`), or
+    asserts nothing unless something else is true."""
     claims = []
     for cell in tagged(book, "claim"):
+        try:
+            held = any(isinstance(node, ast.Assert) for node in ast.parse(cell.source).body)
+        except SyntaxError:
+            held = False
+        if not held:
+            raise ConfigError(f"the cell tagged `claim` that opens with {cell.source[:40]!r} holds "
+                              f"nothing; it must be plain Python with an `assert` of its own")
         comment = re.match(r"(#.*\n?)*", cell.source.lstrip())[0]
         claims.append(" ".join(line.lstrip("#").strip() for line in comment.splitlines()))
     return "; ".join(filter(None, claims))
@@ -250,18 +267,20 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
 def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
                     tier: str | None = None) -> "NotebookNode":
     """A copy of `book` with a cell after its parameters cell that sets what was asked. It is not
-    papermill's: that turns a tuple into text and warns about annotations that it cannot parse."""
+    papermill's: that turns a tuple into text and warns about annotations that it cannot parse.
+    What an earlier run set, in a notebook that is its output, is gone."""
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)
     values = choose(known, asked, tier)
     lines = [f"{name} = {values[name]!r}" for name in known if values[name] != known[name].default]
     book = copy.deepcopy(book)
+    earlier = tagged(book, INJECTED)
+    book.cells = [cell for cell in book.cells if cell not in earlier]
     if lines:
         at = book.cells.index(tagged(book, "parameters")[0]) + 1
         book.cells.insert(at, new_code_cell("\n".join(["# Parameters", *lines]),
-                                            id="injected-parameters",
-                                            metadata={"tags": ["injected-parameters"]}))
+                                            id=INJECTED, metadata={"tags": [INJECTED]}))
     return book
 
 
@@ -270,7 +289,8 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
     """One job for each point of the grid, all of them checked before the first one starts."""
-    known = parameters(read(path))
+    book = read(path)
+    known, _ = parameters(book), claim(book)
     points = grid(known, settings)
     jobs = []
     for i, point in enumerate(points, 1):
@@ -300,66 +320,112 @@ def _refuse_strangers(job: Job) -> None:
     if not ours:
         raise ConfigError(f"{job.record.name} in {job.out} is not a record of {job.path.stem}; "
                           f"choose another --out")
-    if old["status"] == "running" and old["pid"] != os.getpid() and psutil.pid_exists(old["pid"]):
+    if old["status"] in UNFINISHED and old["pid"] != os.getpid() and psutil.pid_exists(old["pid"]):
         raise ConfigError(f"process {old['pid']} is still writing {job.record.name} in {job.out}; "
                           f"wait for it, or choose another --out")
 
 
 def run(job: Job, *, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Run one notebook in a fresh kernel and return its record, which lies in `job.out` all the
-    while. A failing cell and a killed kernel are results, not exceptions: status `failed`, and
-    `error` says which cell. An interrupt is recorded as `killed` and goes on upwards."""
-    papermill = needed("papermill")
-    from nbclient.exceptions import DeadKernelError
-    from papermill.exceptions import PapermillExecutionError
+    """Run one notebook in a fresh kernel of this process and return its record. A failing cell and
+    a killed kernel are results, not exceptions: status `failed`, and `error` says which cell. An
+    interrupt is recorded as `killed` and goes on upwards."""
+    with tempfile.TemporaryDirectory(prefix="lpkit-") as folder:
+        return Attempt(job, Path(folder), say).run()
 
-    from lpkit.ui import without_widgets
 
-    book, started = read(job.path), time.perf_counter()
-    job.out.mkdir(parents=True, exist_ok=True)
-    # The process id keeps a second run from writing into this one's temporary file.
-    unfinished = job.out / f".{job.label}.{os.getpid()}.ipynb"
-    code = [cell.id for cell in book.cells if cell.cell_type == "code"]
-    record, kernel = _asked(job) | {"claim": claim(book), "cells": len(code)}, _Kernel()
+class Attempt:
+    """A run of one notebook. Its record lies in `job.out` all the while, and says `done` only when
+    every code cell ran to its end; its first ending is the one that counts, so that also another
+    thread may end it. `folder` is private, for the notebook on its way."""
 
-    def update(**changes: Any) -> None:
-        record.update(changes, seconds=time.perf_counter() - started,
-                      peak_rss_bytes=kernel.peak_rss_bytes)
-        _save(job, record)
+    def __init__(self, job: Job, folder: Path, say: Callable[[str], None]):
+        self.job, self.say, self.unfinished = job, say, folder / "unfinished.ipynb"
+        self.book, self.started = read(job.path), time.perf_counter()
+        self.code = [cell.id for cell in self.book.cells
+                     if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
+        self.ran: set[str] = set()
+        self.kernel, self.lock = _Kernel(), threading.RLock()
+        self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}
 
-    def cell_starts(cell, cell_index):
-        if cell.get("id") in code:
-            number = code.index(cell.id) + 1
-            update(cell=number, line=next(iter(cell.source.splitlines()), ""))
-            say(f"{job.label}: cell {number} of {len(code)}")
+    def update(self, **changes: Any) -> None:
+        with self.lock:
+            if self.record["end"] is None:
+                self.record.update(changes, seconds=time.perf_counter() - self.started,
+                                   ran=len(self.ran), peak_rss_bytes=self.kernel.peak_rss_bytes)
+                _save(self.job, self.record)
 
-    # everything that it would say is in the record
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)
-    update(status="running")
-    ending: dict[str, Any] = {"status": "killed"}
-    try:
-        with kernel.measured():
-            papermill.execute_notebook(
-                with_parameters(book, job.values),
-                str(unfinished).replace("{", "{{").replace("}", "}}"), kernel_name="python3",
-                progress_bar=False, store_widget_state=False, kernel_manager_class=kernel.manager(),
-                resources={"metadata": {"path": str(job.path.parent)}}, on_cell_start=cell_starts)
-        ending = {"status": "done"}
-    except PapermillExecutionError as error:
-        ending = _failed(record, error.ename, error.evalue)
-    except DeadKernelError:
-        ending = _failed(record, "DeadKernelError", f"the kernel died while cell {record['cell']} "
-                         f"ran{kernel.cause_of_death()}")
-    except RuntimeError as error:       # the kernel did not start
-        ending = _failed(record, type(error).__name__, str(error))
-    finally:
-        if unfinished.exists():
-            # without the kernel a widget's view is an error message; the figures lie beside it
-            still = without_widgets(json.loads(unfinished.read_text()))
-            write_atomically(job.output, json.dumps(still, indent=1))
-            unfinished.unlink()
-        update(**ending, end=_now())
-    return record
+    def end(self, **ending: Any) -> None:
+        with self.lock:
+            if self.record["end"] is None and self.unfinished.exists():
+                from lpkit.ui import without_widgets
+
+                # without the kernel a widget's view is an error message; the figures lie beside it
+                still = without_widgets(_whole(self.unfinished))
+                write_atomically(self.job.output, json.dumps(still, indent=1))
+            self.update(**ending, end=_now())
+
+    def cell_starts(self, cell: "NotebookNode", cell_index: int) -> None:
+        if cell.get("id") in self.code:
+            number = self.code.index(cell.id) + 1
+            self.update(cell=number, line=next(iter(cell.source.splitlines()), ""))
+            self.say(f"{self.job.label}: cell {number} of {len(self.code)}")
+
+    def cell_ended(self, cell: "NotebookNode", cell_index: int,
+                   execute_reply: Mapping[str, Any]) -> None:
+        if execute_reply["content"]["status"] == "ok":
+            self.ran.add(cell.get("id"))
+
+    def run(self) -> dict[str, Any]:
+        import papermill
+        from nbclient.exceptions import DeadKernelError
+        from papermill.exceptions import PapermillExecutionError
+
+        # everything that it would say is in the record
+        logging.getLogger("papermill").setLevel(logging.CRITICAL)
+        self.job.out.mkdir(parents=True, exist_ok=True)
+        self.update(status="running")
+        ending: dict[str, Any] = {"status": "killed"}
+        try:
+            with self.kernel.measured():
+                papermill.execute_notebook(
+                    with_parameters(self.book, self.job.values),
+                    str(self.unfinished).replace("{", "{{").replace("}", "}}"),
+                    kernel_name="python3", progress_bar=False, store_widget_state=False,
+                    kernel_manager_class=self.kernel.manager(),
+                    resources={"metadata": {"path": str(self.job.path.parent)}},
+                    on_cell_start=self.cell_starts, on_cell_executed=self.cell_ended)
+            ending = self.verdict()
+        except PapermillExecutionError as error:
+            ending = _failed(self.record, error.ename, error.evalue)
+        except DeadKernelError:
+            ending = _failed(self.record, "DeadKernelError", f"the kernel died while cell "
+                             f"{self.record['cell']} ran{self.kernel.cause_of_death()}")
+        except RuntimeError as error:       # the kernel did not start
+            ending = _failed(self.record, type(error).__name__, str(error))
+        finally:
+            self.end(**ending)
+        return self.record
+
+    def verdict(self) -> dict[str, Any]:
+        """No cell failed; but one may have left the notebook, or have been skipped by its tag."""
+        sources = {cell.id: cell.source.strip() for cell in self.book.cells}
+        missing = [number for number, id in enumerate(self.code, 1)
+                   if id not in self.ran and sources[id]]
+        if not missing:
+            return {"status": "done"}
+        left = ", ".join(map(str, missing))
+        return _failed(self.record, "CellsDidNotRun", f"the notebook ended in cell "
+                       f"{self.record['cell']} without an error, and these cells did not run to "
+                       f"their end: {left}")
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """The notebook in a file that papermill may be writing again at this moment."""
+    for _ in range(50):
+        with contextlib.suppress(ValueError):
+            return json.loads(path.read_text())
+        time.sleep(0.01)
+    raise OSError(f"{path} is never whole")
 
 
 def _asked(job: Job) -> dict[str, Any]:
@@ -369,7 +435,7 @@ def _asked(job: Job) -> dict[str, Any]:
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
             "status": "asked", "claim": "", "tier": job.values.get("tier"),
             "asked": dict(job.asked), "parameters": dict(job.values), "start": _now(), "end": None,
-            "seconds": 0.0, "cell": 0, "cells": 0, "line": "", "error": None, "peak_rss_bytes": 0,
+            "seconds": 0.0, "cell": 0, "cells": 0, "ran": 0, "line": "", "error": None, "peak_rss_bytes": 0,
             "peak_rss_how": PEAK_HOW, "output": str(job.output), "pid": os.getpid(),
             "versions": {"python": platform.python_version(), **found}}
 
@@ -384,71 +450,82 @@ def _save(job: Job, record: dict[str, Any]) -> None:
     write_atomically(job.record, json.dumps(record, indent=1, allow_nan=False))
 
 
-def run_all(jobs: list[Job], *, processes: int = 1,
-            say: Callable[[str], None] = lambda line: None) -> list[dict]:
-    """Run jobs side by side, each in a process of its own, and return their records in order.
-    Raises ConfigError when the output cannot be written."""
+def run_all(jobs: list[Job], *, at_once: int = 1,
+            say: Callable[[str], None] = lambda line: None,
+            children: processes.Children | None = None) -> list[dict]:
+    """Run each job in a process of its own, and return their records in order. The record on disk
+    is the only channel, so a process that is killed costs its own job and no other. No process,
+    kernel or private file outlives this process, also when it is killed; another thread may end
+    them all through `children`. Raises ConfigError when the output cannot be written."""
     needed("papermill")     # before a process is started for each job
+    children = children or processes.Children()
+
+    def supervise(job: Job) -> dict[str, Any]:
+        return _supervise(job, children, _share(at_once), say)
+
     try:
-        if processes == 1:
-            return [run(job, say=say) for job in jobs]
-        return _side_by_side(jobs, processes, say)
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                return list(pool.map(supervise, jobs))
+            except BaseException:       # the pool waits for its threads: end what they wait for
+                children.end()
+                raise
     except OSError as error:
         raise ConfigError(f"cannot write to {jobs[0].out}: {error.strerror or error}; free some "
                           f"space, or choose another --out") from None
 
 
-def _side_by_side(jobs: list[Job], processes: int, say: Callable[[str], None]) -> list[dict]:
-    """The record on disk is the only channel, so a worker that is killed costs its own job and no
-    other."""
-    threads = max(1, cores() // processes)
-    spawn = multiprocessing.get_context("spawn")
-    workers, over = [], threading.Event()
-
-    def supervise(job: Job) -> dict | None:
-        if over.is_set():
-            return None
-        worker = spawn.Process(target=_work, args=(job, threads))
-        worker.start()
-        workers.append(worker)
-        say(f"{job.label}: started as process {worker.pid}")
-        worker.join()
-        record = json.loads(job.record.read_text()) if job.record.exists() else _asked(job)
-        if record["status"] in ("asked", "running") or record["pid"] != worker.pid:
-            why = f"the process that ran it ended with exit code {worker.exitcode}"
-            record |= _failed(record, "killed", why, "killed") | {"end": _now()}
-            job.out.mkdir(parents=True, exist_ok=True)
-            _save(job, record)
-        say(f"{job.label}: {record['status']}")
-        return record
-
-    with ThreadPoolExecutor(processes) as pool:
-        try:
-            return list(pool.map(supervise, jobs))
-        # an interrupt: the pool waits for its threads, so end what they wait for
-        except BaseException:
-            over.set()
-            for worker in workers:
-                worker.terminate()
-            raise
+def _share(at_once: int) -> dict[str, str]:
+    """The variables that give a process its share of the processor, when it is shared."""
+    if at_once == 1:
+        return {}
+    threads = str(max(1, cores() // at_once))
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
 
-def _work(job: Job, threads: int) -> None:
-    """In a process of its own, whose kernel inherits its share of the processor."""
-    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    with unwinding():
-        run(job)
+def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
+               say: Callable[[str], None]) -> dict[str, Any]:
+    """The record of one job, done in a process of its own."""
+    record, folder = _asked(job), processes.new_folder()
+    job.out.mkdir(parents=True, exist_ok=True)
+    _save(job, record)
+    told = {field: str(value) if isinstance(value, Path) else value
+            for field, value in dataclasses.asdict(job).items()}
+    # The modules are looked for where this process finds them, and not in the current folder. What
+    # jsonschema can do without takes longer to import than all the rest.
+    code = (f"import sys; sys.path[:] = {sys.path!r}; sys.modules['rfc3987_syntax'] = None; "
+            f"from lpkit.course import notebooks; sys.exit(notebooks.work({str(folder)!r}))")
+    with children.start(
+            [sys.executable, "-P", "-c", code], folder, files={"job": repr(told)},
+            env=os.environ | share | {"JUPYTER_RUNTIME_DIR": str(folder / "runtime")}) as keeper:
+        exit_code = keeper.wait()
+    record = json.loads(job.record.read_text())
+    if record["status"] in UNFINISHED:
+        why = f"the process that ran it ended with exit code {exit_code}"
+        record |= _failed(record, "killed", why, "killed") | {"end": _now()}
+        _save(job, record)
+    say(f"{job.label}: {record['status']}")
+    return record
 
 
-@contextlib.contextmanager
-def unwinding() -> Iterator[None]:
-    """Within, SIGTERM unwinds like an interrupt: the kernel is shut down and the record says
-    `killed`. Exits 143."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def work(folder: str) -> int:
+    """The process of one job, which its keeper ends with SIGTERM. The kernel is left to the keeper
+    then: nothing is waited for. Returns the exit code."""
+    told = ast.literal_eval(Path(folder, "job").read_text())    # reads literals, runs nothing
+    told |= {name: Path(told[name]) for name in ("path", "out")}
+    attempt = Attempt(Job(**told), Path(folder), tell)
+
+    def stop() -> None:
+        attempt.end(status="killed")
+        os._exit(128 + signal.SIGTERM)
+
+    processes.hear(attempt.run, stop)
+    return 0
+
+
+def tell(line: str) -> None:
+    with contextlib.suppress(OSError):      # the terminal is closed
+        print(line, file=sys.stderr, flush=True)
 
 
 def _now() -> str:
@@ -473,7 +550,9 @@ class _Kernel:
             async def start_kernel(self, **options):
                 if self.has_trait("transport_encryption"):
                     self.transport_encryption = "auto"
-                await super().start_kernel(**options)
+                # with it Python drops every assert, and with them every claim
+                env = options.pop("env", os.environ) | {"PYTHONOPTIMIZE": ""}
+                await super().start_kernel(**options, env=env)
                 kernel.process = self.provisioner.process
 
         return Manager

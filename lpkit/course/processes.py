@@ -1,0 +1,204 @@
+"""Processes that end with this one, however it ends, and signals that are not lost.
+
+A child is started under a keeper: a small process (this file, run as a script) to which we hold a
+pipe. It makes the child's private folder and starts the child. When the pipe closes, because we
+closed it or died (also of SIGKILL, also before the keeper first looked), it asks the child to end,
+ends it, ends all that descends from it, and removes the folder. On Linux orphans become the
+keeper's children, so a descendant cannot hide by leaving its parent, group or session; elsewhere
+those are found whose parents live.
+Sources: prctl(2), PR_SET_CHILD_SUBREAPER; signal.set_wakeup_fd of the Python library.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CHILD_SECONDS = 1.0         # after SIGTERM, before SIGKILL: for the child itself,
+REST_SECONDS = 0.3          # and for what it left
+SWEEP_SECONDS = 5.0         # for the system to bury what was killed
+TAIL_BYTES = 1500           # of a log that goes with its folder
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def new_folder() -> Path:
+    """The name of a private folder, which the keeper makes: then nobody can die between making it
+    and having it removed."""
+    return Path(tempfile.gettempdir()) / f"lpkit-{secrets.token_hex(8)}"
+
+
+class Children:
+    """The processes that one command starts."""
+
+    def __init__(self):
+        self._started: list[subprocess.Popen] = []
+        self.over = False
+
+    def start(self, command: Sequence[str], folder: Path, *, files: Mapping[str, Any] | None = None,
+              log: str | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None,
+              fds: Collection[int] = ()) -> subprocess.Popen:
+        """The keeper of `command`. `with` it, the command ends at the latest when the block does.
+        It exits as the command did (128 + the signal that ended it), and its standard output is
+        then the end of `log`.
+
+        folder: of `new_folder`; mode 0700, with `files` by relative path, mode 0600: text, or what
+                becomes JSON
+        log:    the file in `folder` for all that the command says; None: our standard error
+        fds:    open files that the command inherits under the same numbers
+        """
+        keeper = subprocess.Popen(
+            [sys.executable, "-P", __file__], env=env, pass_fds=fds, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._started.append(keeper)
+        told = {"command": list(map(str, command)), "folder": str(folder), "files": dict(files or {}),
+                "log": log, "cwd": cwd and str(cwd), "fds": list(fds)}
+        with contextlib.suppress(OSError, ValueError):  # it is gone; or `end` closed the pipe
+            keeper.stdin.write(json.dumps(told) + "\n")
+            keeper.stdin.flush()
+        if self.over:
+            end(keeper)
+        return keeper
+
+    def end(self) -> None:
+        """Let them all end, and those started from now on; wait for none. For a signal: it raises
+        nothing, and may be called again."""
+        self.over = True
+        for keeper in list(self._started):
+            end(keeper)
+
+
+def end(keeper: subprocess.Popen) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        keeper.stdin.close()
+
+
+def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
+    """Do `work` while SIGINT, SIGTERM and SIGHUP call `stop`, which must make it end. Returns its
+    result and 0, or None and the signal.
+
+    The work is done in a thread. An exception that a handler raises is lost when it interrupts a
+    destructor or a callback, and a handler waits for a long call into C; so the main thread does
+    nothing but read the bytes that the signals write into a pipe.
+    """
+    heard = 0
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # who said nohup wants to outlive the terminal; a shell's `&` makes its children deaf to SIGINT
+    numbers = [n for n in POLITE
+               if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    handlers = {n: signal.signal(n, lambda *_: None) for n in numbers}
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(work)
+            done.add_done_callback(lambda _: os.write(writer, b"\0"))
+            while number := os.read(reader, 1)[0]:
+                if number in numbers:
+                    heard = heard or number
+                    stop()
+        return (None, heard) if heard else (done.result(), 0)
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+# --- the keeper
+
+def keep() -> int:
+    """Do what standard input says, until it closes. Returns the exit code."""
+    for number in POLITE:           # the pipe alone says when; a handler, since exec resets it
+        signal.signal(number, lambda *_: None)
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):     # our parent died before it had said everything
+        return 0
+    told = json.loads(line)
+    folder = Path(told["folder"])
+    try:
+        folder.mkdir(mode=0o700)
+        for name, text in told["files"].items():
+            _write_private(folder / name, text if isinstance(text, str) else json.dumps(text))
+        code = _run(told)
+        if told["log"]:
+            with contextlib.suppress(OSError):      # nobody listens any more
+                print((folder / told["log"]).read_text(errors="replace")[-TAIL_BYTES:], flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _run(told: Mapping[str, Any]) -> int:
+    """The exit code of the command, when none of its descendants is left."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):      # Linux
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with contextlib.ExitStack() as stack:
+        out: Any = 2
+        if told["log"]:
+            path = Path(told["folder"], told["log"])
+            out = stack.enter_context(open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "a"))
+        child = subprocess.Popen(told["command"], cwd=told["cwd"], stdin=subprocess.DEVNULL,
+                                 stdout=out, stderr=out, pass_fds=told["fds"])
+    for fd in told["fds"]:
+        os.close(fd)
+    ended = threading.Event()
+    threading.Thread(target=_end_at_eof, args=(child.pid, ended), daemon=True).start()
+    while True:                     # also orphans, that none of them stays a zombie
+        pid, status = os.waitpid(-1, 0)
+        if pid == child.pid:
+            break
+    ended.set()
+    _sweep()
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_at_eof(pid: int, ended: threading.Event) -> None:
+    os.read(0, 1)
+    with contextlib.suppress(ProcessLookupError):
+        if not ended.is_set():
+            os.kill(pid, signal.SIGTERM)
+        if not ended.wait(CHILD_SECONDS):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _sweep() -> None:
+    """End what the child left, and wait until it is buried."""
+    keeper = psutil.Process()
+    for number, seconds in ((signal.SIGTERM, REST_SECONDS), (signal.SIGKILL, SWEEP_SECONDS)):
+        signalled, deadline = set(), time.monotonic() + seconds
+        while (left := set(keeper.children(recursive=True))) and time.monotonic() < deadline:
+            for process in left - signalled:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
+            signalled |= left
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(keep())

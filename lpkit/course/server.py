@@ -1,0 +1,82 @@
+"""The process that `lab.serve` starts: JupyterLab, locked, on a socket that listens already.
+
+`python server.py FILE`: FILE is private JSON with `fd`, the number of the socket, and `traits`, by
+class. Jupyter takes a trait from the most specific class that any file names, whatever the order of
+the files. So once all files are read, `OURS` are removed from every class and are Jupyter's
+defaults again, and then `traits` are set. What is not named here stays as the user has it.
+Source: Jupyter Server 2.21, `ServerApp.initialize`.
+"""
+
+import json
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from jupyter_server.serverapp import ServerApp
+from traitlets.config import Config
+
+OURS = frozenset("""
+    ip port port_retries sock base_url certfile keyfile client_ca ssl_options
+    token password hashed_password password_required allow_password_change
+    allow_unauthenticated_access authenticate_prometheus identity_provider_class authorizer_class
+    login_handler_class logout_handler_class cookie_name cookie_options cookie_secret
+    cookie_secret_file secure_cookie get_secure_cookie_kwargs
+    allow_origin allow_origin_pat allow_credentials allow_remote_access local_hostnames
+    disable_check_xsrf tornado_settings trust_xheaders websocket_url
+    root_dir notebook_dir preferred_dir file_to_run allow_root open_browser use_redirect_file
+    transport_encryption
+    """.split())
+# A gateway runs the kernels on another host; an empty Session.key leaves their messages unsigned.
+NOBODYS = ("GatewayClient", "Session")
+COMPUTED = {"token", "notebook_dir", "cookie_secret"}      # their defaults follow from others
+
+
+class LockedServer(ServerApp):
+    """`listener` and `locked`, which are traits by class, are set before it is initialized."""
+
+    listener: socket.socket
+    locked: dict[str, dict]
+
+    def init_configurables(self) -> None:
+        """Every file is read and no part of the server is made."""
+        for name in NOBODYS:
+            self.config.pop(name, None)
+        for section in filter(lambda value: isinstance(value, Config), self.config.values()):
+            for name in OURS & set(section):
+                del section[name]
+        for name in OURS & set(self.trait_names()) - COMPUTED:
+            setattr(self, name, self.trait_defaults(name))
+        self.update_config(Config(self.locked))
+        super().init_configurables()
+
+    def check(self) -> None:
+        """An extension may have changed what the handlers read."""
+        settings = self.web_app.settings
+        for name in sorted(OURS & set(settings) & set(self.trait_names()) - COMPUTED):
+            if settings[name] != getattr(self, name):
+                self.exit(f"a Jupyter extension or setting changed {name} to {settings[name]!r}")
+
+    def _find_http_port(self) -> None:
+        """It is found."""
+
+    def _bind_http_server_tcp(self) -> bool:
+        self.http_server.add_socket(self.listener)
+        return True
+
+
+def main(path: Path) -> None:
+    told = json.loads(path.read_text())
+    app = LockedServer.instance(jpserver_extensions={"jupyterlab": True})
+    app.listener, app.locked = socket.socket(fileno=told["fd"]), told["traits"]
+    app.listener.set_inheritable(False)
+    app.listener.setblocking(False)
+    # cookies of an earlier server, or of who knows the user's secret, are worth nothing
+    app.locked["ServerApp"]["cookie_secret"] = secrets.token_bytes(32)
+    app.initialize(argv=[], starter_extension="lab")
+    app.check()
+    app.start()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
