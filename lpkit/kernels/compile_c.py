@@ -63,8 +63,12 @@ def choice(name: str) -> Choice:
 
 @functools.cache
 def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
-    cache = cache_dir(f"kernels-{os.geteuid()}")
-    return open_library(Path(__file__).with_name(f"{name}.c"), cache)
+    return open_library(Path(__file__).with_name(f"{name}.c"), own_cache())
+
+
+def own_cache() -> Path:
+    """This user's, of those who share a cache."""
+    return cache_dir(f"kernels-{os.geteuid()}")
 
 
 def open_library(source: Path, cache: Path,

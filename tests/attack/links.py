@@ -1,6 +1,7 @@
 """Links and planted files all over a run folder and the kernel cache. What trains, samples and cleans up there changes
 nothing elsewhere, and each time does what is right or says one sentence."""
 
+import faulthandler
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +58,16 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         rng, trial = random.Random(f"{seed} {number}"), folder / "trial"
         shutil.copytree(folder / "half", trial, copy_function=shutil.copy2)
         _outside(trial)
-        plants = [_plant(trial, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
+        meanwhile, plants = None, []
+        if number % 4 == 3:
+            path, kind = trial / "run" / rng.choice(NAMES), rng.choice(sorted(ONLY_HERE & set(LINKS)))
+            meanwhile = partial(LINKS[kind], path, trial / "outside", rng)
+            plants.append(f"at step 5, {path.relative_to(trial)} becomes {kind}")
+        else:
+            plants += [_plant(trial, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
         about = f"seed {seed}, trial {number}: {'; '.join(plants)}"
         before, begun = _seen(trial / "outside"), time.monotonic()
-        found = _forked(lambda trial=trial: _use(config, trial), folder)
+        found = _forked(partial(_use, config, trial, meanwhile), folder)
         outcome.tried += 1
         slowest = max(time.monotonic() - begun, outcome.facts.get("slowest_trial_seconds", 0.0))
         outcome.facts["slowest_trial_seconds"] = round(slowest, 2)
@@ -79,7 +87,11 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
 def _prepare(config: Config, folder: Path) -> dict[str, Any]:
     """`half` and `whole`: a run that was stopped after 4 steps, and a cache."""
+    compile_c.load("cast")
+    compiled = compile_c.own_cache()
     os.environ["XDG_CACHE_HOME"] = str(folder / "half" / "cache")
+    if compiled.is_dir():
+        shutil.copytree(compiled, compile_c.own_cache())
     source = prepare_into(folder / "tokens", config.data, config.model.vocab).folder
     control = Control()
     Handle(config.replace({"data.source": str(source)}), out=folder / "half" / "run", control=control,
@@ -88,12 +100,17 @@ def _prepare(config: Config, folder: Path) -> dict[str, Any]:
     return {"prepare": ["done", None]}
 
 
-def _use(config: Config, place: Path) -> dict[str, Any]:
-    """What an owner does with a run, and what came of it."""
+def _use(config: Config, place: Path, meanwhile: Callable[[], None] | None = None) -> dict[str, Any]:
+    """What an owner does with a run, while somebody else does `meanwhile`; and what came of it."""
     os.environ["XDG_CACHE_HOME"] = str(place / "cache")
     run, found = place / "run", {}
+
+    def trained() -> list[float]:
+        train(config, out=run, resume=True, observers=[lambda record: meanwhile and record.step == 5 and meanwhile()])
+        return [line["loss"] for line in Run.open(run).metrics]
+
     for name, work in {
-        "train": lambda: [line["loss"] for line in train(config, out=run, resume=True).metrics],
+        "train": trained,
         "sample": lambda: sample(run, tokens=8), "telemetry": lambda: len(telemetry.read(run)),
         "checkpoint": lambda: Run.open(run).summary.get("last_checkpoint"),
     }.items():
@@ -113,6 +130,7 @@ def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
     sys.stdout.flush(), sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
+        faulthandler.disable()      # one that dies is counted, and need not be described
         torch.set_num_threads(1)
         for known in (compile_c._opened, cast._library):    # else the cache is not looked at again
             known.cache_clear()
@@ -230,6 +248,8 @@ LINKS = {
     "a link to a device": lambda path, outside, rng: _link(path, rng.choice(("/dev/null", "/dev/zero", "/dev/full"))),
 }
 
+ONLY_HERE = {*LINKS} - {"a link to what it was", "a hard link"}     # nothing is planted elsewhere too
+
 
 def _latest(trial: Path, rng: random.Random) -> None:
     (trial / "run" / "checkpoints" / "latest").write_text(rng.choice(("../..\n", "/\n", "../../outside/checkpoints/" + OLDER, "\0")))
@@ -263,7 +283,7 @@ def _held(trial: Path, rng: random.Random) -> None:
 
 def _kernel(change: Callable[[Path, Path], Any]) -> Callable[[Path, random.Random], None]:
     def plant(trial: Path, rng: random.Random) -> None:
-        for path in (trial / "cache" / "lpkit").glob("kernels-*/*.so"):
+        for path in (trial / "cache" / "lpkit" / compile_c.own_cache().name).glob("*.so"):
             change(path, trial / "outside")
 
     return plant
