@@ -62,6 +62,12 @@ def complain(sentence: object) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def _get_values(self, action: argparse.Action, words: list[str]):
+        # argparse makes an empty list of --budget=--
+        if action.option_strings and words == ["--"]:
+            raise argparse.ArgumentError(action, "'--' is no value")
+        return super()._get_values(action, words)
+
     def error(self, message: str):
         self.print_usage(sys.stderr)
         sys.exit(complain(" ".join(message.split())[:MOST_CHARACTERS]))

@@ -390,7 +390,7 @@ def _change(values: dict[str, Any], key: str, value: Any) -> None:
     elif key in values or key.rpartition(".")[0] in _tables(Config):
         values[key] = value
     elif below:
-        raise ConfigError(f"{key!r} is a group of settings, set one of {', '.join(below)}")
+        raise ConfigError(f"{shown(key)} is a group of settings, set one of {', '.join(below)}")
     else:
         raise _unknown(key, key, values)
 

@@ -67,7 +67,9 @@ def not_empty(name: str, value: object) -> None:
 
 
 def place(name: str, value: str | Path) -> None:
-    """A path that a file system can have."""
+    """A path that a file system can have; of what may be something else too, only a path."""
+    if not isinstance(value, str | Path):
+        return
     not_empty(name, value)
     text(name, str(value))
     if any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
@@ -210,8 +212,9 @@ def convert(value: Any, kind: Any, name: str) -> Any:
         parts = value
         if isinstance(value, str):
             parts = [] if typed == "none" else [part.strip() for part in value.split(",")]
+            parts = [part for part in parts if part]
         if isinstance(parts, (list, tuple)):
-            return tuple(convert(part, args[0], name) for part in parts if part != "")
+            return tuple(convert(part, args[0], name) for part in parts)
     if origin is Mapping and isinstance(value, Mapping):
         return {convert(key, args[0], f"a name in {name}"): convert(one, args[1], name)
                 for key, one in value.items()}

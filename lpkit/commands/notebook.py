@@ -14,7 +14,7 @@ from typing import Any
 
 from lpkit.commands import a_folder
 from lpkit.config import parse_settings
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, shown
 from lpkit.tables import text_table
 from lpkit.values import convert
 
@@ -46,8 +46,8 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(args.name)] if args.name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
     if args.all and args.name:
-        raise ConfigError(f"--all runs every notebook as it is; leave out {args.name!r}, or leave "
-                          f"out --all")
+        raise ConfigError(f"--all runs every notebook as it is; leave out {shown(args.name)}, or "
+                          f"leave out --all")
     if not args.all and not args.name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(args.name)]
@@ -72,7 +72,7 @@ def _processes(on: str | None) -> int:
         return 1
     asked = parse_settings([on])
     if list(asked) != ["processes"]:
-        raise ConfigError(f"--on {on!r}: only processes=N is known here")
+        raise ConfigError(f"--on {shown(on)}: only processes=N is known here")
     processes = convert(asked["processes"], int, "processes")
     if processes < 1:
         raise ConfigError(f"processes must be 1 or more, got {processes}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lpkit.commands import machine, settings_and_machine
 from lpkit.config import Config, parse_settings
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import text_table
 
@@ -116,9 +116,9 @@ def _scaled(option: str, text: str, plain: str, suffix: str, scales: dict[str, f
     try:
         value = float(plain.removesuffix(suffix)) * scales[suffix]
     except (ValueError, KeyError):
-        raise ConfigError(f"{option} {text!r} is not {kind}") from None
+        raise ConfigError(f"{option} {shown(text)} is not {kind}") from None
     if not 0 < value <= most:
-        raise ConfigError(f"{option} must be above 0 and at most {limit}, got {text!r}")
+        raise ConfigError(f"{option} must be above 0 and at most {limit}, got {shown(text)}")
     return value
 
 

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import psutil
 
 from lpkit.course import processes
-from lpkit.errors import ConfigError, nearest, pick
-from lpkit.files import resource, write_atomically
+from lpkit.errors import ConfigError, named, nearest, pick, shown
+from lpkit.files import read_text, resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
 from lpkit.values import convert
 
@@ -52,6 +52,7 @@ FORMAT = "lpkit-notebook-run"
 INJECTED = "injected-parameters"
 SAMPLE_SECONDS = 0.1
 UNFINISHED = ("asked", "running")
+MOST_BYTES = 1 << 28        # of a notebook
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
             "counted in each; at least the kernel's own VmHWM")
@@ -102,8 +103,8 @@ def find(name: str) -> Path:
     nearest name."""
     if name.endswith(".ipynb") or os.sep in name:
         if not Path(name).is_file():
-            raise ConfigError(f"there is no notebook {name!r}; `lpkit notebook --list` shows the "
-                              f"course")
+            raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
+                              f"the course")
         return Path(name).resolve()
     known: dict[str, Path] = {}
     for path in course():
@@ -124,9 +125,14 @@ def read(path: Path) -> "NotebookNode":
     import nbformat
 
     try:
-        book = nbformat.read(path, as_version=4)
-    except (OSError, ValueError, nbformat.ValidationError) as error:
-        raise ConfigError(f"{path.name} is not a notebook: {str(error).splitlines()[0]}") from None
+        book = nbformat.reads(read_text(path, MOST_BYTES), as_version=4)
+    except ConfigError:
+        raise
+    # of JSON that is anything else, nbformat raises what it stumbles over
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError,
+            nbformat.ValidationError) as error:
+        why = named(str(error).partition("\n")[0])
+        raise ConfigError(f"{named(path.name)} is not a notebook: {why}") from None
     kernel = book.metadata.get("kernelspec", {}).get("name")
     if kernel != "python3":
         raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started "
@@ -236,13 +242,13 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
     values = {name: parameter.default for name, parameter in known.items()}
     for name, value in asked.items():
         if name not in known:
-            raise ConfigError(f"this notebook has no parameter {name!r}; "
+            raise ConfigError(f"this notebook has no parameter {shown(name)}; "
                               + (nearest(name, known) if known else "it declares none"))
         values[name] = convert(value, known[name].kind, name)
         try:
             ast.literal_eval(repr(values[name]))        # reads a literal, runs nothing
         except ValueError:
-            raise ConfigError(f"{name} cannot be {values[name]!r}: a parameter is a finite "
+            raise ConfigError(f"{name} cannot be {shown(values[name])}: a parameter is a finite "
                               f"number, text, true/false, none or a list") from None
     return values
 
@@ -255,7 +261,7 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
         key, equals, value = setting.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise ConfigError(f"expected key=value, got {setting!r}")
+            raise ConfigError(f"expected key=value, got {shown(setting)}")
         kind = known[key].kind if key in known else str
         kinds = (kind, *get_args(kind))
         whole = str in kinds or tuple in map(get_origin, kinds)

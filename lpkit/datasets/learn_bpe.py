@@ -16,11 +16,12 @@ from collections.abc import Iterator
 
 def texts() -> Iterator[str]:
     for line in sys.stdin:
-        text = json.loads(line)
-        if text is None:
+        if line == "null\n":
             threading.Thread(target=leave_with_parent, daemon=True).start()
             return
-        yield text
+        if not line.endswith("\n"):     # the parent ended in the middle of it
+            break
+        yield json.loads(line)
     os._exit(1)
 
 

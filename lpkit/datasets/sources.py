@@ -168,7 +168,7 @@ class HubSource:
         try:
             import datasets
         except ImportError:
-            raise ConfigError(f"{self.name!r} needs the package `datasets`; pip install "
+            raise ConfigError(f"{shown(self.name)} needs the package `datasets`; pip install "
                               f"'lpkit[data]', or give a file or folder as data.source") from None
         _, name, *subset = self.name.split(":")
         try:
@@ -180,8 +180,8 @@ class HubSource:
             raise
         except Exception as error:  # whatever the network, the hub or the dataset's own files raise
             why = " ".join(str(error).split())[:200]
-            raise ConfigError(f"cannot stream {self.name!r} ({type(error).__name__}: {why}); go "
-                              f"online, or give a file or folder as data.source") from error
+            raise ConfigError(f"cannot stream {shown(self.name)} ({type(error).__name__}: {why}); "
+                              f"go online, or give a file or folder as data.source") from error
 
 
 Source = Files | HubSource

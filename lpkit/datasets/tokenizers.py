@@ -6,7 +6,9 @@ produce it: a prompt or a corpus that spells `<|endoftext|>` gets the ordinary t
 characters.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -21,10 +23,12 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import PACKAGE, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
+LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 # A run of characters without a space, or of spaces, is cut so that none is twice as long: merging
 # takes time with the square of a word's length.
 LONG_RUN = 512
+LEARNED_RUN_CHARS = 1 << 22
 Texts = Callable[[], Iterator[str]]
 
 
@@ -185,35 +189,52 @@ def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
 
 def cut(text: str) -> Iterator[str]:
     """Parts of `text` in order, none of which has a run of 2 LONG_RUN characters. Text as people
-    write it is one part."""
+    write it is one part; of a longer run, most parts have LONG_RUN characters."""
     start = 0
     for i in range(0, len(text) - LONG_RUN + 1, LONG_RUN):
         block = text[i:i + LONG_RUN]
-        if i > start and (block.isspace() or len(block.split(None, 1)[0]) == LONG_RUN):
-            yield text[start:i]
-            start = i
-    yield text[start:]
+        if _is_run(block):
+            yield from filter(None, (text[start:i], block))
+            start = i + LONG_RUN
+    yield from filter(None, (text[start:],))
+
+
+def _is_run(block: str) -> bool:
+    return block.isspace() or len(block.split(None, 1)[0]) == LONG_RUN
+
+
+def _to_learn_from(texts: Iterator[str]) -> Iterator[str]:
+    """Their parts, with runs up to LEARNED_RUN_CHARS: no word of theirs occurs twice, and each
+    character takes 100 bytes."""
+    left = LEARNED_RUN_CHARS
+    for part in itertools.chain.from_iterable(map(cut, texts)):
+        if len(part) != LONG_RUN or not _is_run(part):
+            yield part
+        elif left > 0:
+            left -= LONG_RUN
+            yield part
 
 
 def _train(texts: Iterator[str], vocab: int) -> str:
-    """In a process of its own, which a signal to this one ends."""
-    command = [sys.executable, "-P", str(PACKAGE / "datasets" / "learn_bpe.py"), str(vocab),
-               END_OF_TEXT]
-    learned = ""
+    """In a process of its own, which ends with this function however it ends."""
+    learned, command = "", [sys.executable, "-P", str(LEARN), str(vocab), END_OF_TEXT]
     # a process group of its own: Ctrl-C is ours to hear
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          encoding="utf-8", process_group=0) as child:
-        try:
-            for text in texts:
-                child.stdin.writelines(f"{json.dumps(part)}\n" for part in cut(text))
-            child.stdin.write("null\n")
-            child.stdin.flush()
-            learned = child.stdout.read()
-        except BrokenPipeError:
-            pass                    # it ended, and its exit code says how
-        except BaseException:
-            child.kill()
-            raise
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                             encoding="utf-8", process_group=0)
+    try:
+        child.stdin.writelines(f"{json.dumps(part)}\n" for part in _to_learn_from(texts))
+        child.stdin.write("null\n")
+        child.stdin.flush()
+        learned = child.stdout.read()
+        child.wait()
+    except BrokenPipeError:     # it ended early
+        child.wait()
+    finally:
+        child.kill()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        child.stdout.close()
+        child.wait()
     if child.returncode:
         raise ConfigError(f"learning {vocab:,} entries of data.tokenizer=bpe broke off with exit "
                           f"code {child.returncode} (-9: memory ran out); use a smaller "

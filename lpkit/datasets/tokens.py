@@ -29,7 +29,7 @@ from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
 from lpkit.datasets import sources
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
-from lpkit.errors import ConfigError, DamagedError, named, pick
+from lpkit.errors import ConfigError, DamagedError, named, pick, shown
 from lpkit.values import Count, Folder, Place, checked
 
 FORMAT = "lpkit-tokens"
@@ -233,13 +233,14 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:
     if not any(split["documents"] for split in facts.values()):
-        raise ConfigError(f"there is no text in {source.name!r}: it is empty; give a source with "
-                          f"text in it")
+        raise ConfigError(f"there is no text in {shown(source.name)}: it is empty; give a source "
+                          f"with text in it")
     for split, name in zip(SPLITS, ("training", "validation")):
         if not facts[split]["tokens"]:
-            raise ConfigError(f"{source.name!r} is too small to split: none of its documents or "
-                              f"blocks fell to {name} with data.val_fraction={data.val_fraction}; "
-                              f"give more text, or change data.val_fraction (0.5 halves it)")
+            raise ConfigError(f"{shown(source.name)} is too small to split: none of its documents "
+                              f"or blocks fell to {name} with "
+                              f"data.val_fraction={data.val_fraction}; give more text, or change "
+                              f"data.val_fraction (0.5 halves it)")
 
 
 class _Writer:

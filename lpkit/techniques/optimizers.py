@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from lpkit.errors import ConfigError, at_least_zero, nearest, pick
+from lpkit.errors import ConfigError, at_least_zero, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique
 from lpkit.values import Positive, PositiveOrZero, Rate
 
@@ -181,17 +181,17 @@ def _parsed(group: str) -> tuple[str, dict[str, float]]:
     for part in parts:
         key, _, value = part.partition("=")
         if key not in ("lr_scale", "weight_decay"):
-            raise ConfigError(f"optimizer.groups has {group!r}, but a group has no {key!r}; set "
-                              f"lr_scale or weight_decay")
+            raise ConfigError(f"optimizer.groups has {shown(group)}, but a group has no "
+                              f"{shown(key)}; set lr_scale or weight_decay")
         try:
             values[key] = float(value)
         except ValueError:
-            raise ConfigError(f"optimizer.groups has {group!r}, but {key} must be a number, got "
-                              f"{value!r}") from None
-        at_least_zero(f"optimizer.groups {group!r}: {key}", values[key])
+            raise ConfigError(f"optimizer.groups has {shown(group)}, but {key} must be a number, "
+                              f"got {shown(value)}") from None
+        at_least_zero(f"optimizer.groups {shown(group)}: {key}", values[key])
     if not pattern or not values:
-        raise ConfigError(f"optimizer.groups has {group!r}; write it as pattern:lr_scale=0.1 or "
-                          f"pattern:weight_decay=0")
+        raise ConfigError(f"optimizer.groups has {shown(group)}; write it as "
+                          f"pattern:lr_scale=0.1 or pattern:weight_decay=0")
     return pattern, values
 
 
@@ -213,7 +213,7 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
     special = [_parsed(group) for group in settings.groups]
     for pattern, _ in special:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"optimizer.groups: no parameter is called {pattern!r}; "
+            raise ConfigError(f"optimizer.groups: no parameter is called {shown(pattern)}; "
                               f"{nearest(pattern, names)}")
     members = {(True, 1.0, settings.weight_decay): [], (False, 1.0, 0.0): []}
     for name in names:

@@ -1,0 +1,258 @@
+"""Failures become sentences: what values look like in them, what YAML may hold, and how a command ends."""
+
+import argparse
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lpkit import cli
+from lpkit.config import Config, ModelConfig, SystemConfig
+from lpkit.datasets.tokenizers import LONG_RUN, cut
+from lpkit.errors import ConfigError, nearest, printable, shown
+from lpkit.files import read_text
+from lpkit.plain_yaml import parse_yaml, read_yaml
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.optimizers import AdamWSettings
+from lpkit.values import Count, Place, checked
+from tests.attack import _broken, command_line, python_calls
+from tests.attack._forks import forked
+
+MEAN = ["\x1b[31mred", "\u202egnp.exe", "a\u200bb", "\x00", "\r\n", "\x9b2J", "\udcff", "\u2028"]
+
+
+class Rude:
+    def __repr__(self):
+        return "\x1b[2J" * 100
+
+
+loop: list = []
+loop.append(loop)
+
+
+@pytest.mark.parametrize("value", [*MEAN, "x" * 10**6, 10**5000, -10**400, [MEAN] * 1000, {"a": loop}, loop, Rude(), b"\xff" * 1000, None],
+                         ids=lambda value: type(value).__name__)
+def test_a_value_is_shown_short_and_harmless(value):
+    started = time.perf_counter()
+    assert len(shown(value)) <= 80 and shown(value).isprintable()
+    assert time.perf_counter() - started < 0.5
+
+
+def test_what_people_write_is_shown_as_it_is():
+    assert (shown("café 漢字"), shown(0.001), shown(None), shown(("a", 1))) == ("'café 漢字'", "0.001", "None", "('a', 1)")
+    assert printable("two\nlines\tand a tab") == "two\nlines\tand a tab"
+    assert str(ConfigError("x\x1b[2J")) == "x\\x1b[2J"
+
+
+def test_few_names_are_suggested():
+    many = [f"blocks.{i}.attention.query" for i in range(500)]
+    said = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
+    assert "blocks.7.attention.query.weight" in said and len(said) < 300
+    assert nearest("x", ["b", "a"]) == "choose one of a, b" and nearest("x" * 10**6, many).count("blocks") == 3
+
+
+@pytest.mark.parametrize("make, sentence", [
+    (lambda: Config(steps=2.5), "steps must be a whole number, got 2.5"),
+    (lambda: Config(steps=True), "steps must be a whole number, got True"),
+    (lambda: Config(seed=-1), "seed must be 0 or more, got -1"),
+    (lambda: Config(seed=2**63), "seed must be at most 9,223,372,036,854,775,807"),
+    (lambda: Config(steps=10**400), "steps must be at most 2,147,483,647, got a whole number of about 400 digits"),
+    (lambda: Config(optimizer={"beta2": float("nan")}), "optimizer.beta2 must be 0 or more and below 1, got nan"),
+    (lambda: AdamWSettings(lr="fast"), "optimizer.lr must be a number, got 'fast'"),
+    (lambda: ModelConfig(norm="rmsnrm"), "no model.norm 'rmsnrm'; did you mean 'rmsnorm'"),
+    (lambda: ModelConfig(norm=["rmsnorm"]), "model.norm must be text"),
+    (lambda: SystemConfig(threads=10**6), "system.threads must be from 1 to 1,024"),
+    (lambda: SystemConfig(device="cuda:²"), "system.device cannot be 'cuda:²'"),
+    (lambda: Config().replace({"precision.recipe": "fp8-delayed", "precision.recipe.margin": "-1"}), "margin must be from 0 to 64"),
+    (lambda: Config().replace({"model.layers": {"a": {}}}), "model.layers must be a whole number"),
+    (lambda: Layout(zero=4), "there is no ZeRO stage 4"),
+    (lambda: Layout(data=1.5), "parallel.data must be a whole number, got 1.5"),
+    (lambda: Config(data={"source": ""}), "data.source is empty"),
+])
+def test_settings_are_checked_when_they_are_made(make, sentence):
+    with pytest.raises(ConfigError) as found:
+        make()
+    assert sentence in str(found.value) and len(str(found.value)) < 400
+
+
+def test_a_seed_keeps_its_digits():
+    assert Config().replace({"seed": str(2**63 - 1)}).seed == 2**63 - 1 == Config(seed=2**63 - 1).seed
+
+
+def test_arguments_are_read_as_settings_are():
+    @checked
+    def f(place: Place, count: Count = 1, *, config: Config | None = None):
+        return place, count, config
+
+    assert f("a", "1_000") == ("a", 1000, None)
+    for wrong, sentence in ((("",), "place is empty"), (("a", 0), "count must be positive"), ((5,), "place must be text or a path"),
+                            (("x" * 300,), "part of more than 255 bytes")):
+        with pytest.raises(ConfigError, match=sentence):
+            f(*wrong)
+    with pytest.raises(ConfigError, match="config must be a Config or none, got 'cpu-3m'"):
+        f("a", config="cpu-3m")
+
+
+@pytest.mark.parametrize("name", [name for name in command_line.YAMLS if name not in (
+    "list", "word", "escape", "escaped_key", "infinite", "text", "nothing", "negative", "bool", "newer", "base60", "long")])
+def test_yaml_that_no_setting_needs_is_refused(name):
+    started = time.perf_counter()
+    with pytest.raises(ConfigError) as found:
+        Config.from_yaml(command_line.YAMLS[name])
+    assert time.perf_counter() - started < 2 and "\n" not in str(found.value) and len(str(found.value)) < 400
+
+
+def test_yaml_errors_name_file_and_line(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("steps: 1\nseed: 2\nsteps: 3\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml is not valid YAML, line 3: the key steps is there twice"):
+        read_yaml(path)
+    assert parse_yaml("") == {} and parse_yaml("a: [1, x, 2.5, null]") == {"a": [1, "x", 2.5, None]}
+    shared = ("first", "head")
+    config = Config().replace({"precision.recipe": "mxfp8", "precision.recipe.high_precision_layers": shared})
+    assert Config.from_yaml(config.to_yaml()) == config     # what the kit writes has no alias
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path, kind in ((tmp_path / "fifo", "a named pipe"), (tmp_path / "zero", "a device"), (tmp_path, "a folder")):
+        with pytest.raises(ConfigError, match=f"is {kind}, not a file"):
+            read_text(path, 100)
+    (tmp_path / "large").write_bytes(b"a" * 101)
+    with pytest.raises(ConfigError, match="more than 100 bytes"):
+        read_text(tmp_path / "large", 100)
+
+
+# the command line
+
+@pytest.fixture
+def failing(monkeypatch):
+    """`failing(error)`: how a command ends that raises it."""
+    def run(error):
+        def broken(args):
+            raise error
+
+        monkeypatch.setattr("lpkit.commands.predict.run", broken)
+        return cli.main(["predict", "cpu-3m"])
+
+    return run
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own."""
+
+
+@pytest.mark.parametrize("error, code, sentence", [
+    (OSError(errno.ENOSPC, "No space left on device", "/x/a\x1b.json"), 2, "/x/a\\x1b.json: No space left on device; free some space"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x: Permission denied; choose another path, or change its permissions"),
+    (OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB"), 2, "memory ran out; choose a smaller model"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), 2, "memory ran out"),
+    (MemoryError(), 2, "memory ran out"), (RecursionError(), 2, "nests too deeply"), (KeyboardInterrupt(), 130, "interrupted"),
+    (ConfigError("x must be y"), 2, "x must be y"),
+])
+def test_what_is_no_fault_of_lpkit_ends_in_a_sentence(failing, capsys, error, code, sentence):
+    assert failing(error) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lpkit: ") and sentence in line
+
+
+@pytest.mark.parametrize("error", [AssertionError("x"), KeyError("x"), TypeError("x"), RuntimeError("x")])
+def test_a_fault_of_lpkit_keeps_its_traceback(failing, error):
+    with pytest.raises(type(error)):
+        failing(error)
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_signals_unwind(monkeypatch, capsys, name, code):
+    undone = []
+
+    def work(args):
+        try:
+            signal.raise_signal(getattr(signal, name))
+        finally:
+            undone.append(name)
+
+    before = signal.getsignal(getattr(signal, name))
+    monkeypatch.setattr("lpkit.commands.predict.run", work)
+    assert cli.main(["predict", "cpu-3m"]) == code and undone == [name]
+    assert capsys.readouterr().err == f"lpkit: stopped by {name}\n" and signal.getsignal(getattr(signal, name)) == before
+
+
+def test_argparse_repeats_its_input_short_and_harmless(capsys):
+    for arguments in (["predict", "cpu-3m", "--\x1b[2J" + "x" * 10**5], ["predict", "cpu-3m", "--devices", "9" * 5000],
+                      ["plan", "--model", "llama-8b", "--tokens", "1e9", "--budget=--"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        said = capsys.readouterr().err
+        assert left.value.code == 2 and "\x1b" not in said and len(said.splitlines()[-1]) < 700
+
+
+def test_outputs_obey_no_terminal_either(monkeypatch, capsys):
+    monkeypatch.setattr("lpkit.commands.predict.run", lambda args: {})
+    monkeypatch.setattr("lpkit.commands.predict.text", lambda result: "a\x1b[2J\n\tb")
+    assert cli.main(["predict", "cpu-3m"]) == 0 and capsys.readouterr().out == "a\\x1b[2J\n\tb\n"
+
+
+# corpora
+
+@pytest.mark.parametrize("text", ["", "a b " * 2000, "a" * (LONG_RUN - 1), "a" * LONG_RUN, "a" * 5000, " " * 3000 + "x", "é" * 700 + " " + "y" * 1700 + " z"])
+def test_long_runs_are_cut_and_nothing_is_lost(text):
+    parts = list(cut(text))
+    assert "".join(parts) == text and "" not in parts
+    runs = [run for part in parts for run in (*part.split(), *("".join(c if c.isspace() else "." for c in part)).split("."))]
+    assert max(map(len, runs), default=0) < 2 * LONG_RUN
+    assert "a b" not in text or len(parts) == 1
+
+
+SLOW_TRAINING = """
+import sys, time
+from lpkit import cli
+from lpkit.datasets import tokenizers
+learn = sys.argv[1] + "/learn.py"
+open(learn, "w").write("import sys, time; sys.stdin.readline(); print('begun', file=sys.stderr, flush=True); time.sleep(60)")
+tokenizers.LEARN = learn
+sys.exit(cli.main(["data", "prepare", sys.argv[1] + "/text", "--tokenizer", "bpe"]))
+"""
+
+
+def test_a_signal_ends_the_preparation_of_a_corpus(tmp_path):
+    """The child that learns merges never answers here, as the library does not while it merges."""
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.txt").write_text("the cat sat\n" * 9)
+    command = [sys.executable, "-c", SLOW_TRAINING, str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}) as process:
+        assert process.stderr.readline() == "begun\n"
+        sent = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143 and time.monotonic() - sent < 2
+        assert process.stderr.read() == "lpkit: stopped by SIGTERM\n"
+    assert [path.name for path in (tmp_path / "cache/lpkit/tokens").iterdir()] == ["locks"]
+
+
+# the attacks say what gives way
+
+@pytest.mark.slow
+def test_the_attacks_say_what_gives_way(tmp_path):
+    command_line.odd_files(tmp_path / "odd")
+    names = {"no_boundary": "a traceback", "raw_words": "control characters", "any_file": "hangs", "aliases": None, "litter": "leaves something",
+             "elsewhere": "writes elsewhere", "right": "exit code"}
+    calls = {"unchecked": "nothing raised", "another_error": "another error"}
+    ended = dict(zip([*names, *calls], forked(_broken.__name__, [*names, *calls], tmp_path, 2.0), strict=True))
+    for name, what in names.items():
+        found = command_line.complaints(ended[name])
+        assert (what in found) if what else not found, (name, found, ended[name])
+    for name, what in calls.items():
+        assert what in python_calls.complaints(ended[name]), (name, ended[name])
+
+
+def test_options_that_share_a_type_share_its_words():
+    from lpkit.commands import a_folder
+
+    with pytest.raises(argparse.ArgumentTypeError, match="is empty"):
+        a_folder("")
