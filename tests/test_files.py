@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from lpkit import files, machine_facts
+from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels import compile_c
 from lpkit.measure import telemetry
@@ -275,7 +276,7 @@ def test_lines_are_appended_to_whole_lines(before, after, tmp_path):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../up", "/root", "a/b", "a\\b", "a\nb", "a\0", "\x1b[2J", "\udc80", "ä" * 101, 3])
 def test_names_of_a_series_stay_inside_its_folder(name, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be the name of a folder; use"):
+    with pytest.raises(ConfigError, match="cannot be the name of a folder; use|must be text, got 3"):
         start_each({"a": Config(), name: Config()}, out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
     assert files.one_name("bf16, größer") == "bf16, größer"
