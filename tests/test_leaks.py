@@ -3,14 +3,17 @@
 import gc
 import re
 import signal
+import warnings
 import weakref
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import lpkit
 from lpkit.config import Config, MemoryConfig
 from lpkit.contracts import Stage, Transform
+from lpkit.memory.recompute import within
 from lpkit.techniques import blocks, changes, data, optimizers, recipes, schedules
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import loop
@@ -188,3 +191,25 @@ def test_a_handle_and_a_series_keep_runs_and_no_models(tiny, tmp_path, models, m
     with pytest.raises(ZeroDivisionError):
         failed.result()
     assert len(models) == 4 and isinstance(failed.error, ZeroDivisionError) and all_gone(models)
+
+
+# ---- what a mode does not see
+
+def test_a_compiled_update_within_a_budget_gives_back_what_it_took(toys, monkeypatch):
+    """By PyTorch's own count of what the CPU's allocator gave out and took back in the third update."""
+    monkeypatch.setitem(within.__kwdefaults__, "compiler", "aot_eager_decomp_partition")
+    torch._dynamo.reset()
+    config = BASE.replace({"memory.recompute": "budget", "system.compile": True, "precision.recipe": "fp32", "grad_accum_steps": 1})
+    training = Training.build(config, data=RandomTokens(config))
+    for step in range(2):
+        training.update(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # the profiler's own
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            training.update(2)
+    counted = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sum(counted) == 0 < max(counted)
+    model = weakref.ref(training.model)
+    del training
+    gc.collect()
+    assert model() is None

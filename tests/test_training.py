@@ -272,13 +272,13 @@ def test_a_run_out_of_memory_is_recorded_with_its_error(tiny, tmp_path, monkeypa
 
     monkeypatch.setattr(Training, "update", update)
     monkeypatch.setattr(hardware, "peak_flops", lambda *args: measured.append(args))
-    with pytest.raises(torch.OutOfMemoryError, match="20 GiB"):
+    with pytest.raises(RunFailedError, match="20 GiB"):
         fit(built, tmp_path / "run")
     summary = Run.open(tmp_path / "run").summary
     assert (summary["status"], summary["steps"], summary["mfu"]) == ("failed", 4, None) and not measured
-    assert summary["error"].startswith("OutOfMemoryError: CUDA out of memory") and summary["last_checkpoint"] == "step-00000004"
+    assert summary["error"].startswith("out of memory after step 4 (OutOfMemoryError: CUDA out of memory.") and summary["last_checkpoint"] == "step-00000004"
     html = Run.open(tmp_path / "run")._repr_html_()
-    assert "failed after 4 steps" in html and "Tried to allocate 20 GiB; kept: step-00000004" in html
+    assert "failed after 4 steps" in html and "Tried to allocate 20 GiB" in html and "kept: step-00000004" in html
 
 
 def test_a_run_without_a_summary_is_shown(tiny, tmp_path):
