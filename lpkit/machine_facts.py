@@ -68,7 +68,7 @@ def available_bytes() -> int:
             stat = dict(zip(words[::2], words[1::2]))
             pages = sum(int(stat.get(f"total_{name}", stat.get(name, 0)))   # version 1: total_
                         for name in ("active_file", "inactive_file"))
-            left.append(int(limit) - int(_read(used)) + pages + swap)
+            left.append(int(limit) - int(_read(used) or 0) + pages + swap)
     if sys.platform == "linux":
         import resource
 

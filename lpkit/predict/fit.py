@@ -101,8 +101,8 @@ class Fit:
             has += f" left of {quantity(whole_bytes, 'bytes')}"
         least = " at least" if self.without else ""
         return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
-                f"({self.moment}), by a formula that is right to {self.error:.0%}{self.left_out}, and "
-                f"{self.on.title} has {has}; the largest of it: {self.largest}; {self.way_out}")
+                f"({self.moment}), by a formula that is right to {self.error:.0%}{self.left_out}, "
+                f"and {self.on.title} has {has}; the largest of it: {self.largest}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -173,8 +173,8 @@ class _Search:
         return sorted(found, key=_cost)
 
     def several(self, keys: Sequence[str]) -> list[Way]:
-        """All of `keys` that helps, without what can be left out, the dearest first; then of each key that
-        is left the cheapest value that does."""
+        """All of `keys` that helps, without what can be left out, the dearest first; then of each
+        key that stays the cheapest value that does."""
         chosen: dict[str, Any] = {}
         for key in [*keys, *keys]:      # twice: one may help where others do
             tried = [chosen, *(chosen | {key: value} for value in self.others[key])]
