@@ -360,6 +360,15 @@ def test_two_processes_prepare_the_same_thing(folder, tmp_path):
     assert len([path for path in (tmp_path / "cache").iterdir() if path.name != "locks"]) == 1
 
 
+def test_what_another_has_prepared_is_read_without_a_right_to_write(folder, tmp_path, monkeypatch):
+    made = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    (tmp_path / "cache" / "locks").rename(tmp_path / "theirs")
+    (tmp_path / "cache" / "locks").symlink_to(tmp_path / "theirs")
+    assert prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache").folder == made.folder
+    with pytest.raises(ConfigError, match="locks' is a link"):
+        prepare(DataConfig(source=str(folder), val_fraction=0.2), 256, tmp_path / "cache")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_full_disk_is_one_sentence_and_no_litter(folder, tmp_path, monkeypatch):
     whole = Path.open

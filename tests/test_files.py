@@ -92,6 +92,7 @@ def test_another_process_is_kept_out_and_a_killed_one_lets_go(filesystem, tmp_pa
     assert {path.name for path in lock.parent.iterdir()} == {".lock"}
 
 
+@pytest.mark.parametrize("filesystem", [None, errno.ENOLCK], indirect=True, ids=["flock", "none"])
 def test_increments_of_many_processes_are_all_counted(filesystem, tmp_path):
     """Each reads, waits and writes under the lock; some are killed while they hold it."""
     lock, number = tmp_path / "lock", tmp_path / "number"
