@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -171,7 +171,8 @@ def refuse_links(folder: Path) -> None:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                _refuse(entry.path, entry.stat(follow_symlinks=False).st_mode)
+                with suppress(FileNotFoundError):       # a temporary one, gone by now
+                    _refuse(entry.path, entry.stat(follow_symlinks=False).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lpkit import records
 from lpkit.errors import ConfigError, nearest, pick
-from lpkit.files import append_lines
+from lpkit.files import append_lines, refuse_links
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.precision.error import decibel
@@ -379,6 +379,7 @@ def read(path: str | Path) -> list[Sample]:
     """The samples of a run folder by step. A step that was done again counts once, the last time;
     a damaged line is left out with a warning. Raises ConfigError when there are none."""
     path = Path(path)
+    refuse_links(path)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps "

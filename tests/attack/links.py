@@ -283,8 +283,9 @@ def _held(trial: Path, rng: random.Random) -> None:
 
 def _kernel(change: Callable[[Path, Path], Any]) -> Callable[[Path, random.Random], None]:
     def plant(trial: Path, rng: random.Random) -> None:
-        for path in (trial / "cache" / "lpkit" / compile_c.own_cache().name).glob("*.so"):
-            change(path, trial / "outside")
+        for path in [*(trial / "cache" / "lpkit" / compile_c.own_cache().name).glob("*.so")]:
+            if path.is_file() and not path.is_symlink() and not path.parent.is_symlink():
+                change(path, trial / "outside")
 
     return plant
 
