@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -182,6 +183,57 @@ def test_a_claim_that_fails(tmp_path):
     assert Path(record["output"]).exists()
 
 
+@pytest.mark.parametrize("cell", ["import sys; sys.exit(0)", "exit"])
+def test_a_notebook_that_leaves_before_its_claim_does_not_hold_it(tmp_path, cell):
+    book = write(tmp_path / "a.ipynb", cell, "import time; time.sleep(1)", claim="assert False")
+    record = go(book, out=tmp_path / "out")
+    assert record["status"] == "failed" and record["ran"] < record["cells"] == 4
+    assert command._outcome(record).startswith("failed in cell")
+
+
+def test_skipped_and_unheard_asserts_do_not_hold_a_claim(tmp_path, monkeypatch):
+    """nbclient skips a cell by its tag, and Python drops asserts when it is told to optimise."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    path = write(tmp_path / "a.ipynb", "print('asserts:', __debug__)")
+    book = nbformat.read(path, as_version=4)
+    book.cells[-1].metadata.tags.append("skip-execution")
+    nbformat.write(book, path)
+    record = go(path, out=tmp_path / "out")
+    assert (record["status"], record["ran"]) == ("failed", 2) and record["error"]["message"].endswith(": 3")
+    assert "asserts: True" in printed(record["output"])
+
+
+@pytest.mark.parametrize("claim", ["", "print(steps)", "if steps < 100:\n    assert steps", "%%script true\nassert False",
+                                   "def held():\n    assert steps < 100", "%time assert False"])
+def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
+    with pytest.raises(ConfigError, match="holds nothing"):
+        notebooks.plan(write(tmp_path / "a.ipynb", claim=claim), out=tmp_path / "out")
+
+
+def test_two_claims_are_both_said_and_both_held(tmp_path):
+    path = write(tmp_path / "a.ipynb")
+    book = nbformat.read(path, as_version=4)
+    book.cells.append(new_code_cell("# and more\nassert True", metadata={"tags": ["claim"]}))
+    assert notebooks.claim(book) == "Few steps are enough; and more"
+
+
+def test_two_cells_of_parameters_are_refused(tmp_path):
+    """The second would set what was asked back to its own."""
+    path = write(tmp_path / "a.ipynb")
+    book = nbformat.read(path, as_version=4)
+    book.cells.append(new_code_cell("steps: int = 7", metadata={"tags": ["parameters"]}))
+    nbformat.write(book, path)
+    with pytest.raises(ConfigError, match="2 cells are tagged `parameters`"):
+        notebooks.plan(path, ["steps=5"], out=tmp_path / "out")
+
+
+def test_an_output_that_is_run_again_takes_what_is_asked_now(tmp_path):
+    book = notebooks.with_parameters(notebooks.read(write(tmp_path / "a.ipynb")), {"steps": 5, "lr": 0.1})
+    again = notebooks.with_parameters(book, {"steps": 7})
+    assert [cell.source for cell in notebooks.tagged(again, notebooks.INJECTED)] == ["# Parameters\nsteps = 7"]
+    assert notebooks.tagged(notebooks.with_parameters(book, {}), notebooks.INJECTED) == []
+
+
 def test_a_killed_kernel(tmp_path):
     book = write(tmp_path / "a.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     record = go(book, out=tmp_path / "out")
@@ -253,22 +305,26 @@ def test_a_grid_side_by_side(tmp_path):
 
 
 @pytest.mark.dist
-def test_sigterm_ends_the_kernel_and_says_so(tmp_path):
-    write(tmp_path / "a.ipynb", "import os, time\nprint(os.getpid(), flush=True)\n"
-                                "open('kernel.pid.part', 'w').write(str(os.getpid()))\n"
-                                "os.rename('kernel.pid.part', 'kernel.pid')\ntime.sleep(100)")
+@pytest.mark.parametrize("sent, code", [(signal.SIGHUP, 129), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_kernel_and_the_record_says_so(tmp_path, sent, code):
+    """Even SIGKILL: the keeper has the notebook's process write its record first."""
+    write(tmp_path / "a.ipynb", "import os, time\nprint('so far', flush=True)",
+          "open('kernel.pid.part', 'w').write(str(os.getpid()))\n"
+          "os.rename('kernel.pid.part', 'kernel.pid')\ntime.sleep(100)")
     door = subprocess.Popen([sys.executable, "-m", "lpkit", "notebook", "./a.ipynb", "--out", "out"], cwd=tmp_path,
                             stderr=subprocess.DEVNULL)
-    import psutil
-
     while not (tmp_path / "kernel.pid").exists():
         assert door.poll() is None
         time.sleep(0.02)
     kernel = psutil.Process(int((tmp_path / "kernel.pid").read_text()))
-    door.send_signal(signal.SIGTERM)
-    assert door.wait(30) == 143
-    assert json.loads((tmp_path / "out" / "a.json").read_text())["status"] == "killed"
+    begun = time.monotonic()
+    door.send_signal(sent)
+    assert door.wait(30) == code
     kernel.wait(30)
+    assert time.monotonic() - begun < 2
+    record = json.loads((tmp_path / "out" / "a.json").read_text())
+    assert (record["status"], record["cell"], record["ran"]) == ("killed", 3, 2)
+    assert "so far" in printed(record["output"])
 
 
 def test_the_command_line(tmp_path):

@@ -342,7 +342,7 @@ def run(job: Job, *, say: Callable[[str], None] = lambda line: None) -> dict[str
 class Attempt:
     """A run of one notebook. Its record lies in `job.out` all the while, and says `done` only when
     every code cell ran to its end; its first ending is the one that counts, so that also another
-    thread may end it. `folder` is private, for the notebook on its way."""
+    thread may end it. `folder` is private: for the notebook on its way, and the kernel's keys."""
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]):
         self.job, self.say, self.unfinished = job, say, folder / "unfinished.ipynb"
@@ -350,7 +350,7 @@ class Attempt:
         self.code = [cell.id for cell in self.book.cells
                      if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
         self.ran: set[str] = set()
-        self.kernel, self.lock = _Kernel(), threading.RLock()
+        self.kernel, self.lock = _Kernel(folder / "kernel.json"), threading.RLock()
         self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}
 
     def update(self, **changes: Any) -> None:
@@ -503,7 +503,7 @@ def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
             f"from lpkit.course import notebooks; sys.exit(notebooks.work({str(folder)!r}))")
     with children.start(
             [sys.executable, "-P", "-c", code], folder, files={"job": repr(told)},
-            env=os.environ | share | {"JUPYTER_RUNTIME_DIR": str(folder / "runtime")}) as keeper:
+            env=os.environ | share) as keeper:
         exit_code = keeper.wait()
     record = json.loads(job.record.read_text())
     if record["status"] in UNFINISHED:
@@ -542,7 +542,8 @@ class _Kernel:
     """What the front door must know about the kernel beneath papermill: its process, its memory,
     how it ended."""
 
-    def __init__(self):
+    def __init__(self, connection_file: Path):
+        self.connection_file = connection_file
         self.process: Any = None
         self.peak_rss_bytes = 0
 
@@ -556,6 +557,7 @@ class _Kernel:
             async def start_kernel(self, **options):
                 if self.has_trait("transport_encryption"):
                     self.transport_encryption = "auto"
+                self.connection_file = str(kernel.connection_file)
                 # with it Python drops every assert, and with them every claim
                 env = options.pop("env", os.environ) | {"PYTHONOPTIMIZE": ""}
                 await super().start_kernel(**options, env=env)

@@ -67,10 +67,11 @@ class Children:
         self._started.append(keeper)
         told = {"command": list(map(str, command)), "folder": str(folder), "files": dict(files or {}),
                 "log": log, "cwd": cwd and str(cwd), "fds": list(fds)}
-        with contextlib.suppress(OSError, ValueError):  # it is gone; or `end` closed the pipe
-            keeper.stdin.write(json.dumps(told) + "\n")
-            keeper.stdin.flush()
-        if self.over:
+        if not self.over:
+            with contextlib.suppress(OSError, ValueError):  # it is gone; or `end` closed the pipe
+                keeper.stdin.write(json.dumps(told) + "\n")
+                keeper.stdin.flush()
+        if self.over:       # since before, or since a moment ago
             end(keeper)
         return keeper
 
