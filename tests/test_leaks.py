@@ -23,7 +23,7 @@ from lpkit.training.training import RandomTokens, Training
 from tests.attack import leaks
 from tests.attack.leaks import TINY, Live
 
-BASE = Config().replace(TINY | {"model.layers": 1})
+BASE = Config().replace(TINY)
 
 
 class Seen(Transform):
@@ -104,7 +104,7 @@ def grows(training: Training, steps: int = 4) -> set[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_update_makes_ends_with_it_and_a_training_with_its_last_name(toys, tmp_path, case):
-    config = leaks.config(tmp_path).replace({"model.layers": 1} | CASES[case])
+    config = leaks.config(tmp_path).replace(CASES[case])
     tokens = None if "data.policy" in CASES[case] else RandomTokens(config)
     training = Training.build(config, data=tokens)
     assert not grows(training)
@@ -148,7 +148,7 @@ def models(monkeypatch):
 
 @pytest.fixture
 def tiny(toys, tmp_path):
-    return leaks.config(tmp_path).replace({"steps": 4, "model.layers": 1, "precision.telemetry_every": 3})
+    return leaks.config(tmp_path).replace({"steps": 4})
 
 
 def all_gone(models) -> bool:
@@ -157,7 +157,7 @@ def all_gone(models) -> bool:
 
 
 def test_nothing_of_a_run_stays(tiny, tmp_path, models):
-    run = train(tiny, out=tmp_path / "run")
+    run = train(tiny.replace({"precision.telemetry_every": 3}), out=tmp_path / "run")
     assert run.summary["status"] == "complete" and all_gone(models)
 
 

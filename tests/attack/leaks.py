@@ -22,7 +22,7 @@ from lpkit.training.training import Training
 from tests.attack import Outcome
 
 COUNT, FEW = 200, 8     # steps
-TINY = {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 4,
+TINY = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 4,
         "grad_accum_steps": 2, "schedule.warmup_steps": 1, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 5,
         "precision.recipe": "bf16", "system.device": "cpu", "system.threads": 1, "system.compile": False}
 
@@ -60,12 +60,14 @@ def config(folder: Path) -> Config:
 
 # ---- those who look: each may be attached to a Training
 
+SAMPLED = partial(telemetry.attach, every=2, counterfactuals=("fp8-delayed", "mxfp8"))
+
+
 def tracked(training: Training) -> None:
     @contextmanager
     def watch(step: int) -> Iterator[None]:
-        with Tracker(training.model, training.optimizer, training.device) as tracker:
+        with Tracker(training.model, training.optimizer, training.device):
             yield
-        tracker.footprint()
 
     training.watchers.append(watch)
 
@@ -78,8 +80,8 @@ def hooked(training: Training) -> None:
 
 WATCHERS: dict[str, tuple[dict, Callable[[Training], object]]] = {
     "nobody": ({}, lambda training: None),
-    "telemetry": ({}, partial(telemetry.attach, every=2)),
-    "telemetry of a history": ({"precision.recipe": "fp8-delayed"}, partial(telemetry.attach, every=2, rows=None)),
+    "telemetry": ({}, SAMPLED),
+    "telemetry of a history": ({"precision.recipe": "fp8-delayed"}, SAMPLED),
     "the tracker": ({}, tracked),
     "a fault": ({"precision.recipe": "fp8-delayed"}, hooked),
 }
