@@ -66,9 +66,9 @@ def not_empty(name: str, value: object) -> None:
         raise ConfigError(f"{name} is empty; give one, or leave it out")
 
 
-def place(name: str, value: str | Path) -> None:
-    """A path that a file system can have; of what may be something else too, only a path."""
-    if not isinstance(value, str | Path):
+def place(name: str, value: Any) -> None:
+    """A path that a file system can have; of `Run | Place`, a Run is none."""
+    if not isinstance(value, (str, Path)):
         return
     not_empty(name, value)
     text(name, str(value))

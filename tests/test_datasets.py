@@ -6,10 +6,12 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +32,7 @@ from lpkit.datasets import (
     tokenizer_from_dict,
 )
 from lpkit.datasets import sources as sources_module
+from lpkit.datasets import tokenizers as tokenizers_module
 from lpkit.datasets.sources import BLOCK_CHARS, is_validation
 from lpkit.errors import ConfigError
 from lpkit.techniques.data import POLICIES
@@ -401,6 +404,95 @@ print(peak() - before, len(files.train) + len(files.val))
                           check=True)
     extra, tokens = map(int, done.stdout.split())
     assert tokens > 60 << 20 and extra < 24 << 20
+
+
+# bounds: what is unpacked, held and merged does not grow with what a file claims
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.txt.zst", "bomb.jsonl.gz", "bomb.parquet.gz", "bomb.parquet"])
+def test_a_bomb_is_refused_and_nothing_is_kept(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources_module, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources_module, "MOST_RATIO", 100)
+    path = tmp_path / name
+    if name == "bomb.parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": pyarrow.array(["a" * 999] * 9000).dictionary_encode()}), path)
+    else:
+        _packed(path, b"\n" * (4 << 20) if "jsonl" in name else b"a" * (4 << 20))
+    with pytest.raises(ConfigError, match=rf"{name} unpacks to more than 1,\d+,\d+ bytes, 100 times its own size.*repair"):
+        prepare(DataConfig(source=str(path)), 256, tmp_path / "cache")
+    assert [left.name for left in (tmp_path / "cache").iterdir()] == ["locks"]
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_dense_text_is_no_bomb(tmp_path, monkeypatch, packing):
+    monkeypatch.setattr(sources_module, "FREE_BYTES", 1)
+    path = tmp_path / f"a.txt{packing}"
+    _packed(path, prose(60_000).encode())
+    assert sum(len(piece.text) for piece in find_source(str(path)).pieces()) == len(prose(60_000))
+
+
+def test_a_zst_of_several_frames_is_read_whole_and_one_that_was_cut_is_not(tmp_path):
+    import zstandard
+
+    path, texts = tmp_path / "a.txt.zst", [prose(30_000, seed) for seed in (1, 2)]
+    frames = b"".join(zstandard.compress(text.encode()) for text in texts)
+    path.write_bytes(frames)
+    assert "".join(piece.text for piece in find_source(str(path)).pieces()) == "".join(texts)
+    path.write_bytes(frames[:-200])
+    with pytest.raises(ConfigError, match=r"cannot read .*a.txt.zst: it ends inside a frame"):
+        list(find_source(str(path)).pieces())
+
+
+def test_a_long_document_comes_in_pieces_and_keeps_its_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources_module, "PIECE_CHARS", 1000)
+    text, path = prose(1000), tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": text}))
+    pieces = list(find_source(str(path)).pieces())
+    assert "".join(piece.text for piece in pieces) == text and {piece.key for piece in pieces} == {text}
+    assert len(pieces) > 3 and [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    monkeypatch.setattr(sources_module, "MOST_DOCUMENT_CHARS", 1000)
+    with pytest.raises(ConfigError, match=r"line 1 of .*a.jsonl is one document of [\d,]+ characters, and at most 1,000"):
+        list(find_source(str(path)).pieces())
+    monkeypatch.setattr(sources_module, "MOST_LINE_CHARS", 1000)
+    with pytest.raises(ConfigError, match=r"line 1 of .*a.jsonl has more than 1,000 characters"):
+        list(find_source(str(path)).pieces())
+
+
+@pytest.mark.parametrize("text", ["a" * (1 << 20), " " * (1 << 20), "".join(map(chr, np.random.default_rng(0).integers(97, 123, 1 << 18)))],
+                         ids=["one letter", "spaces", "letters"])
+def test_text_without_words_takes_no_quadratic_time(tmp_path, text):
+    started = time.process_time()
+    tokenizer = TOKENIZERS["bpe"].build(400, lambda: iter([text]), tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert time.process_time() - started < 5    # as one word: minutes
+
+
+def test_no_word_is_learned_from_beyond_its_bound(monkeypatch):
+    monkeypatch.setattr(tokenizers_module, "LEARNED_RUN_CHARS", 2048)
+    parts = list(tokenizers_module._to_learn_from(iter(["x" * 10_000, "words of people"])))
+    assert sum(map(len, parts)) < 2048 + 512 + 20 and parts[-1] == "words of people"
+
+
+def test_a_learner_that_ends_early_is_named(tmp_path, monkeypatch):
+    (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(tokenizers_module, "LEARN", tmp_path / "killed.py")
+    with pytest.raises(ConfigError, match=r"learning 300 entries .* exit code -9 .*memory ran out"):
+        TOKENIZERS["bpe"].build(300, lambda: iter([prose(3000)] * 20), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["killed.py"]
+
+
+def test_a_learner_ends_with_its_parent(tmp_path):
+    """Killed while the learner waits for more text: it must not wait for ever."""
+    code = ("import sys, time; from lpkit.datasets import tokenizers as t\n"
+            "def texts():\n    yield 'a b ' * 99\n    print('begun', flush=True)\n    time.sleep(60)\n"
+            "t._train(texts(), 300)")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        (child,) = psutil.Process(process.pid).children()
+        process.kill()
+    child.wait(10)
 
 
 # bad input: one sentence, the offender and the way out

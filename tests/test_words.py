@@ -88,7 +88,11 @@ def test_arguments_are_read_as_settings_are():
     def f(place: Place, count: Count = 1, *, config: Config | None = None):
         return place, count, config
 
-    assert f("a", "1_000") == ("a", 1000, None)
+    @checked
+    def g(run: Config | Place):
+        return run
+
+    assert f("a", "1_000") == ("a", 1000, None) and g(Config()) == Config() and g("a") == "a"
     for wrong, sentence in ((("",), "place is empty"), (("a", 0), "count must be positive"), ((5,), "place must be text or a path"),
                             (("x" * 300,), "part of more than 255 bytes")):
         with pytest.raises(ConfigError, match=sentence):

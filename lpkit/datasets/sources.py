@@ -344,14 +344,15 @@ def _field(row: Any, where: str) -> str:
 
 
 def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
+    name = named(path)
     with io.TextIOWrapper(stream, encoding="utf-8") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_CHARS), ""), 1):
-            where = f"line {number} of {named(path)}"
+            if line.isspace():
+                continue
+            where = f"line {number} of {name}"
             if len(line) == MOST_LINE_CHARS:
                 raise ConfigError(f"{where} has more than {MOST_LINE_CHARS:,} characters, and a "
                                   f"line is held in memory; divide its document")
-            if line.isspace():
-                continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
