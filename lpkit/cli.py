@@ -57,8 +57,21 @@ def usage() -> str:
 
 def complain(sentence: object) -> int:
     first, *more = printable(str(sentence)).split("\n")
-    print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
+    with contextlib.suppress(OSError):      # nobody reads it
+        print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
     return 2
+
+
+def say(text: str) -> None:
+    """To standard output, in its encoding. Raises OSError, but not when its reader has left."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        # Python would try the rest of its buffer again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):      # `lpkit ... | head`: it has seen enough
+            raise
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,9 +99,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
-    except BrokenPipeError:     # `lpkit ... | head`: whoever read it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         return complain(_of_system(error))
     except RecursionError:
@@ -102,10 +112,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+        say(usage())
         return 0
     if argv[0] == "--version":
-        print(__version__)
+        say(__version__)
         return 0
     name = argv[0]
     if name not in COMMANDS:
@@ -119,8 +129,7 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv[1:])
     result = command.run(args)
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
-    text = json.dumps(result, allow_nan=False) if args.json else printable(command.text(result))
-    print(text, flush=True)
+    say(json.dumps(result, allow_nan=False) if args.json else printable(command.text(result)))
     return code
 
 

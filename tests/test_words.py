@@ -202,6 +202,19 @@ def test_outputs_obey_no_terminal_either(monkeypatch, capsys):
     assert cli.main(["predict", "cpu-3m"]) == 0 and capsys.readouterr().out == "a\\x1b[2J\n\tb\n"
 
 
+def test_an_output_that_takes_nothing(tmp_path):
+    """A full disk is named, a reader that left is not; nothing follows from the interpreter's own end."""
+    command = [sys.executable, "-m", "lpkit", "--version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "lpkit: No space left on device; free some space, or choose another folder\n")
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # corpora
 
 @pytest.mark.parametrize("text", ["", "a b " * 2000, "a" * (LONG_RUN - 1), "a" * LONG_RUN, "a" * 5000, " " * 3000 + "x", "é" * 700 + " " + "y" * 1700 + " z"])
