@@ -273,7 +273,7 @@ def test_the_sentence_of_a_measurement():
 @pytest.mark.parametrize("settings, why", [({"recipes": ["fp9"]}, "there is no precision.recipe 'fp9'"),
                                            ({"recipes": ["bf16"]}, "casts nothing"),
                                            ({"machine": "h300"}, "there is no machine 'h300'"),
-                                           ({"train": print, "seeds": 0}, "at least 1 seed"),
+                                           ({"train": print, "seeds": 0}, "seeds must be positive, got 0"),
                                            ({"train": print, "steps": 3}, "10 steps")])
 def test_what_cannot_be_is_refused(settings, why):
     with pytest.raises(ConfigError, match=why):

@@ -43,4 +43,9 @@ def machine(target: str) -> Any:
         return machines.find(target)
     from lpkit.plain_yaml import read_yaml
 
-    return machines.from_dict(read_yaml(Path(target)), name=Path(target).stem)
+    try:
+        values = read_yaml(Path(target))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a machine of your own is a YAML file, and {machines.NEEDS}"
+                          ) from None
+    return machines.from_dict(values, name=Path(target).stem)
