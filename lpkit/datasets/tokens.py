@@ -203,8 +203,8 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
 
     tokenizer = TOKENIZERS[data.tokenizer].build(vocab, texts, cache)
     kind = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
-    bar = tqdm(desc=f"tokens of {source.name.rpartition('/')[2]}", total=source.total_bytes(),
-               unit="B", unit_scale=True)
+    name = named(source.name.rpartition("/")[2])
+    bar = tqdm(desc=f"tokens of {name}", total=source.total_bytes(), unit="B", unit_scale=True)
     with bar, contextlib.ExitStack() as stack:
         writers = {}
         for split in SPLITS:

@@ -53,7 +53,8 @@ def odd_files(folder: Path) -> None:
     (folder / "deep.jsonl").write_text("[" * 100_000)
     (folder / "deep.ipynb").write_text("[" * 100_000)
     (folder / "list.ipynb").write_text("[1]")
-    (folder / "short.txt").write_text("short")
+    for name in ("short.txt", "esc\x1b[31m.txt"):
+        (folder / name).write_text("short")
     for name, header in (("fifo", None), ("list", "[1]"), ("deep", "[" * 100_000), ("huge", '{"format": "lpkit-tokens", "version": 1e999}')):
         place = folder / f"header_{name}"
         place.mkdir()
@@ -116,7 +117,7 @@ class Draw:
 
     def source(self) -> str:
         files = [f"{self.kind()}{suffix}" for suffix in (".txt", ".jsonl", ".gz", ".zst", ".parquet", "")]
-        files += ["bomb.txt.gz", "cut.txt.gz", "deep.jsonl", "short.txt", "binary.txt", "binary.gz", "binary.parquet", "empty_file.txt",
+        files += ["bomb.txt.gz", "cut.txt.gz", "deep.jsonl", "short.txt", "esc\x1b[31m.txt", "binary.txt", "binary.gz", "binary.parquet", "empty_file.txt",
                   "header_list", "*.nothing", "folder/*"]
         return self.one(*(str(self.odd / name) for name in files), *STRANGE[:1], "x" * 5000, ESCAPE, "hf:../etc", "hf:", "a\nb")
 
