@@ -91,7 +91,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     Other writers and readers never meet half of it. Raises OSError, ConfigError for a folder.
     """
     if path.is_dir() and not path.is_symlink():
-        raise ConfigError(f"{str(path)!r} is a folder where a file is needed; remove it")
+        raise _folder_in_the_way(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
@@ -202,6 +202,8 @@ def open_own(path: Path | str, mode: str, *, folder: int | None = None) -> IO:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 _refuse(path, os.lstat(name, dir_fd=folder).st_mode)
+            if error.errno == errno.EISDIR:
+                raise _folder_in_the_way(path) from None
             raise
         try:
             status = os.fstat(handle)
@@ -227,6 +229,10 @@ def _refuse(path: Path | str, mode: int) -> None:
         kind = "a pipe, a socket or a device"
     raise ConfigError(f"{str(path)!r} is {kind}; only files and folders that lie here are used, so "
                       f"that nothing elsewhere is touched: remove it, or choose another folder")
+
+
+def _folder_in_the_way(path: Path | str) -> ConfigError:
+    return ConfigError(f"{str(path)!r} is a folder where a file is needed; remove it")
 
 
 def one_name(name: str) -> str:

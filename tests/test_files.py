@@ -266,6 +266,10 @@ def test_a_folder_is_made_and_a_file_in_its_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file' is a file where a folder is needed; remove it"):
         files.own_folder(tmp_path / "file")
+    for write in (lambda path: files.append_lines(path, []), lambda path: files.write_atomically(path, "")):
+        with pytest.raises(ConfigError, match="a' is a folder where a file is needed; remove it"):
+            write(tmp_path / "a")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "file"}
 
 
 @pytest.mark.parametrize("before, after", [(b"", b"c\n"), (b"a\nb\n", b"a\nb\nc\n"), (b"a\nb", b"a\nc\n"), (b"a", b"c\n")])
