@@ -137,10 +137,10 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     """One object for one benchmark: the case that does worst against its target, and all of them
     under `cases`."""
     shared = results[0].provenance
-    cases = [{key: value for key, value in result.to_dict().items() if key not in shared}
-             for result in results]
+    cases = [{key: value for key, value in result.to_dict().items()
+              if key not in shared or shared[key] != value} for result in results]
     worst = min(range(len(results)), key=lambda i: results[i].margin)
-    return {**cases[worst], "met": all(result.met is not False for result in results), **shared,
+    return {**shared, **cases[worst], "met": all(result.met is not False for result in results),
             "cases": cases}
 
 

@@ -1,6 +1,8 @@
 """Attacks on runs, commands and folders, and how many of them did harm: none may.
 
 The attacks are scripts of the checkout, tests/attack; `--rounds 9` does each as often as it says.
+
+    python -m lpkit.bench.reliability > docs/reliability.md
 """
 
 import json
@@ -9,7 +11,16 @@ import sys
 
 from lpkit.bench.harness import ROUNDS, Result, paired
 from lpkit.errors import ConfigError
-from lpkit.files import PACKAGE
+from lpkit.files import PACKAGE, resource
+from lpkit.tables import markdown_table
+
+PAGE = """# Reliability
+
+What a run, a command and a folder stand up to, tried with `lpkit bench reliability --out
+data/measured`; this page is made from its files by `python -m lpkit.bench.reliability`. Each attack
+is a script of `tests/attack`, which says what counts as harm, and the test suite runs a few trials
+of each at every change. A trial that fails is named so that it can be done again.
+"""
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:
@@ -35,3 +46,27 @@ def _attack(*words: str) -> str:
         raise ConfigError(f"tests.attack {' '.join(words)} broke off with exit code "
                           f"{done.returncode}; what it said is above")
     return done.stdout
+
+
+def page() -> str:
+    """docs/reliability.md, from data/measured."""
+    lines = [PAGE]
+    for path in sorted(resource("data/measured").glob("reliability-*.json")):
+        result = json.loads(path.read_text())
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
+                  f"{result['commit']} with {versions}: `{result['command']}`.", "",
+                  markdown_table(("attack", "trials", "did harm", "seconds", "seen"),
+                                 map(_row, result["cases"])), ""]
+    return "\n".join(lines)
+
+
+def _row(case: dict) -> tuple[str, ...]:
+    harm = ", ".join(f"{what}: {len(trials)}" for what, trials in case["failures"].items())
+    seen = ", ".join(f"{what}: {value}" for what, value in case["facts"].items())
+    return (case["case"], f"{case['peer_median']:,.0f}", harm or "none", f"{case['seconds']:,.0f}",
+            seen)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -65,8 +65,8 @@ class Children:
             [sys.executable, "-P", __file__], env=env, pass_fds=fds, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._started.append(keeper)
-        told = {"command": list(map(str, command)), "folder": str(folder), "files": dict(files or {}),
-                "log": log, "cwd": cwd and str(cwd), "fds": list(fds)}
+        told = {"command": list(map(str, command)), "folder": str(folder),
+                "files": dict(files or {}), "log": log, "cwd": cwd and str(cwd), "fds": list(fds)}
         if not self.over:
             with contextlib.suppress(OSError, ValueError):  # it is gone; or `end` closed the pipe
                 keeper.stdin.write(json.dumps(told) + "\n")

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO
 
 from lpkit.contracts import Choice
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, printable
 from lpkit.files import cache_dir, open_own, own_folder, sha256, whole_file
 from lpkit.machine_facts import cpu_facts
 
@@ -201,7 +201,7 @@ def _ran(command: list[str], limit: float, *,
         out.seek(0)
         lines = out.read(2**16).decode(errors="replace").strip().splitlines()
     wrong = f"it died: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-    return wrong if code else "", ["".join(c if c.isprintable() else "?" for c in line[:200]) for line in lines]
+    return wrong if code else "", [printable(line[:200]) for line in lines]
 
 
 def _processor() -> str:

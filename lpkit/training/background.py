@@ -54,7 +54,8 @@ def default_folder(name: str = "run") -> Path:
 @checked
 def train(config: Config, *, out: Folder | None = None, resume: bool = False,
           observers: Sequence[Observer] = ()) -> Run:
-    """Train to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP): it keeps a checkpoint and return a partial Run.
+    """Train to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP), which keeps a checkpoint and
+    returns a partial Run.
 
     `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
     raised: the run is trained longer. Raises ConfigError for an invalid combination, and names it;

@@ -206,7 +206,8 @@ class Training:
                  if name.startswith("optimizer/") and name.split("/")[1] in parameters]
         governed = [name for name in state
                     if name.startswith("governor/") and name.split("/")[1] in self.governors]
-        self._load(self._tensors(), state, source, beside=["rng/cpu", "rng/cuda", *slots, *governed])
+        self._load(self._tensors(), state, source,
+                   beside=["rng/cpu", "rng/cuda", *slots, *governed])
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
             governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
