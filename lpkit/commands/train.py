@@ -6,8 +6,8 @@
   lpkit train --out runs/six --resume --set steps=900
 
 Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a checkpoint;
---resume goes on from the newest good one. Of a run that goes on, steps may be raised; the learning rate then follows the
-longer schedule.
+--resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
+learning rate then follows the longer schedule.
 """
 
 import sys

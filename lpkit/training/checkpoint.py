@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step-00000100/` with a safetensors file per process, `state.json` and
 `manifest.json` (sizes and SHA-256, the run that it is of, and its own checksum). It is written
-under a temporary name, synced, renamed, and only then does the file `latest` name it. Loading takes the newest folder whose manifest verifies; a
-damaged one is moved to `quarantine/` and named, never deleted.
+under a temporary name, synced, renamed, and only then does the file `latest` name it. Loading takes
+the newest folder whose manifest verifies; a damaged one is moved to `quarantine/` and named, never
+deleted.
 No pickle is read or written: tensors are safetensors, everything else is JSON.
 
 In a process group every process calls `save`, `load`, `load_latest` and `sweep`, in the same order.
