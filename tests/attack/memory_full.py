@@ -42,7 +42,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             job = {"at": rng.randrange(1, whole["operations"]), "error": rng.choice((*ERRORS, "")), "room": rng.randrange(2**21)}
             told, out = _run(process, folder, str(trial), job), folder / str(trial)
             problem = _problem(told, out)
-            ends[problem or told["end"]] += 1
+            begun = "the run" if (out / "summary.json").exists() else "what comes before"
+            ends[problem or f"{begun} ended: {told['end']}"] += 1
             if problem is None:
                 told = _run(process, folder, str(trial), {})
                 if told["end"] != "complete" or _end(out) != want:
@@ -51,7 +52,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 outcome.failed(problem, f"seed {seed}, trial {trial}, {job}: {told['said'][-1500:]}")
             outcome.tried += 1
         process.stdin.close()
-    outcome.facts |= {f"ended: {end}": times for end, times in ends.items()}
+    outcome.facts |= ends
     return outcome
 
 
