@@ -120,21 +120,28 @@ class Checked:
 
 
 def checked(function: Function) -> Function:
-    """The arguments are read and checked as the annotations say. Raises ConfigError.
+    """The arguments are read and checked as the annotations say. Raises ConfigError; TypeError, as
+    Python does, for arguments that there are not.
 
     Annotations that are no values (a callback, an array) are left alone.
     """
-    signature = inspect.signature(function)
-
     @functools.wraps(function)
     def call(*args, **kwargs):
-        given, rules = signature.bind(*args, **kwargs), _rules(function)
-        for name, value in given.arguments.items():
-            if name in rules:
-                given.arguments[name] = rules[name].read(name, value)
+        signature = _signature(function)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}(): {error}; it takes "
+                            f"{', '.join(signature.parameters)}") from None
+        for name, rule in _rules(function).items():
+            if name in given.arguments:
+                given.arguments[name] = rule.read(name, given.arguments[name])
         return function(*given.args, **given.kwargs)
 
     return call
+
+
+_signature = functools.cache(inspect.signature)
 
 
 @dataclasses.dataclass(frozen=True)

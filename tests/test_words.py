@@ -97,6 +97,8 @@ def test_arguments_are_read_as_settings_are():
                             (("x" * 300,), "part of more than 255 bytes")):
         with pytest.raises(ConfigError, match=sentence):
             f(*wrong)
+    with pytest.raises(TypeError, match="f\\(\\): got an unexpected keyword argument 'steps'; it takes place, count, config"):
+        f("a", steps=3)
     with pytest.raises(ConfigError, match="config must be a Config or none, got 'cpu-3m'"):
         f("a", config="cpu-3m")
 

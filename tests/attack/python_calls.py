@@ -96,6 +96,7 @@ RUNS = [
     (["lpkit.train(?)", "lpkit.start(?)", "lpkit.start_each({'a': ?})", "lpkit.predict_trace(?)", "lpkit.reconcile(?)", "prepare(?, 256)"],
      NO_CONFIG),
     (["lpkit.train(Config(), out=?)", "lpkit.start(Config(), out=?)", "lpkit.start_each({'a': Config()}, out=?)"], NO_PLACE),
+    (["lpkit.train(?)", "lpkit.start(?)", "predict(?)", "advise(?)", "prepare(?)"], ["", "Config(), lr=1", "steps=5", "1, 2, 3, 4, 5, 6"]),
     (["lpkit.train(Config(), resume=?)"], [*NEVER, "2"]),
     (["lpkit.start_each(?)"], [*NO_NAME, "{}", "[]", "{5: Config()}"]),
     (["lpkit.Run.open(?)", "lpkit.sample(?)", "open_tokens(?)"], [*NO_PLACE, "'none'"]),
@@ -154,6 +155,9 @@ def trial(line: str) -> int:
         print(error)
         return 0
     except Exception as error:
+        if isinstance(error, TypeError) and "; it takes " in str(error):    # as Python says it, with what there is
+            print(error)
+            return 0
         print(f"{type(error).__name__}: {error}")
         return 2
     print("nothing was raised")
