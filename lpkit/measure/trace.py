@@ -141,8 +141,6 @@ def _gathered(model: nn.Module) -> Iterator[Tensor]:
 
 def _decide(config: Config, device: str) -> Decisions:
     """As the run decides, but without a device to ask or to race on."""
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"a trace is of the operations of cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.backends.cuda.is_built():
         raise ConfigError("this PyTorch is built without CUDA, whose operations it cannot trace; "
                           "use device=cpu, which keeps the same tensors but for RMSNorm's, or "
