@@ -17,6 +17,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels import compile_c
 from lpkit.measure import telemetry
+from lpkit.training import loop
 from lpkit.training.background import start_each
 from tests.attack import links
 
@@ -170,6 +171,18 @@ def test_what_may_live_elsewhere_is_not_taken_over(changed, tmp_path, monkeypatc
         (tmp_path / "lock.held").write_text(said)
         with pytest.raises(BlockingIOError), files.locked(lock, wait=False):
             pass
+
+
+def test_a_run_on_another_machine_is_named_with_the_file_to_remove(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOLCK))
+    (tmp_path / ".lock.held").write_text(json.dumps(machine_facts.process_facts() | {"boot": "another", "host": "node7"}))
+    with pytest.raises(ConfigError, match=r"another process is training into .* \(process \d+ on node7 holds .*"
+                                          r"\.lock\.held; if that process is gone, remove the file\); choose another --out"):
+        with loop._owned(tmp_path):
+            pass
+    (tmp_path / ".lock.held").unlink()
+    with loop._owned(tmp_path):
+        assert files.is_locked(tmp_path / ".lock")
 
 
 def test_a_number_that_another_process_has_by_now_is_nobodys_lock(tmp_path, monkeypatch):
