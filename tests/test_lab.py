@@ -9,8 +9,11 @@ import socket
 import stat
 import subprocess
 import sys
-from contextlib import closing
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +21,7 @@ import pytest
 from lpkit import cli, files
 from lpkit.course import lab
 from lpkit.errors import ConfigError
+from tests.attack import processes as attack
 
 OPEN_DOORS = """
 import re
@@ -76,18 +80,55 @@ def state(tmp_path_factory) -> Path:
     return state
 
 
+class Impostor:
+    """Another user of this machine, who takes a port as soon as the lab has chosen it, and listens to what comes."""
+
+    def __init__(self):
+        with socket.create_server((lab.LOCAL, 0)) as free:
+            self.port = free.getsockname()[1]
+        self.heard, self.threads = b"", []
+
+    def strike(self) -> None:
+        with suppress(OSError):     # it is taken
+            door = socket.create_server((lab.LOCAL, self.port))
+            self.threads.append(threading.Thread(target=self.listen, args=[door], daemon=True))
+            self.threads[-1].start()
+
+    def listen(self, door) -> None:
+        while True:
+            with door.accept()[0] as caller:
+                self.heard += caller.recv(10_000)
+
+
 @pytest.fixture(scope="module")
-def server(project, state):
-    with lab.serve(project, state=state, settings={TRACKER: {"windowingMode": "none"}},
-                   config={"LabApp": {"expose_app_in_browser": True}}) as server:
-        yield server
+def impostor():
+    return Impostor()
+
+
+@pytest.fixture(scope="module")
+def server(project, state, impostor):
+    """Started while the impostor does what he can."""
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **options):
+            impostor.strike()
+            super().__init__(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        with lab.serve(project, port=impostor.port, state=state, settings={TRACKER: {"windowingMode": "none"}},
+                       config={"LabApp": {"expose_app_in_browser": True}}) as server:
+            yield server
 
 
 def ask(server, path, *, token=None, method="GET", body=None):
-    with closing(http.client.HTTPConnection(lab.LOCAL, server.port, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection(lab.LOCAL, server.port, timeout=60)) as connection:
         connection.request(method, path, body=body, headers={"Authorization": f"token {token}"} if token else {})
         answer = connection.getresponse()
         return answer.status, answer.read()
+
+
+def test_an_impostor_does_not_get_the_port_nor_the_token(server, impostor):
+    assert server.port == impostor.port and not impostor.threads and impostor.heard == b""
 
 
 @pytest.mark.parametrize("path", ["/api/contents", "/api/kernels", "/api/sessions", "/api/status", "/lab/api/settings",
@@ -153,20 +194,29 @@ def test_the_users_settings_open_nothing(server, project):
     assert json.loads(made)["path"] == "Mine.ipynb" and (project / "Mine.ipynb").exists()
 
 
-def test_a_kernel_starts_without_a_warning(server):
-    status, body = ask(server, "/api/kernels", token=server.token, method="POST", body="{}")
-    assert status == 201
-    kernel = f"/api/kernels/{json.loads(body)['id']}"
+def execute(port: int, token: str, code: str) -> str:
+    """Start a kernel and do `code` in it; the kernel's path."""
     from websocket import create_connection
 
-    socket_ = create_connection(f"ws://{lab.LOCAL}:{server.port}{kernel}/channels?session_id=1", timeout=60,
-                                header=[f"Authorization: token {server.token}"])
-    socket_.send(json.dumps({"channel": "shell", "content": {}, "parent_header": {}, "metadata": {}, "buffers": [],
-                             "header": {"msg_id": "1", "msg_type": "kernel_info_request", "version": "5.3",
-                                        "username": "", "session": "1", "date": ""}}))
-    while json.loads(socket_.recv())["msg_type"] != "kernel_info_reply":
-        pass
-    socket_.close()
+    where = SimpleNamespace(port=port)
+    status, body = ask(where, "/api/kernels", token=token, method="POST", body="{}")
+    assert status == 201
+    kernel = f"/api/kernels/{json.loads(body)['id']}"
+    with closing(create_connection(f"ws://{lab.LOCAL}:{port}{kernel}/channels?session_id=1", timeout=60,
+                                   header=[f"Authorization: token {token}"])) as channels:
+        channels.send(json.dumps({
+            "channel": "shell", "parent_header": {}, "metadata": {}, "buffers": [],
+            "content": {"code": code, "silent": True},
+            "header": {"msg_id": "1", "msg_type": "execute_request", "version": "5.3", "username": "", "session": "1",
+                       "date": ""}}))
+        while (answer := json.loads(channels.recv()))["msg_type"] != "execute_reply":
+            pass
+        assert answer["content"]["status"] == "ok"
+    return kernel
+
+
+def test_a_kernel_starts_without_a_warning(server):
+    kernel = execute(server.port, server.token, "")
     assert ask(server, kernel, token=server.token, method="DELETE")[0] == 204
     # The refusals that this file asks for are logged, as they should be. Nothing else may be.
     refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals", "elsewhere.example",
@@ -175,23 +225,31 @@ def test_a_kernel_starts_without_a_warning(server):
     assert [line for line in complaints if not any(words in line for words in refusals)] == []
 
 
-def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path):
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
+def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path, sent, code):
+    """With all that was started in it: a kernel, and what the kernel put into a session of its own."""
     taken = socket.create_server((lab.LOCAL, 0))
     asked = taken.getsockname()[1]
+    for name in ("tmp", "runtime"):
+        (tmp_path / name).mkdir()
+    env = os.environ | {"JUPYTER_CONFIG_DIR": str(state / "config"), "TMPDIR": str(tmp_path / "tmp"),
+                        attack.MARK: str(tmp_path)}
     with taken, subprocess.Popen(
             [sys.executable, "-m", "lpkit", "lab", "--json", "--no-browser", "--port", str(asked)], cwd=project, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"JUPYTER_CONFIG_DIR": str(state / "config"),
-                                                                             "JUPYTER_RUNTIME_DIR": str(tmp_path)}) as it:
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as it, ExitStack() as stack:
+        stack.callback(it.kill)
         found = json.loads(it.stdout.readline())
         assert found["port"] != asked and Path(found["root"]) == project
         assert f":{found['port']}/lab/tree/{lab.FIRST}?token=" in found["url"]
         assert f"-L {found['port']}:127.0.0.1:{found['port']}" in found["tunnel"]
-        child = psutil.Process(it.pid).children()[0]
-        assert psutil.Process(it.pid).is_running() and child.is_running()
-        it.send_signal(signal.SIGINT)
+        execute(found["port"], Path(found["token_file"]).read_text(),
+                "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
+        assert len(attack.processes(tmp_path)) == 5     # the command, its keeper, Jupyter, the kernel, sleep
+        begun = time.monotonic()
+        it.send_signal(sent)
         out, err = it.communicate(timeout=30)
-        assert it.returncode == 0 and out == "" and f"port {asked} is taken; using {found['port']}" in err
-        assert not child.is_running() and not Path(found["token_file"]).parent.exists()
+        assert it.returncode == code and out == "" and f"port {asked} is taken; using {found['port']}" in err
+    assert attack.until_nothing(tmp_path, begun + 2) == []
 
 
 @pytest.mark.parametrize("words", [["--ip", "0.0.0.0"], ["--ip", "::"], ["--ip", "192.0.2.7"], ["--ip", ""],
