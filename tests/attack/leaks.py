@@ -11,7 +11,6 @@ from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lpkit.config import Config
 from lpkit.measure import telemetry
@@ -23,7 +22,7 @@ from tests.attack import Outcome
 
 COUNT, FEW = 200, 8     # steps
 TINY = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 4,
-        "grad_accum_steps": 2, "schedule.warmup_steps": 1, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 5,
+        "schedule.warmup_steps": 1, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 5,
         "precision.recipe": "bf16", "system.device": "cpu", "system.threads": 1, "system.compile": False}
 
 
@@ -38,7 +37,7 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         new = {key: storage for key, storage in _storages(out) if key not in self.made}
         if new:
-            was_there = {key for key, _ in _storages((args, kwargs))}
+            was_there = {key for key, _ in _storages((args, *(kwargs or {}).values()))}
             for key in new.keys() - was_there:
                 self.made[key] = ref(new[key], lambda _, key=key: self.made.pop(key))
         return out
@@ -48,9 +47,13 @@ class Live(TorchDispatchMode):
         return sum(storage().nbytes() for storage in list(self.made.values()))
 
 
-def _storages(value: object) -> list[tuple[int, torch.UntypedStorage]]:
-    found = [t.untyped_storage() for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return [(storage._cdata, storage) for storage in found]
+def _storages(value: object) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        yield storage._cdata, storage
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _storages(one)
 
 
 def config(folder: Path) -> Config:
