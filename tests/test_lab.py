@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -47,7 +48,6 @@ c.ServerApp.trust_xheaders = True
 c.ServerApp.websocket_url = "wss://192.0.2.1"
 c.ServerApp.root_dir = c.FileContentsManager.root_dir = c.AsyncLargeFileManager.root_dir = "/"
 c.ServerApp.open_browser = True
-c.ServerApp.use_redirect_file = False
 c.KernelManager.ip = c.AsyncIOLoopKernelManager.ip = c.ServerKernelManager.ip = "0.0.0.0"
 c.ServerKernelManager.transport_encryption = "disabled"
 c.Session.key = b""
@@ -146,6 +146,21 @@ def test_the_token_opens_it(server):
     assert ask(server, server.url.removeprefix(server.base_url))[0] == 200
     status, body = ask(server, "/api/contents/notebooks", token=server.token)
     assert status == 200 and [entry["path"] for entry in json.loads(body)["content"]] == [lab.FIRST]
+
+
+def test_a_browser_is_not_told_the_token_on_its_command_line(server, monkeypatch):
+    opened = queue.Queue()
+    monkeypatch.setattr(lab.webbrowser, "open", opened.put)
+    server.open_browser()
+    page = opened.get(timeout=10)
+    assert server.token not in page and server.token in Path(page.removeprefix("file://")).read_text()
+
+
+def test_terminals_begin_in_the_course(server, project):
+    assert ask(server, "/api/terminals", token=server.token, method="POST", body="{}")[0] == 200
+    (jupyter,) = psutil.Process(server.process.pid).children()
+    assert {Path(shell.cwd()) for shell in jupyter.children() if shell.terminal()} == {project}
+    assert ask(server, "/api/terminals/1", token=server.token, method="DELETE")[0] == 204
 
 
 def test_the_token_is_in_no_arguments(server):

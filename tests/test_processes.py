@@ -76,7 +76,13 @@ def start(*command: str, children: processes.Children | None = None, **options) 
 @pytest.mark.parametrize("script, code", [("exit 7", 7), ("kill -9 $$", 137)])
 def test_the_end_of_the_child_is_the_keepers(script, code):
     with start("bash", "-c", f"echo first; echo last >&2; {script}", log="log") as keeper:
-        assert keeper.wait(10) == code and keeper.stdout.read() == "first\nlast\n\n"
+        assert keeper.wait(10) == code and keeper.stdout.read() == "first\nlast\n"
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, capfd):
+    with processes.Children().start(["true"], tmp_path / "no" / "folder") as keeper:
+        assert keeper.wait(10) == 1
+    assert capfd.readouterr().err.startswith("lpkit: cannot start true: [Errno 2]")
 
 
 def test_what_is_left_when_the_child_ends_is_ended(tmp_path):

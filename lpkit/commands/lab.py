@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     root, children = lab.find_root(), processes.Children()
 
     def serve() -> int:
-        with lab.serve(root, ip=args.ip, port=args.port,
-                       browser=lab.has_display() and not args.no_browser, certfile=args.certfile,
+        with lab.serve(root, ip=args.ip, port=args.port, certfile=args.certfile,
                        keyfile=args.keyfile, password_file=args.password_file,
                        children=children) as server:
             if args.port not in (0, server.port):
@@ -48,6 +47,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                      "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
                                f"USER@THIS_MACHINE"}
             print(json.dumps(found) if args.json else text(found), flush=True)
+            if lab.has_display() and not args.no_browser:
+                server.open_browser()
             code = server.process.wait()    # also when someone shuts the lab down from its menu
             if code and not children.over:
                 print(f"JupyterLab ended with {code}; the end of its log:\n"

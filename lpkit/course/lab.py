@@ -17,13 +17,14 @@ Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting over
 import contextlib
 import http.client
 import ipaddress
-import logging
 import os
 import secrets
 import socket
 import ssl
 import subprocess
 import sys
+import threading
+import webbrowser
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,18 +49,9 @@ QUIET_APP = {  # no telemetry, no news, no update check, no list of extensions f
 }
 QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false",
                                                                   "checkForUpdates": False}}
-QUIET_LOG = {"filters": {"known": {"()": f"{__name__}.KnownNoise"}},
+QUIET_LOG = {"filters": {"known": {"()": "__main__.KnownNoise"}},     # of server.py
              "handlers": {"console": {"filters": ["known"]}}}
 QUIET = {"LabApp": QUIET_APP, "ServerApp": {"logging_config": QUIET_LOG}}
-
-
-class KnownNoise(logging.Filter):
-    """Drops one warning: Jupyter Server gives its ping times in milliseconds where tornado expects
-    seconds, so tornado finds them odd at the first kernel and pings every 8 hours. Jupyter's own
-    pings, each 30 s, are what counts."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("The websocket_ping_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +73,13 @@ class Server:
     def url_of(self, path: str) -> str:
         """Of one file in the lab, with the token: for a person or a browser, never for `ps`."""
         return f"{self.base_url}/lab/tree/{path}?token={self.token}"
+
+    def open_browser(self) -> None:
+        """Through a private file, since a command line is public. From here: a browser that the
+        server starts would end with it."""
+        (page,) = self.token_file.parent.glob("runtime/jpserver-*-open.html")
+        # some browsers are waited for
+        threading.Thread(target=webbrowser.open, args=[page.as_uri()], daemon=True).start()
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -151,9 +150,9 @@ def check_public(ip: str, certfile: Path | None, keyfile: Path | None,
 
 
 @contextlib.contextmanager
-def serve(root: Path, *, ip: str = LOCAL, port: int = 0, browser: bool = False,
-          certfile: Path | None = None, keyfile: Path | None = None,
-          password_file: Path | None = None, config: Mapping[str, Mapping[str, Any]] | None = None,
+def serve(root: Path, *, ip: str = LOCAL, port: int = 0, certfile: Path | None = None,
+          keyfile: Path | None = None, password_file: Path | None = None,
+          config: Mapping[str, Mapping[str, Any]] | None = None,
           settings: Mapping[str, Mapping[str, Any]] | None = None, state: Path | None = None,
           children: processes.Children | None = None) -> Iterator[Server]:
     """Start JupyterLab in `root`, yield it once it answers, stop it, its kernels and all that they
@@ -176,11 +175,12 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, browser: bool = False,
     with listen(ip, port) as listener:
         port = listener.getsockname()[1]
         traits = {"ServerApp": {
-                      "ip": ip, "port": port, "port_retries": 0, "open_browser": browser,
-                      "root_dir": str(root), "preferred_dir": str(root),
+                      "ip": ip, "port": port, "port_retries": 0, "open_browser": False,
+                      "root_dir": str(root.resolve()), "preferred_dir": str(root.resolve()),
                       "allow_root": os.geteuid() == 0, "allow_remote_access": not is_local(ip),
                       "allow_unauthenticated_access": False,
-                      "certfile": str(certfile or ""), "keyfile": str(keyfile or "")},
+                      "certfile": str(certfile.resolve()) if certfile else "",
+                      "keyfile": str(keyfile.resolve()) if keyfile else ""},
                   "PasswordIdentityProvider": {"token": token, "hashed_password": hashed or "",
                                                "allow_password_change": False},
                   "KernelManager": {"transport_encryption": "auto"}}
@@ -225,7 +225,7 @@ def _environment(folder: Path, state: Path | None) -> dict[str, str]:
         folders = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data",
                    "IPYTHONDIR": "ipython", "JUPYTERLAB_SETTINGS_DIR": "lab/settings",
                    "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
-        env |= {name: str(state / folder) for name, folder in folders.items()}
+        env |= {name: str(state.resolve() / place) for name, place in folders.items()}
     # the token and the keys of kernels: they go when the server goes
     env["JUPYTER_RUNTIME_DIR"] = str(folder / "runtime")
     return env

@@ -63,7 +63,7 @@ class Children:
         """
         keeper = subprocess.Popen(
             [sys.executable, "-P", __file__], env=env, pass_fds=fds, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
         self._started.append(keeper)
         told = {"command": list(map(str, command)), "folder": str(folder),
                 "files": dict(files or {}), "log": log, "cwd": cwd and str(cwd), "fds": list(fds)}
@@ -123,8 +123,8 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
 
 # --- the keeper
 
-def keep() -> int:
-    """Do what standard input says, until it closes. Returns the exit code."""
+def keep() -> int | str:
+    """Do what standard input says, until it closes. Returns the exit code, or what is wrong."""
     for number in POLITE:           # the pipe alone says when; a handler, since exec resets it
         signal.signal(number, lambda *_: None)
     line = sys.stdin.readline()
@@ -139,7 +139,9 @@ def keep() -> int:
         code = _run(told)
         if told["log"]:
             with contextlib.suppress(OSError):      # nobody listens any more
-                print((folder / told["log"]).read_text(errors="replace")[-TAIL_BYTES:], flush=True)
+                os.write(1, (folder / told["log"]).read_bytes()[-TAIL_BYTES:])
+    except OSError as error:
+        return f"lpkit: cannot start {told['command'][0]}: {error}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code

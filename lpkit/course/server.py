@@ -8,6 +8,8 @@ Source: Jupyter Server 2.21, `ServerApp.initialize`.
 """
 
 import json
+import logging
+import os
 import secrets
 import socket
 import sys
@@ -24,12 +26,21 @@ OURS = frozenset("""
     cookie_secret_file secure_cookie get_secure_cookie_kwargs
     allow_origin allow_origin_pat allow_credentials allow_remote_access local_hostnames
     disable_check_xsrf tornado_settings trust_xheaders websocket_url
-    root_dir notebook_dir preferred_dir file_to_run allow_root open_browser use_redirect_file
+    root_dir notebook_dir preferred_dir file_to_run allow_root open_browser
     transport_encryption
     """.split())
 # A gateway runs the kernels on another host; an empty Session.key leaves their messages unsigned.
 NOBODYS = ("GatewayClient", "Session")
 COMPUTED = {"token", "notebook_dir", "cookie_secret"}      # their defaults follow from others
+
+
+class KnownNoise(logging.Filter):
+    """Drops one warning: Jupyter Server gives its ping times in milliseconds where tornado expects
+    seconds, so tornado finds them odd at the first kernel and pings every 8 hours. Jupyter's own
+    pings, each 30 s, are what counts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The websocket_ping_timeout")
 
 
 class LockedServer(ServerApp):
@@ -75,6 +86,7 @@ def main(path: Path) -> None:
     app.locked["ServerApp"]["cookie_secret"] = secrets.token_bytes(32)
     app.initialize(argv=[], starter_extension="lab")
     app.check()
+    os.chdir(app.root_dir)      # for terminals; until now Jupyter would run what is configured here
     app.start()
 
 
