@@ -56,11 +56,11 @@ def read_text(path: Path, most_bytes: int) -> str:
     more than `most_bytes`."""
     check_regular(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
+        too_large = path.stat().st_size > most_bytes    # a bounded read would take the bound at once
+        content = b"" if too_large else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {named(path)}: {error.strerror}") from None
-    if len(content) > most_bytes:
+    if too_large or len(content) > most_bytes:
         raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many to be "
                           f"what it should; give another file")
     try:

@@ -22,6 +22,7 @@ from lpkit.training.training import Training
 # in the words of PyTorch's CPU allocator, of C++, of CUDA's libraries
 WORDS = ("can't allocate memory", "bad_alloc", "ALLOC_FAILED", "out of memory")
 REST = "activations and the rest"
+RESERVE_BYTES = 4 << 20     # for the report, when nothing else is left
 
 
 def out_of_memory(error: BaseException | None) -> bool:
@@ -42,6 +43,7 @@ class Account:
 
     def __init__(self, training: Training):
         self.training = training
+        self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
         self.unnamed_bytes = self._all_bytes() - sum(self._named().values())
 
     def held(self) -> dict[str, int]:
@@ -69,7 +71,7 @@ class Account:
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
         """JSON-ready; then the variables of the traceback are let go of, and activations with
         them."""
-        training = self.training
+        training, self.reserve = self.training, None
         held, peak = self.held(), hardware.peak_bytes(training.device)
         traceback.clear_frames(error.__traceback__)
         asked = _tighter(fit_here(training.config, training.decisions), sum(held.values()))

@@ -39,27 +39,17 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     hardware.reset_peak(training.device)
     account = Account(training)
+    # what stays "running" was killed
+    summary: dict[str, Any] = {"status": "running", "error": None, "out_of_memory": None,
+                               "from_step": 0, "damaged": []}
     with _owned(path):
-        before = run.environments
         here = environment(training.decisions) | _identified(training, run, resume)
-        start, damaged = _restore(training, run)
-        good, problems = records.read_lines(path / runs.METRICS)
-        damaged += problems
-        if resume and not start:
-            print(f"lpkit: {str(path)!r} has no whole checkpoint, so it starts again from step 0; "
-                  f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
-        here |= {"from_step": start, "damaged": damaged}
-        records.write(path / runs.ENVIRONMENT, {"starts": [*before, here]})
-        history = [line for line in good if line["step"] <= start]      # the rest is done again
-        write_atomically(path / runs.METRICS, "".join(map(records.line, history)))
-        # until it ends; what stays so was killed
-        summary: dict[str, Any] = {"status": "running", "error": None, "out_of_memory": None}
-        records.write(path / runs.SUMMARY, summary)
-        energy_before = hardware.energy_joules(training.device)
-        reached = start
+        energy_before, reached = hardware.energy_joules(training.device), None
         try:
+            summary |= _begin(training, run, here, resume)
+            reached = summary["from_step"]
             with open_own(path / runs.METRICS, "a") as log:
-                for record in _steps(training, run, start, control):
+                for record in _steps(training, run, reached, control):
                     log.write(records.line(record.to_dict()))
                     log.flush()
                     observers(record)
@@ -71,23 +61,48 @@ def fit(training: Training, path: Path, *, resume: bool = False,
             status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
             summary |= {"status": status, "error": f"{type(error).__name__}: {error}"}
             if out_of_memory(error):
-                summary |= _without_memory(error, account, reached, run)
+                summary |= _without_memory(error, account, reached or 0, run)
                 raise RunFailedError(summary["error"]) from error
             raise
         finally:
-            summary |= runs.results(run) | {"steps": reached, "damaged": damaged}
             summary |= {"observer_errors": observers.errors,
-                        "tokens": reached * config.tokens_per_step,
                         "stopped_by": control.stopped_by or None}
-            if summary["error"] is None:        # a device that has failed is not measured any more
-                with observers.recorded("the peak FLOP/s for the MFU"):
-                    summary |= _mfu(training, summary["tokens_per_second"])
-                summary |= _energy(energy_before, hardware.energy_joules(training.device))
-                summary["energy_tokens"] = (reached - start) * config.tokens_per_step
             # the first error is the one to raise
-            with suppress(OSError) if summary["error"] else nullcontext():
-                records.write(path / runs.SUMMARY, summary)
+            with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
+                if summary["error"] is None:    # a device that failed is not measured any more
+                    with observers.recorded("the peak FLOP/s for the MFU"):
+                        summary |= _mfu(training, runs.results(run)["tokens_per_second"])
+                    summary |= _energy(energy_before, hardware.energy_joules(training.device))
+                    trained = reached - summary["from_step"]
+                    summary["energy_tokens"] = trained * config.tokens_per_step
+                _conclude(run, summary, reached, config)
     return run
+
+
+def _begin(training: Training, run: Run, here: dict[str, Any], resume: bool) -> dict[str, Any]:
+    """Go back to the newest good checkpoint, and record this start. Returns `from_step`, and
+    `damaged`: a sentence for each file or line that is passed over."""
+    start, damaged = _restore(training, run)
+    good, problems = records.read_lines(run.path / runs.METRICS)
+    damaged += problems
+    if resume and not start:
+        print(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
+              f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
+    begun = {"from_step": start, "damaged": damaged}
+    records.write(run.path / runs.ENVIRONMENT, {"starts": [*run.environments, here | begun]})
+    history = [line for line in good if line["step"] <= start]      # the rest is done again
+    write_atomically(run.path / runs.METRICS, "".join(map(records.line, history)))
+    records.write(run.path / runs.SUMMARY, {"status": "running"})
+    return begun
+
+
+def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Config) -> None:
+    """Write the summary. Of a run that could not go on at all, the one that it had stays."""
+    path = run.path / runs.SUMMARY
+    if reached is not None:
+        summary |= {"steps": reached, "tokens": reached * config.tokens_per_step}
+    if reached is not None or not path.exists():
+        records.write(path, runs.results(run) | summary)
 
 
 def _without_memory(error: BaseException, account: Account, step: int, run: Run) -> dict[str, Any]:
