@@ -69,13 +69,14 @@ def available_bytes() -> int:
             pages = sum(int(stat.get(f"total_{name}", stat.get(name, 0)))   # version 1: total_
                         for name in ("active_file", "inactive_file"))
             left.append(int(limit) - int(_read(used) or 0) + pages + swap)
-    if sys.platform == "linux":
-        import resource
-
-        for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-            allowed, _ = resource.getrlimit(limit)
-            if allowed != resource.RLIM_INFINITY:
-                left.append(allowed - (status_bytes(field) or 0))
+    try:
+        import resource  # Unix alone has it
+    except ImportError:
+        return max(0, min(left))
+    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY:
+            left.append(allowed - (status_bytes(field) or 0))
     return max(0, min(left))
 
 

@@ -277,6 +277,14 @@ def test_memory_that_ends_before_a_run_has_begun_is_a_sentence(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_is_complete_stays_so_where_its_mfu_cannot_be_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "peak_flops", lambda *_: torch.full((2**60,), 0.0))
+    summary = train(leaks.config(tmp_path).replace({"steps": 1}), out=tmp_path / "run").summary
+    assert (summary["status"], summary["mfu"]) == ("complete", None)
+    assert summary["observer_errors"][0].startswith("the peak FLOP/s for the MFU: RuntimeError: [enforce fail")
+
+
 def test_what_is_held_on_the_device_counts_once():
     config = SMALL.replace({"memory.optimizer_state": "disk"})
     from lpkit.training.exhausted import Account

@@ -70,8 +70,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
             # the first error is the one to raise
             with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
                 if summary["error"] is None:    # a device that failed is not measured any more
-                    with observers.recorded("the peak FLOP/s for the MFU"):
-                        summary |= _mfu(training, runs.results(run)["tokens_per_second"])
+                    speed = runs.results(run)["tokens_per_second"]
+                    summary |= _mfu(training, speed, observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
                     trained = reached - summary["from_step"]
                     summary["energy_tokens"] = trained * config.tokens_per_step
@@ -262,10 +262,16 @@ def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -
             "energy_source": after[1] if known else None}
 
 
-def _mfu(training: Training, tokens_per_second: float | None) -> dict[str, float]:
-    """Of the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
+def _mfu(training: Training, tokens_per_second: float | None,
+         errors: list[str]) -> dict[str, float]:
+    """Of the 16-bit peak, measured here, so that a faster recipe has a higher MFU. Where that fails
+    the run is what it was, and `errors` say why."""
     if not tokens_per_second:
         return {}
     dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
-    peak, _ = hardware.peak_flops(dtype, str(training.device))
+    try:
+        peak, _ = hardware.peak_flops(dtype, str(training.device))
+    except Exception as error:
+        errors.append(f"the peak FLOP/s for the MFU: {type(error).__name__}: {error}")
+        return {}
     return {"mfu": tokens_per_second * training_flops_per_token(training.config.model) / peak}

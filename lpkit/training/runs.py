@@ -13,8 +13,8 @@ Every file carries a checksum, and the readers here compare it: see `lpkit.recor
 
 import hashlib
 import statistics
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,20 +55,12 @@ class Observers:
 
     def __call__(self, record: StepRecord) -> None:
         for observe in list(self._observers):
-            name, seen = getattr(observe, "__qualname__", type(observe).__qualname__), False
-            with self.recorded(f"{name} at step {record.step}"):
+            try:
                 observe(record)
-                seen = True
-            if not seen:
+            except Exception as error:
                 self._observers.remove(observe)
-
-    @contextmanager
-    def recorded(self, what: str) -> Iterator[None]:
-        """An error in here ends what looks, and not the run."""
-        try:
-            yield
-        except Exception as error:
-            self.errors.append(f"{what}: {type(error).__name__}: {error}")
+                name = getattr(observe, "__qualname__", type(observe).__qualname__)
+                self.errors.append(f"{name} at step {record.step}: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
