@@ -6,7 +6,6 @@ Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 
 import os
 import platform
-import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path

@@ -14,7 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lpkit.commands import notebook as command
-from lpkit.course import notebooks
+from lpkit.course import notebooks, processes
 from lpkit.errors import ConfigError
 
 PARAMETERS = '''\
@@ -267,6 +267,33 @@ def test_an_output_folder_that_cannot_be(tmp_path):
     book = write(tmp_path / "a.ipynb")
     with pytest.raises(ConfigError, match=r"cannot write to .*another --out"):
         notebooks.run_all(notebooks.plan(book, out=book / "below"))
+
+
+def test_what_is_killed_before_it_began_leaves_no_earlier_output(tmp_path, monkeypatch):
+    """The record would say `killed` beside the figures of another run."""
+    book, out = write(tmp_path / "a.ipynb"), tmp_path / "out"
+    jobs = notebooks.plan(book, ["steps=1,2,3"], out=out)
+    out.mkdir()
+    for job in jobs:
+        job.output.write_text("of an earlier run")
+    children = processes.Children()
+    monkeypatch.setattr(children, "start", lambda *args, **options: children.end() or subprocess.Popen(["false"]))
+    records = notebooks.run_all(jobs, children=children)
+    assert [record["status"] for record in records] == ["killed", "asked", "asked"]
+    assert [path.name for path in sorted(out.iterdir())] == ["a-001.json", "a-002.ipynb", "a-003.ipynb"]
+
+
+def test_a_full_disk_while_it_runs_is_no_interrupt(tmp_path, monkeypatch):
+    import papermill
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(papermill, "execute_notebook", full)
+    with pytest.raises(OSError, match="No space"):
+        go(write(tmp_path / "a.ipynb"), out=tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "a.json").read_text())
+    assert (record["status"], record["error"]["kind"]) == ("failed", "OSError")
 
 
 def test_a_full_disk_leaves_the_old_record_whole(tmp_path, monkeypatch):

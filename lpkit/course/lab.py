@@ -100,7 +100,7 @@ def is_local(ip: str) -> bool:
     try:
         return ipaddress.ip_address(ip).is_loopback
     except ValueError:
-        return ip == "localhost"    # any other name may resolve to a public address
+        return False            # a name may resolve to a public address
 
 
 def listen(ip: str = LOCAL, asked: int = 0) -> socket.socket:
@@ -170,6 +170,7 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, certfile: Path | None =
     Raises ConfigError for a public address without TLS and a password, and for a server that does
     not start.
     """
+    ip = {"localhost": LOCAL}.get(ip, ip)       # on ::1 somebody else might listen
     hashed = check_public(ip, certfile, keyfile, password_file)
     token, folder, app = secrets.token_hex(24), processes.new_folder(), _merged(QUIET, config or {})
     with listen(ip, port) as listener:

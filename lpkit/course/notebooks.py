@@ -363,10 +363,8 @@ class Attempt:
     def end(self, **ending: Any) -> None:
         with self.lock:
             if self.record["end"] is None and self.unfinished.exists():
-                from lpkit.ui import without_widgets
-
                 # without the kernel a widget's view is an error message; the figures lie beside it
-                still = without_widgets(_whole(self.unfinished))
+                still = self.without_widgets(_whole(self.unfinished))
                 write_atomically(self.job.output, json.dumps(still, indent=1))
             self.update(**ending, end=_now())
 
@@ -386,10 +384,14 @@ class Attempt:
         from nbclient.exceptions import DeadKernelError
         from papermill.exceptions import PapermillExecutionError
 
+        from lpkit.ui import without_widgets
+
+        self.without_widgets = without_widgets      # now: an end that is asked for must be quick
         # everything that it would say is in the record
         logging.getLogger("papermill").setLevel(logging.CRITICAL)
         self.job.out.mkdir(parents=True, exist_ok=True)
         self.update(status="running")
+        self.job.output.unlink(missing_ok=True)     # of an earlier run
         ending: dict[str, Any] = {"status": "killed"}
         try:
             with self.kernel.measured():
@@ -408,6 +410,9 @@ class Attempt:
                              f"{self.record['cell']} ran{self.kernel.cause_of_death()}")
         except RuntimeError as error:       # the kernel did not start
             ending = _failed(self.record, type(error).__name__, str(error))
+        except Exception as error:          # a full disk: not the notebook's, and not an interrupt
+            ending = _failed(self.record, type(error).__name__, str(error))
+            raise
         finally:
             self.end(**ending)
         return self.record
@@ -494,8 +499,11 @@ def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
                say: Callable[[str], None]) -> dict[str, Any]:
     """The record of one job, done in a process of its own."""
     record, folder = _asked(job), processes.new_folder()
+    if children.over:
+        return record
     job.out.mkdir(parents=True, exist_ok=True)
     _save(job, record)
+    job.output.unlink(missing_ok=True)      # of an earlier run: this record is not about it
     told = {field: str(value) if isinstance(value, Path) else value
             for field, value in dataclasses.asdict(job).items()}
     # The modules are looked for where this process finds them, and not in the current folder. What
@@ -506,6 +514,7 @@ def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
             [sys.executable, "-P", "-c", code], folder, files={"job": repr(told)},
             env=os.environ | share) as keeper:
         exit_code = keeper.wait()
+    # read anew: it is the process's own by now
     record = json.loads(job.record.read_text())
     if record["status"] in UNFINISHED:
         why = f"the process that ran it ended with exit code {exit_code}"

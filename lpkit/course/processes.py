@@ -65,8 +65,8 @@ class Children:
             [sys.executable, "-P", __file__], env=env, pass_fds=fds, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
         self._started.append(keeper)
-        told = {"command": list(map(str, command)), "folder": str(folder),
-                "files": dict(files or {}), "log": log, "cwd": cwd and str(cwd), "fds": list(fds)}
+        told = {"command": list(map(str, command)), "folder": str(folder), "log": log,
+                "files": dict(files or {}), "cwd": cwd and str(cwd), "fds": list(fds)}
         if not self.over:
             with contextlib.suppress(OSError, ValueError):  # it is gone; or `end` closed the pipe
                 keeper.stdin.write(json.dumps(told) + "\n")
@@ -102,9 +102,10 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
     # who said nohup wants to outlive the terminal; a shell's `&` makes its children deaf to SIGINT
     numbers = [n for n in POLITE
                if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    handlers = {n: signal.signal(n, lambda *_: None) for n in numbers}
-    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous, handlers = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), {}
     try:
+        for number in numbers:
+            handlers[number] = signal.signal(number, lambda *_: None)
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(work)
             done.add_done_callback(lambda _: os.write(writer, b"\0"))
