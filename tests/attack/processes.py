@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from tests.attack import Outcome
 COUNT, FEW = 40, 4
 POLITE_SECONDS = 2.0
 KILLED_SECONDS = 5.0        # of our own: nobody waits for what is left after SIGKILL
-EARLIEST_SECONDS, LATEST_SECONDS = 0.0, 4.0     # a kernel runs by then
+EARLIEST_SECONDS, LATEST_SECONDS = 0.0, 5.0     # a kernel runs by then
 MARK = "LPKIT_ATTACK"
 PRELUDE = ""                # a test breaks something here
 COMMANDS = {
@@ -35,6 +36,7 @@ COMMANDS = {
     "notebook": ["notebook", f"./{FIRST}", "--out", "out"],
     "notebooks": ["notebook", f"./{FIRST}", "a=1,2", "--on", "processes=2", "--out", "out"],
 }
+READY = re.compile(r"JupyterLab is open|cell 2 of 2")       # it serves; the cell runs
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 CELL = """\
 import subprocess, time
@@ -74,19 +76,19 @@ for line in sys.stdin:
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
-    outcome, slowest = Outcome(), 0.0
+    outcome, slowest, under_way = Outcome(), 0.0, 0
     command = [sys.executable, "-c", NURSERY.format(prelude=PRELUDE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
         for number, (sent, name) in enumerate(itertools.islice(itertools.cycle(
                 itertools.product(SIGNALS, COMMANDS)), count)):
-            share = random.Random(f"{seed} {number}").random() ** 2     # many while things start
-            delay = EARLIEST_SECONDS + share * (LATEST_SECONDS - EARLIEST_SECONDS)
+            delay = random.Random(f"{seed} {number}").uniform(EARLIEST_SECONDS, LATEST_SECONDS)
             trial = f"{name}, {sent.name} after {delay:.3f} s"
             place = folder / str(number)
             environment = prepare(place)
             print(json.dumps([str(place), environment, COMMANDS[name]]), file=nursery.stdin, flush=True)
             pid = int(nursery.stdout.readline())
             time.sleep(delay)
+            under_way += READY.search((place / "said").read_text()) is not None
             begun = time.monotonic()
             os.kill(pid, sent)
             if not select.select([nursery.stdout], [], [], KILLED_SECONDS)[0]:
@@ -104,7 +106,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             if polite and (running := [s for s in statuses(place) if s in ("asked", "running")]):
                 outcome.failed("a record lies", f"{trial}: {running}")
             end_all(place)
-    outcome.facts["slowest_polite_seconds"] = round(slowest, 2)
+    outcome.facts |= {"slowest_polite_seconds": round(slowest, 2), "under_way": under_way}
     return outcome
 
 
@@ -115,6 +117,7 @@ def prepare(place: Path) -> dict[str, str]:
     for name in (Path(FIRST).parent, "tmp", "runtime"):
         (place / name).mkdir(parents=True)
     nbformat.write(book, place / FIRST)
+    (place / "said").touch()
     return {"TMPDIR": str(place / "tmp"), "JUPYTER_RUNTIME_DIR": str(place / "runtime"), MARK: str(place)}
 
 
