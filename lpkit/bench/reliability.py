@@ -8,10 +8,12 @@ The attacks are scripts of the checkout, tests/attack; `--rounds 9` does each as
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from lpkit.bench.harness import ROUNDS, Result, paired
 from lpkit.errors import ConfigError
 from lpkit.files import PACKAGE, resource
+from lpkit.machine_facts import cores
 from lpkit.tables import markdown_table
 
 PAGE = """# Reliability
@@ -28,9 +30,11 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     if not (root / "tests" / "attack").is_dir():
         raise ConfigError("the attacks lie in tests/attack of a checkout, and this lpkit is "
                           "installed without them; run this in a clone of the repository")
-    results = []
-    for name in json.loads(_attack("--list")):
-        said = json.loads(_attack(name, f"--share={rounds / ROUNDS}"))
+    results, share = [], f"--share={rounds / ROUNDS}"
+    names = json.loads(_attack("--list"))
+    with ThreadPoolExecutor(cores()) as pool:
+        done = pool.map(lambda name: json.loads(_attack(name, share)), names)
+    for name, said in zip(names, done, strict=True):
         harm = [one for trials in said["failures"].values() for one in trials]
         facts = {key: said[key] for key in ("seconds", "failures", "facts")}
         results.append(paired("reliability", ours=[len(harm)], peer=[said["tried"]],
