@@ -14,6 +14,7 @@ import json, os, signal, sys, traceback
 import torch
 import lpkit.cli, lpkit.commands.train, lpkit.training.loop, lpkit.training.training, tqdm
 torch.set_num_threads(1)
+BREAKING
 for line in sys.stdin:
     words, output = json.loads(line)
     pid = os.fork()
@@ -64,10 +65,10 @@ class Nursery:
 
 
 @contextmanager
-def nursery(folder: Path) -> Iterator[Nursery]:
-    """Its commands run in `folder` and keep their caches there."""
+def nursery(folder: Path, breaking: str = "") -> Iterator[Nursery]:
+    """Its commands run in `folder` and keep their caches there. `breaking`: Python that is run first, for a test."""
     environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1")
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    with subprocess.Popen([sys.executable, "-c", PROGRAM.replace("BREAKING", breaking)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                           env=environment, cwd=folder) as process:
         yield Nursery(process, folder)
         process.stdin.close()

@@ -16,13 +16,13 @@ from lpkit.training.runs import Run
 from tests.attack import Outcome
 from tests.attack._nursery import nursery, prepare, wait_until
 
-COUNT, FEW = 1000, 8
+COUNT, FEW = 1000, 10
 
 
-def attack(count: int, seed: int, folder: Path) -> Outcome:
+def attack(count: int, seed: int, folder: Path, breaking: str = "") -> Outcome:
     outcome, rng, inside = Outcome(), random.Random(seed), 0
     config, whole = prepare(folder), folder / "whole"
-    with nursery(folder) as forks:
+    with nursery(folder, breaking) as forks:
         assert forks.lpkit("train", config, "--out", whole) == 0, forks.said
         begun = time.monotonic()
         assert forks.lpkit("train", config, "--out", folder / "again") == 0, forks.said
