@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import warnings
 
 import numpy as np
@@ -16,7 +17,7 @@ from lpkit.datasets.tokens import open_tokens, prepare_into
 from lpkit.errors import ConfigError, DamagedError
 from lpkit.files import locked
 from lpkit.measure import telemetry
-from lpkit.training import checkpoint, runs
+from lpkit.training import background, checkpoint, runs
 from lpkit.training.background import train
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import RandomTokens, Training
@@ -307,3 +308,15 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_vouches_for_them(tin
     monkeypatch.setattr(checkpoint, "save", lambda root, step, *args, **more: (done.append(("save", step)), real_save(root, step, *args, **more))[1])
     train(tiny, out=tmp_path / "run")
     assert done == [("metrics.jsonl", 2), ("save", 2), ("metrics.jsonl", 4), ("save", 4)]
+
+
+def test_who_said_nohup_outlives_the_shell():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with background._signals_stop(lambda by: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with background._signals_stop(lambda by: None):
+        assert callable(signal.getsignal(signal.SIGHUP))

@@ -111,6 +111,8 @@ def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:     # who said nohup wants to outlive the shell
+        del before[signal.SIGHUP]
 
     def heard(number, frame):
         stop(signal.Signals(number).name)

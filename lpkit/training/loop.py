@@ -46,7 +46,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         here = environment(training.decisions) | _identified(training, run, resume)
         energy_before, reached = hardware.energy_joules(training.device), None
         try:
-            summary |= _begin(training, run, here, resume)
+            summary |= _begin(training, run, here)
             reached = summary["from_step"]
             with open_own(path / runs.METRICS, "a") as log:
                 for record in _steps(training, run, reached, control):
@@ -79,17 +79,18 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     return run
 
 
-def _begin(training: Training, run: Run, here: dict[str, Any], resume: bool) -> dict[str, Any]:
+def _begin(training: Training, run: Run, here: dict[str, Any]) -> dict[str, Any]:
     """Go back to the newest good checkpoint, and record this start. Returns `from_step`, and
     `damaged`: a sentence for each file or line that is passed over."""
     start, damaged = _restore(training, run)
     good, problems = records.read_lines(run.path / runs.METRICS)
     damaged += problems
-    if resume and not start:
+    before = run.environments
+    if before and not start:
         print(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
               f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
     begun = {"from_step": start, "damaged": damaged}
-    records.write(run.path / runs.ENVIRONMENT, {"starts": [*run.environments, here | begun]})
+    records.write(run.path / runs.ENVIRONMENT, {"starts": [*before, here | begun]})
     history = [line for line in good if line["step"] <= start]      # the rest is done again
     write_atomically(run.path / runs.METRICS, "".join(map(records.line, history)))
     records.write(run.path / runs.SUMMARY, {"status": "running"})

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ for line in sys.stdin:
     words, output = json.loads(line)
     pid = os.fork()
     if pid == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background child ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background child ignores it,
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)                # and what nohup began, this
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0), os.dup2(file, 1), os.dup2(file, 2)
@@ -35,6 +38,7 @@ for line in sys.stdin:
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+LONGEST_SECONDS = 120
 # The smallest training that has everything a run has.
 SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120, "global_batch": 4,
          "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32",
@@ -49,11 +53,17 @@ class Nursery:
         """Run `lpkit WORDS`; its process."""
         self._process.stdin.write(json.dumps([[str(word) for word in words], str(self.output)]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._pid = int(self._process.stdout.readline())
+        return self._pid
 
     def end(self) -> int:
-        """Wait for it; its exit code, or minus the signal."""
-        return int(self._process.stdout.readline())
+        """Wait for it; its exit code, or minus the signal. What takes too long is killed."""
+        over = threading.Timer(LONGEST_SECONDS, os.kill, (self._pid, signal.SIGKILL))
+        over.start()
+        try:
+            return int(self._process.stdout.readline())
+        finally:
+            over.cancel()
 
     def lpkit(self, *words: object) -> int:
         self.begin(*words)
