@@ -56,7 +56,8 @@ def read_text(path: Path, most_bytes: int) -> str:
     more than `most_bytes`."""
     check_regular(path)
     try:
-        too_large = path.stat().st_size > most_bytes    # a bounded read would take the bound at once
+        # a read with a bound takes the bound at once
+        too_large = path.stat().st_size > most_bytes
         content = b"" if too_large else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {named(path)}: {error.strerror}") from None
