@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from lpkit.bench.harness import ROUNDS, Result, paired
 from lpkit.errors import ConfigError
@@ -33,7 +34,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     results, share = [], f"--share={rounds / ROUNDS}"
     names = json.loads(_attack("--list"))
     with ThreadPoolExecutor(cores()) as pool:
-        done = pool.map(lambda name: json.loads(_attack(name, share)), names)
+        done = list(pool.map(partial(_told, share), names))
     for name, said in zip(names, done, strict=True):
         harm = [one for trials in said["failures"].values() for one in trials]
         facts = {key: said[key] for key in ("seconds", "failures", "facts")}
@@ -41,6 +42,12 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                               peer_name="attacks", case=name, target=0, better="lower",
                               unit="times", facts=facts))
     return results
+
+
+def _told(share: str, name: str) -> dict:
+    said = _attack(name, share)
+    print(said.strip(), file=sys.stderr, flush=True)    # an hour of others may still come
+    return json.loads(said)
 
 
 def _attack(*words: str) -> str:
