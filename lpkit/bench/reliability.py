@@ -61,8 +61,10 @@ def _attack(*words: str) -> str:
 
 def page() -> str:
     """docs/reliability.md, from data/measured."""
-    lines = [PAGE]
-    for path in sorted(resource("data/measured").glob("reliability-*.json")):
+    lines, found = [PAGE], sorted(resource("data/measured").glob("reliability-*.json"))
+    if not found:
+        lines += ["No whole run is recorded yet.", ""]
+    for path in found:
         result = json.loads(path.read_text())
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
