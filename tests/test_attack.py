@@ -1,15 +1,11 @@
 """The attacks of tests/attack, few of each: nothing may give way."""
 
 import importlib
-import pkgutil
 
 import pytest
 
-import tests.attack
 from lpkit import records
-from tests.attack import bits, kills, signals
-
-NAMES = sorted(m.name for m in pkgutil.iter_modules(tests.attack.__path__) if m.name[0] != "_")
+from tests.attack import NAMES, bits, kills, signals
 
 
 @pytest.mark.slow

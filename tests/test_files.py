@@ -35,8 +35,7 @@ def refuse(code):
     raise OSError(code, os.strerror(code))
 
 
-@contextmanager
-def child(work):
+def forked(work) -> int:
     """A process that does `work` and ends; its number."""
     pid = os.fork()
     if pid == 0:
@@ -46,6 +45,13 @@ def child(work):
             code = 0
         finally:
             os._exit(code)
+    return pid
+
+
+@contextmanager
+def child(work):
+    """The same, which does not outlive the block."""
+    pid = forked(work)
     try:
         yield pid
     finally:
@@ -110,18 +116,7 @@ def test_increments_of_many_processes_are_all_counted(filesystem, tmp_path):
         with files.locked(lock):
             os._exit(7)
 
-    started = []
-    for work in (count, die, count, die, count):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                work()
-                code = 0
-            finally:
-                os._exit(code)
-        started.append(pid)
-    for pid in started:
+    for pid in [forked(work) for work in (count, die, count, die, count)]:
         assert exit_code(pid) in (0, 7)
     assert number.read_text() == "30"
 

@@ -10,7 +10,10 @@ A trial whose failure is not seen is not a trial: each attack has a test of its 
 thing that it attacks is broken on purpose, and a failure is reported.
 """
 
+import pkgutil
 from dataclasses import dataclass, field
+
+NAMES = sorted(one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_"))
 
 
 @dataclass

@@ -4,15 +4,12 @@ import argparse
 import dataclasses
 import importlib
 import json
-import pkgutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import tests.attack
-
-NAMES = sorted(m.name for m in pkgutil.iter_modules(tests.attack.__path__) if m.name[0] != "_")
+from tests.attack import NAMES
 
 
 def main() -> int:
