@@ -15,6 +15,26 @@ async function unpack(packed) {
   return module.exports;
 }
 
+// The page's figures draw one after another, and after each redraw rest for as long as it took, painting included.
+// plotly draws inside one task of the browser: without rests, figures of live runs on a slow machine fill the page's
+// time, messages queue behind them, and an answer to a click comes minutes late.
+function inTurn(work, rests) {
+  const done = (window.lpkitTurn ?? Promise.resolve()).then(async () => {
+    const started = performance.now();
+    await work();
+    return started;
+  });
+  const rest = async started => {
+    await new Promise(painted => {
+      requestAnimationFrame(() => setTimeout(painted));
+      setTimeout(painted, 500); // a hidden page has no frames
+    });
+    await new Promise(rested => setTimeout(rested, performance.now() - started));
+  };
+  window.lpkitTurn = done.then(rests ? rest : () => {}).catch(() => {});
+  return done;
+}
+
 async function render({ model, el }) {
   const place = document.createElement("div");
   place.className = "lpkit-figure";
@@ -27,22 +47,18 @@ async function render({ model, el }) {
   const library = await manager.get_model(model.get("library").replace("IPY_MODEL_", ""));
   const Plotly = await plotly(library);
 
-  let drawing = false, stale = false, gone = false;
-  async function draw() { // one drawing at a time; of the specs that arrive meanwhile only the last is drawn
-    stale = true;
-    if (drawing) return;
-    drawing = true;
-    try {
-      while (stale && !gone) {
-        stale = false;
-        const { data, layout } = structuredClone(model.get("spec")); // plotly writes into what it is given
-        await Plotly.react(place, data, { ...layout, autosize: true }, model.get("config"));
-        place.style.minHeight = "";
-        place.dataset.drawn = Number(place.dataset.drawn ?? 0) + 1;
-      }
-    } finally {
-      drawing = false;
-    }
+  let waits = false, gone = false;
+  async function draw() { // of the specs that arrive while it waits for its turn only the last is drawn
+    if (waits) return;
+    waits = true;
+    await inTurn(async () => {
+      waits = false;
+      if (gone) return;
+      const { data, layout } = structuredClone(model.get("spec")); // plotly writes into what it is given
+      await Plotly.react(place, data, { ...layout, autosize: true }, model.get("config"));
+      place.style.minHeight = "";
+      place.dataset.drawn = Number(place.dataset.drawn ?? 0) + 1;
+    }, place.dataset.drawn);
   }
   const resized = new ResizeObserver(() => {
     if (place.dataset.drawn && place.offsetWidth) Plotly.Plots.resize(place);
