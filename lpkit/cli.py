@@ -13,11 +13,10 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 
 from lpkit import __version__
 from lpkit.errors import ConfigError, named, nearest, printable, shown
+from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
 
@@ -89,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        with _signals_unwind():
+        with heard_by(_unwind, set(POLITE) - {signal.SIGINT}):
             return _main(argv)
     except (ConfigError, RunFailedError) as error:
         return complain(error)
@@ -133,24 +132,8 @@ def _main(argv: list[str]) -> int:
     return code
 
 
-@contextlib.contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP raise. A command may hear them otherwise; `nohup` stays deaf."""
-    def heard(number, frame):
-        raise _SignalError(number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        asked = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
-        before = {number: signal.getsignal(number) for number in asked if number is not None}
-    before = {number: how for number, how in before.items() if how is not signal.SIG_IGN}
-    try:
-        for number in before:
-            signal.signal(number, heard)
-        yield
-    finally:
-        for number, how in before.items():
-            signal.signal(number, how)
+def _unwind(number: int, frame: object) -> None:
+    raise _SignalError(number)
 
 
 def _of_system(error: OSError) -> str:

@@ -27,6 +27,6 @@ def test_bits_would_be_seen_without_checksums(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("attack, breaking, seen", [
     (kills, "lpkit.training.training.Training.load_state_dict = lambda self, state, source='': None", "a loss differs"),
-    (signals, "import lpkit.training.background as b; b.SIGNALS = ()", "the record differs")], ids=["kills", "signals"])
+    (signals, "import contextlib, lpkit.training.background as b; b.heard_by = lambda _: contextlib.nullcontext()", "the record differs")], ids=["kills", "signals"])
 def test_what_is_broken_is_seen(attack, breaking, seen, tmp_path):
     assert seen in attack.attack(3, 1, tmp_path, breaking).failures

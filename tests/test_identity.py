@@ -17,7 +17,8 @@ from lpkit.datasets.tokens import open_tokens, prepare_into
 from lpkit.errors import ConfigError, DamagedError
 from lpkit.files import locked
 from lpkit.measure import telemetry
-from lpkit.training import background, checkpoint, runs
+from lpkit.signals import heard_by
+from lpkit.training import checkpoint, runs
 from lpkit.training.background import train
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import RandomTokens, Training
@@ -313,10 +314,10 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_vouches_for_them(tin
 def test_who_said_nohup_outlives_the_shell():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with background._signals_stop(lambda by: None):
+        with heard_by(lambda *_: None):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
     finally:
         signal.signal(signal.SIGHUP, before)
-    with background._signals_stop(lambda by: None):
+    with heard_by(lambda *_: None):
         assert callable(signal.getsignal(signal.SIGHUP))

@@ -28,7 +28,8 @@ from typing import Any
 
 import psutil
 
-POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from lpkit.signals import POLITE, heard_by
+
 CHILD_SECONDS = 1.0         # after SIGTERM, before SIGKILL: for the child itself,
 REST_SECONDS = 0.3          # and for what it left
 SWEEP_SECONDS = 5.0         # for the system to bury what was killed
@@ -99,14 +100,9 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
     heard = 0
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # who said nohup wants to outlive the terminal; a shell's `&` makes its children deaf to SIGINT
-    numbers = [n for n in POLITE
-               if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    previous, handlers = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), {}
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        for number in numbers:
-            handlers[number] = signal.signal(number, lambda *_: None)
-        with ThreadPoolExecutor(1) as pool:
+        with heard_by(lambda *_: None) as numbers, ThreadPoolExecutor(1) as pool:
             done = pool.submit(work)
             done.add_done_callback(lambda _: os.write(writer, b"\0"))
             while number := os.read(reader, 1)[0]:
@@ -115,9 +111,7 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
                     stop()
         return (None, heard) if heard else (done.result(), 0)
     finally:
-        signal.set_wakeup_fd(previous)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
         os.close(reader)
         os.close(writer)
 

@@ -23,10 +23,9 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.files import one_name
+from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Control:
@@ -103,28 +102,13 @@ def _let_go() -> Iterator[None]:
 @contextmanager
 def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand; a second Ctrl-C
-    interrupts at once.
-
-    Only the main thread may hear signals; elsewhere the handle's `stop` serves.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before.get(signal.SIGHUP) is signal.SIG_IGN:     # who said nohup wants to outlive the shell
-        del before[signal.SIGHUP]
-
-    def heard(number, frame):
+    interrupts at once. A thread hears none: there the handle's `stop` serves."""
+    def heard(number: int, frame: Any) -> None:
         stop(signal.Signals(number).name)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    try:
-        for number in before:
-            signal.signal(number, heard)
+    with heard_by(heard):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Background:
