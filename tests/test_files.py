@@ -293,3 +293,12 @@ def test_names_of_a_series_stay_inside_its_folder(name, tmp_path):
         start_each({"a": Config(), name: Config()}, out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
     assert files.one_name("bf16, größer") == "bf16, größer"
+
+
+def test_a_run_of_a_series_is_not_led_outside_its_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link"):
+        start_each({"a": Config()}, out=tmp_path / "out").result()
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -22,7 +22,7 @@ from typing import Any, Self
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
-from lpkit.files import one_name
+from lpkit.files import one_name, own_folder
 from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
@@ -223,9 +223,10 @@ class Series(Background):
         for name, config in self.configs.items():
             if self._control.stopped_by:
                 break
+            folder = own_folder(self.path / name)       # a link could lead outside `out`
             with self._lock:
                 self.handles[name] = handle = Handle(
-                    config, out=self.path / name, observers=self._subscribed, control=self._control)
+                    config, out=folder, observers=self._subscribed, control=self._control)
             try:
                 # not before `title` can name it: its first step may be told at once
                 handle.begin().result()
