@@ -12,12 +12,14 @@ import torch
 
 import lpkit
 from lpkit import nn, records
-from lpkit.config import Config
+from lpkit.config import Config, ModelConfig
 from lpkit.datasets.tokens import open_tokens, prepare_into
 from lpkit.errors import ConfigError, DamagedError
 from lpkit.files import locked
 from lpkit.measure import telemetry
+from lpkit.nn.transformer import Transformer
 from lpkit.signals import heard_by
+from lpkit.techniques import blocks
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import train
 from lpkit.training.runs import Run, RunFailedError
@@ -168,6 +170,29 @@ def test_the_record_of_another_run_is_refused(run, tiny, tmp_path, name):
 def test_another_version_of_the_model_is_refused(run, monkeypatch):
     monkeypatch.setattr(nn, "VERSION", nn.VERSION + 1)
     refused(run, f"trained with version {nn.VERSION - 1} of the model, and this lpkit has version {nn.VERSION}")
+
+
+FUNCTIONS = {1: [       # what these models of nn.VERSION say, as one number
+    ({"norm": "layernorm", "position": "learned", "mlp": "gelu"}, -2.635250301968),
+    ({"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "kv_heads": 2, "tied": False}, -5.741868935539),
+    ({"qk_norm": True, "qkv_bias": True, "head_dim": 6, "mlp_width": 20}, 1.341421859866)]}
+
+
+@pytest.mark.parametrize("settings, number", FUNCTIONS[nn.VERSION])
+def test_one_version_of_the_model_is_one_function(settings, number):
+    """Where this fails, runs that exist would be another function: raise nn.VERSION and add a line to FUNCTIONS."""
+    model = Transformer(ModelConfig(layers=2, width=16, heads=4, vocab=11, context=8, **settings)).double()
+    with torch.no_grad():
+        for i, (_, weight) in enumerate(sorted(model.named_parameters())):
+            weight.copy_(torch.sin(0.7 * torch.arange(weight.numel(), dtype=torch.float64) + i).view_as(weight))
+        logits = model(torch.arange(16).view(2, 8) % 11)
+    assert (logits.flatten() @ torch.cos(torch.arange(logits.numel(), dtype=torch.float64))).item() == pytest.approx(number, rel=1e-9)
+
+
+def test_every_kind_of_block_is_among_the_functions():
+    for field, table in {"norm": blocks.NORMS, "position": blocks.POSITIONS, "mlp": blocks.MLPS}.items():
+        assert {settings.get(field) for settings, _ in FUNCTIONS[nn.VERSION]} >= set(table)
+    assert set(blocks.BLOCKS) == {ModelConfig().block}
 
 
 def test_a_run_without_its_identity_is_refused(run):
