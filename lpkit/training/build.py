@@ -31,6 +31,8 @@ from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 
+VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
@@ -41,11 +43,16 @@ class Compile(Transform):
     stage = Stage.COMPILE
 
     def __call__(self, model: nn.Module) -> nn.Module:
+        how: dict[str, Any] = {"backend": self.backend}
+        if self.backend == "inductor":
+            # Its cache knows a graph by its options and not by the processor it was generated for:
+            # what one with AVX-512 has left there computes NaN on one without.
+            bits = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
+            how["options"] = {"cpp.simdlen": bits}
         if self.entry is None:
-            model.compile(backend=self.backend)
+            model.compile(**how)
         else:
-            compiled = torch.compile(getattr(model, self.entry), backend=self.backend)
-            setattr(model, self.entry, compiled)
+            setattr(model, self.entry, torch.compile(getattr(model, self.entry), **how))
         return model
 
 
