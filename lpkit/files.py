@@ -106,6 +106,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what killed writers of whole files left in `folder`. Its lock is the caller's."""
+    for leftover in folder.glob(".*.????????.tmp"):
+        remove(leftover)
+
+
 def write_atomically(path: Path, text: str) -> None:
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -336,6 +336,14 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_vouches_for_them(tin
     assert done == [("metrics.jsonl", 2), ("save", 2), ("metrics.jsonl", 4), ("save", 4)]
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_start(run, tiny):
+    for name in (".summary.json.ab12cd34.tmp", ".metrics.jsonl.x_12cd34.tmp"):
+        (run.path / name).write_text("half")
+    (run.path / ".kept").write_text("of somebody")
+    train(tiny.replace({"steps": 6}), out=run.path, resume=True)
+    assert not list(run.path.glob("*.tmp")) and not list(run.path.glob(".*.tmp")) and (run.path / ".kept").exists()
+
+
 def test_who_said_nohup_outlives_the_shell():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

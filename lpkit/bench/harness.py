@@ -130,7 +130,7 @@ def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) 
                  for name, version in versions(("lpkit", *packages)).items()}
     return {**facts, "versions": {"python": platform.python_version(), **installed},
             "commit": _commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+            "command": shlex.join(["lpkit", *sys.argv[1:]])}
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:

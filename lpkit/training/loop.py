@@ -15,7 +15,7 @@ from lpkit import hardware, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
-from lpkit.files import locked, open_own, sync, write_atomically
+from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
@@ -44,6 +44,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                                "from_step": 0, "damaged": []}
     with _owned(path):
         here = environment(training.decisions) | _identified(training, run, resume)
+        sweep(path)
         energy_before, reached = hardware.energy_joules(training.device), None
         try:
             summary |= _begin(training, run, here)
