@@ -31,8 +31,6 @@ from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 
-VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
@@ -43,16 +41,15 @@ class Compile(Transform):
     stage = Stage.COMPILE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        how: dict[str, Any] = {"backend": self.backend}
-        if self.backend == "inductor":
-            # Its cache knows a graph by its options and not by the processor it was generated for:
-            # what one with AVX-512 has left there computes NaN on one without.
-            bits = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
-            how["options"] = {"cpp.simdlen": bits}
+        # PyTorch's cache of compiled code knows a graph, and not the vectors it was generated for:
+        # what a processor with AVX-512 has left there computes NaN on one without.
+        caches = torch.compiler.config
+        caches.cache_key_tag = caches.cache_key_tag or torch.backends.cpu.get_cpu_capability()
         if self.entry is None:
-            model.compile(**how)
+            model.compile(backend=self.backend)
         else:
-            setattr(model, self.entry, torch.compile(getattr(model, self.entry), **how))
+            compiled = torch.compile(getattr(model, self.entry), backend=self.backend)
+            setattr(model, self.entry, compiled)
         return model
 
 
