@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"
+INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # on white: of figures
+# in HTML those of JupyterLab's theme, where there is one
+TEXT, QUIET, LINE, LINK = (f"var(--jp-{name}, {colour})" for name, colour in (
+    ("content-font-color1", INK), ("content-font-color2", FAINT), ("border-color2", GRID),
+    ("content-link-color", "#004488")))
 FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, "
         "sans-serif")
 
@@ -21,11 +25,11 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, captio
                      f"{escape(str(cell))}</{tag}>")
         return f"<tr>{made}</tr>"
 
-    rule = f"border-bottom:1px solid {GRID};"
-    above = (f"<caption style='text-align:left;padding:3px 12px;color:{FAINT}'>"
+    rule = f"border-bottom:1px solid {LINE};"
+    above = (f"<caption style='text-align:left;padding:3px 12px;color:{QUIET}'>"
              f"{escape(caption)}</caption>")
     return "".join([
-        f"<table style='border-collapse:collapse;font:13px {escape(FONT)};color:{INK};"
+        f"<table style='border-collapse:collapse;font:13px {escape(FONT)};color:{TEXT};"
         f"line-height:1.5;font-variant-numeric:tabular-nums'>",
         above if caption else "",
         line(heads, "th", f"{rule}font-weight:600;") if heads else "",

@@ -198,3 +198,51 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
     slider.press("ArrowRight")
     opened.page.wait_for_function(
         f"before => JSON.stringify(({DATA})()) !== JSON.stringify(before)", arg=before, timeout=10_000)
+
+
+THEMED = ["""
+import lpkit
+from lpkit.course.exercises import EXERCISES, check
+from lpkit.errors import ConfigError
+from lpkit.predict import Comparison
+from lpkit.predict.compare import Row
+from lpkit.predict.plan import plan
+from lpkit.ui import Explorer, Guess, layouts_view
+from IPython.display import HTML
+
+def refuses(size):
+    raise ConfigError("no size will do")
+
+Explorer(refuses, size=[1, 2])
+""", "Guess('How many bytes?', unit='GB', low=0.1, high=10)", "Comparison((Row(name='peak', formula=1.0, measured=1.1, unit='GB', where='here'),))",
+    "check(EXERCISES['03.cast'], lambda *_: None)", "check(EXERCISES['00.uniform_loss'], EXERCISES['00.uniform_loss'].spec)",
+    "show, controls = layouts_view(plan(lpkit.preset('llama-8b'), 1e12, 'h200', devices=64))\nExplorer(show, **controls)", *LIVE]
+
+# The least contrast of any text outside the figures, which are on white, by the formula of WCAG 2.
+CONTRAST = """() => {
+    const parts = colour => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a] };
+    const over = (top, under) => top.slice(0, 3).map((c, i) => c * top[3] + under[i] * (1 - top[3]));
+    const light = rgb => rgb.slice(0, 3).map(c => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const ground = node => { const c = parts(getComputedStyle(node).backgroundColor);
+        return c[3] === 1 || !node.parentElement ? c : over(c, ground(node.parentElement)).concat(1) };
+    const found = [];
+    for (const node of document.querySelectorAll('.jp-OutputArea-output *')) {
+        const said = [...node.childNodes].filter(n => n.nodeType === 3 && n.textContent.trim()).map(n => n.textContent.trim()).join(' ');
+        if (!said || node.closest('.lpkit-figure, button, select, style, script') || !node.getClientRects().length) continue;
+        const under = ground(node), [a, b] = [over(parts(getComputedStyle(node).color), under), under].map(light).sort((x, y) => y - x);
+        found.push([(a + 0.05) / (b + 0.05), said.slice(0, 60)]);
+    }
+    return found.sort((x, y) => x[0] - y[0]);
+}"""
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_everything_can_be_read_in_either_theme(notebook, theme):
+    opened = notebook("themed.ipynb", THEMED)
+    opened.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+    opened.run()
+    opened.settle()
+    found = opened.page.evaluate(CONTRAST)
+    assert len(found) > 40 and any("no size will do" in said for _, said in found) and any(said == "wrong" for _, said in found)
+    assert found[0][0] >= 4.5, found[:5]

@@ -15,12 +15,12 @@ import ipywidgets as widgets
 import traitlets
 
 from lpkit.errors import ConfigError, pick
-from lpkit.tables import FONT, INK
+from lpkit.tables import FONT, TEXT
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import WARNING
 
 Control = Sequence | range | Mapping | bool | widgets.Widget
-ALERT = (f"font:13px {FONT};color:{WARNING};border-left:3px solid {WARNING};padding:2px 10px;"
+ALERT = (f"font:13px {FONT};color:{TEXT};border-left:3px solid {WARNING};padding:2px 10px;"
          f"margin:4px 12px")
 WIDE = {"width": "100%", "overflow": "hidden"}
 
@@ -154,7 +154,7 @@ class Question(widgets.VBox):
     """A question above the widget that takes the answer, which is `.value`."""
 
     def __init__(self, question: str, answer: widgets.Widget, value: float | str):
-        style = f"font:600 14px {FONT};color:{INK};line-height:1.5"
+        style = f"font:600 14px {FONT};color:{TEXT};line-height:1.5"
         text = widgets.HTML(f'<div style="{style}">{escape(question)}</div>')
         super().__init__([text, answer], layout={"padding": "4px 12px"}, value=value)
 

@@ -15,13 +15,13 @@ import ipywidgets as widgets
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import FAINT, FONT, INK
+from lpkit.tables import FAINT, FONT, INK, QUIET, TEXT
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, heat, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS
 from lpkit.ui.throttle import Throttle
 
-STATUS = f"font:13px {FONT};color:{FAINT};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
+STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
 STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}
 DECIBELS = (15.0, 45.0)     # of the live map's colours: from 4-bit floats to INT8 at its best
 
@@ -144,8 +144,9 @@ class LiveRun(Stored, widgets.VBox):
             words = words.split(" · about")[0]
         if state == "failed":
             words = str(self.handle.error)
-        colour = STATE_COLOURS.get(state, INK)
-        self.status.value = (f'<div style="{STATUS}"><b style="color:{colour}">{state}</b>&ensp;'
+        colour = STATE_COLOURS.get(state, TEXT)
+        self.status.value = (f'<div style="{STATUS}"><span style="color:{colour}">&#9679;</span> '
+                             f'<b style="color:{TEXT}">{state}</b>&ensp;'
                              f"{escape(words)}</div>")
         ending = self._stopping or self.handle.done
         self.stop_button.disabled = self.pause_button.disabled = ending
