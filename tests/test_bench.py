@@ -9,9 +9,10 @@ import time
 import pytest
 
 from lpkit import timing
-from lpkit.bench import BENCHES, harness, imports, loader
+from lpkit.bench import BENCHES, harness, imports, loader, reliability
 from lpkit.bench.harness import paired, race, summary
 from lpkit.cli import main
+from lpkit.files import PACKAGE
 
 
 class Clock:
@@ -154,3 +155,7 @@ def test_bad_input(argv, sentence, capsys):
 
 def test_every_row_is_a_benchmark():
     assert all(callable(pkgutil.resolve_name(f"lpkit.bench.{row}")) for row in BENCHES.values())
+
+
+def test_the_page_of_reliability_is_made_from_its_files():
+    assert (PACKAGE.parent / "docs" / "reliability.md").read_text() == reliability.page()

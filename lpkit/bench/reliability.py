@@ -70,7 +70,7 @@ def page() -> str:
         lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
                   f"{result['commit']} with {versions}: `{result['command']}`.", "",
                   markdown_table(("attack", "trials", "did harm", "seconds", "seen"),
-                                 map(_row, result["cases"])), ""]
+                                 [_row({**result, **case}) for case in result["cases"]]), ""]
     return "\n".join(lines)
 
 
