@@ -106,9 +106,10 @@ def whole_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed writers of whole files left in `folder`. Its lock is the caller's."""
-    for leftover in folder.glob(".*.????????.tmp"):
+def sweep(folder: Path, pattern: str = ".*.????????.tmp") -> None:
+    """Remove what killed writers left in `folder`: of whole files, by default. Its lock is the
+    caller's."""
+    for leftover in folder.glob(pattern):
         remove(leftover)
 
 

@@ -1,4 +1,4 @@
-"""The signals that ask a program to end: Ctrl-C, SIGTERM, and SIGHUP from a terminal that closes."""
+"""Signals that ask a program to end: Ctrl-C, SIGTERM, and SIGHUP from a terminal that closes."""
 
 import signal
 import threading

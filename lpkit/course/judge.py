@@ -88,8 +88,8 @@ class Verdict:
     def _repr_html_(self) -> str:
         colour, sign = MARKS[self.status]
         # white on a colour can be read in a dark theme, too
-        said = (f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span> <b>{self.status}</b>"
-                f"{html.escape(self._more)}")
+        said = (f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span> "
+                f"<b>{self.status}</b>{html.escape(self._more)}")
         if self.solution:
             said += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
                      f"</pre></details>")

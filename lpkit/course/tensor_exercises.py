@@ -167,7 +167,7 @@ FORMATS = ((4, 3, 448.0), (5, 2, 57344.0), (2, 1, 6.0), (3, 2, 28.0))
                     "below the smallest normal number the spacing stays":
                         lambda x, e, m, largest: _cast(x, e, m, largest, subnormals=False),
                     "what is too large becomes the largest":
-                        lambda x, e, m, largest: _cast(x, e, m, math.inf)})
+                        lambda x, e, m, largest: cast(x, e, m, math.inf)})
 def cast(x: Tensor, exponent_bits: int, mantissa_bits: int, largest: float) -> Tensor:
     exponent = torch.frexp(x.double())[1] - 1           # frexp's fraction is in [1/2, 1)
     exponent = exponent.clamp(min=2 - 2 ** (exponent_bits - 1))     # subnormals share a spacing
@@ -393,10 +393,6 @@ def _suspects(r: Random) -> tuple[list[str], Trial]:
     layers = [f"block{i}.{name}" for i in range(8) for name in ("qkv", "out", "up", "down")]
     layers = layers[:r.randint(1, 32)]
     return layers, Trial(r.choice(layers), math.ceil(math.log2(len(layers))))
-
-
-def _one_by_one(layers: list[str], fails: Callable[[list[str]], bool]) -> str:
-    return next(layer for layer in layers if fails([layer]))
 
 
 @exercise("07.bisect", (["up"], Trial("up", 0)), (["up", "down"], Trial("down", 1)),

@@ -166,9 +166,4 @@ def _newest_whole(root: Path, run: str,
 
 def sweep(root: Path) -> None:
     """Remove what a killed save left behind. Only for the owner of the run, before it saves."""
-    _by_process_0(_sweep, root)
-
-
-def _sweep(root: Path) -> None:
-    for leftover in root.glob(".*.tmp"):
-        files.remove(leftover)
+    _by_process_0(files.sweep, root, ".*.tmp")
