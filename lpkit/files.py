@@ -34,6 +34,11 @@ def cache_dir(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / name
 
 
+def data_dir(name: str) -> Path:
+    """Where the platform keeps what a person made: `course`."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "lpkit" / name
+
+
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
