@@ -191,7 +191,7 @@ class SystemConfig(Group):
 
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
     compile: bool | Literal["auto"] = "auto"    # auto: on GPUs
-    threads: Annotated[int, between(1, 1024)] | None = None     # None: PyTorch's own choice
+    threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ try, none makes one faster.
 """
 
 import functools
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from lpkit.timing import interleaved_seconds
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
+SMALL_FLOPS = 1e8           # of a product: a millisecond of one core
+BUSY_SHARE = 0.25           # of the cores, by others
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
@@ -46,6 +50,57 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
                   why=f"a {size} x {size} matrix product in bf16 ran at {ratio:.2f}x the speed of "
                   f"fp32 on this {device.type}, best of {len(fp32)} rounds; bf16 is taken above "
                   f"1.1x")
+
+
+def threads_choice(asked: int | None, *, flops: float, before: str | None = None) -> Choice:
+    """How many threads a run computes with on a CPU, whose largest product takes `flops`.
+
+    Threads wait for one another after every operation, spinning. Where a product is small, that is
+    all that they do; and where others keep the cores busy, each of them waits for one that does not
+    run: an update is then ten times slower than with one thread. `before`: what a run that goes on
+    was begun with; another number would add up in another order.
+    """
+    allowed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    most = min(machine_facts.cores(), int(allowed) if allowed.isdigit() else sys.maxsize)
+
+    def used(threads: int | str, why: str) -> Choice:
+        return Choice(asked=str(asked or "auto"), used=str(threads), why=why)
+
+    if asked:
+        return used(asked, "asked for")
+    if before:
+        return used(before, "as this run was begun")
+    if most == 1:
+        return used(1, "this process may use one core")
+    if flops < SMALL_FLOPS:
+        return used(1, f"the largest product takes {flops / 1e6:.0f} MFLOP; below "
+                       f"{SMALL_FLOPS / 1e6:.0f} threads wait longer than they work")
+    share = others()
+    time.sleep(0.1)
+    busy = share()
+    if busy > BUSY_SHARE:
+        return used(1, f"others keep {busy:.0%} of the cores busy, and all threads wait for one "
+                       f"that does not run; system.threads={most} insists")
+    return used(most, f"others keep {busy:.0%} of the cores busy")
+
+
+def others() -> Callable[[], float]:
+    """Starts now; asked, it says which share of the cores that this process may use other processes
+    took since, time stolen from a virtual machine included."""
+    def busy() -> list[float]:
+        each = psutil.cpu_percent(percpu=True)      # counts from its last call
+        ours = psutil.Process().cpu_affinity() if sys.platform == "linux" else range(len(each))
+        return [each[core] for core in ours if core < len(each)]
+
+    busy()
+    began, mine = time.perf_counter(), time.process_time()
+
+    def share() -> float:
+        own = (time.process_time() - mine) / (time.perf_counter() - began)
+        each = busy()
+        return max(0.0, (sum(each) / 100 - own) / len(each))
+
+    return share
 
 
 def peak_bytes(device: torch.device | str) -> int:
@@ -116,22 +171,26 @@ def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
     return sum(counters) / 1e6, "RAPL's counters, all packages, whatever ran on them"
 
 
-@functools.cache
 def machine(device: str | None = None) -> Machine:
     """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix
-    product in each dtype, the best memory sweep. Under 3 s, and measured once per process. On a GPU
-    a datasheet promises more."""
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    flops, shapes = {}, {}
+    product in each dtype, the best memory sweep. Under 3 s, and measured once per process and
+    number of threads. On a GPU a datasheet promises more."""
+    on = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return _machine(on, torch.get_num_threads())
+
+
+@functools.cache
+def _machine(device: str, threads: int) -> Machine:
+    on, flops, shapes = torch.device(device), {}, {}
     for name in DTYPES:
-        flops[name], shapes[name] = peak_flops(name, str(on))
+        flops[name], shapes[name] = peak_flops(name, device, threads)
     sweep, swept = triad(on)
     (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
     details = {"product_shapes": shapes, "swept_bytes": swept}
     if on.type == "cuda":
         kind, title = "gpu", torch.cuda.get_device_name(on)
     else:
-        kind, title, details["threads"] = "cpu", cpu_name(), torch.get_num_threads()
+        kind, title, details["threads"] = "cpu", cpu_name(), threads
     return Machine(
         name="this", title=title, kind=kind, memory_bytes=memory_bytes(on),
         bytes_per_second=swept / min(seconds), flops=flops, link_bytes_per_second=None, watts=None,
@@ -140,9 +199,9 @@ def machine(device: str | None = None) -> Machine:
 
 
 @functools.cache
-def peak_flops(dtype: str, device: str) -> tuple[float, tuple[int, int, int]]:
+def peak_flops(dtype: str, device: str, threads: int) -> tuple[float, tuple[int, int, int]]:
     """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once
-    per process."""
+    per process and number of `threads`, which are PyTorch's own now."""
     rates = []
     for n, square in squares(dtype, torch.device(device)).items():
         (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)

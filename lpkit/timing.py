@@ -3,12 +3,15 @@
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+# what goes through the rounds, and may say how far it is
+Watch = Callable[[Sequence[int]], Iterable[int]]
 
 
 def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int, warm_up: int = 1,
-                        shuffle: bool = False,
-                        within_seconds: float = math.inf) -> list[list[float]]:
+                        shuffle: bool = False, within_seconds: float = math.inf,
+                        watch: Watch = iter) -> list[list[float]]:
     """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
 
     A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
@@ -17,7 +20,7 @@ def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int,
     seconds: list[list[float]] = [[] for _ in runners]
     order, draw = list(range(len(runners))), random.Random(0)
     begun = time.perf_counter()
-    for i in range(warm_up + rounds):
+    for i in watch(range(warm_up + rounds)):
         if i > warm_up and time.perf_counter() - begun > within_seconds:
             break
         if shuffle:

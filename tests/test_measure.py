@@ -1,6 +1,9 @@
 """Measurements against counts made another way."""
 
+import os
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.hardware import bf16_choice, machine, peak_bytes, reset_peak
+from lpkit.hardware import SMALL_FLOPS, bf16_choice, machine, peak_bytes, reset_peak, threads_choice
 from lpkit.measure.updates import memory, roofline, saved_bytes, turns
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
@@ -62,6 +65,60 @@ def test_a_gpu_is_chosen_by_its_capability(monkeypatch, capability, used):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     choice = bf16_choice("cuda")
     assert choice.used == used and f"compute capability {capability[0]}.{capability[1]}" in choice.why
+
+
+LARGE = 10 * SMALL_FLOPS
+
+
+@pytest.mark.parametrize("asked, flops, before, busy, used, why", [
+    (3, 1.0, "2", 0.9, "3", "asked for"),                       # first what somebody wants
+    (None, LARGE, "1", 0.0, "1", "as this run was begun"),      # else the sums of a resumed run have another order
+    (None, 0.9 * SMALL_FLOPS, None, 0.0, "1", "MFLOP"),
+    (None, LARGE, None, 0.0, "4", "others keep 0%"),
+    (None, LARGE, None, 0.6, "1", "others keep 60%"),
+])
+def test_threads_by_size_and_load(monkeypatch, asked, flops, before, busy, used, why):
+    monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(hardware, "others", lambda: lambda: busy)
+    choice = threads_choice(asked, flops=flops, before=before)
+    assert choice.used == used and why in choice.why, choice
+
+
+@pytest.mark.parametrize("allowed, used", [("2", "2"), ("16", "4"), ("3,2", "3"), ("", "4"), ("many", "4")])
+def test_threads_are_never_more_than_allowed(monkeypatch, allowed, used):
+    monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    monkeypatch.setattr(hardware, "others", lambda: lambda: 0.0)
+    assert threads_choice(None, flops=LARGE).used == used
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an affinity is Linux's")
+def test_a_busy_neighbour_is_seen_and_oneself_is_not():
+    """On one core, which both share: each gets half of it."""
+    allowed, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+            share, end = hardware.others(), time.perf_counter() + 1.5
+            while time.perf_counter() < end:
+                pass
+            with_it = share()
+            child.kill()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert 0.25 < with_it < 1.01, with_it
+    psutil_says = hardware.others()
+    time.sleep(0.05)
+    assert 0 <= psutil_says() <= 1.01
+
+
+def test_what_takes_turns_can_be_watched(capsys):
+    from lpkit.ui import progress
+
+    seen = []
+    interleaved_seconds([lambda: seen.append(1)], rounds=3, watch=progress)
+    assert len(seen) == 4 and list(progress("abc")) == list("abc") and list(progress([])) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident peak can be reset on Linux only")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +27,7 @@ from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import Product, products
 from lpkit.predict.time import StepTime, step_floor, step_time
 from lpkit.techniques.machines import Machine
-from lpkit.timing import interleaved_seconds
+from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.build import Decisions, decide, refuse_what_cannot_fit
 from lpkit.training.training import RandomTokens, Training
 
@@ -196,7 +195,8 @@ class RooflineMeasurement:
         return {p: p.flops / p.calls / seconds for p, seconds in self.product_seconds.items()}
 
 
-def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> RooflineMeasurement:
+def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
+             watch: Watch = iter) -> RooflineMeasurement:
     """Take turns: the ceilings, each product of the model alone, one update of the whole model."""
     bench = Bench(config, device)
     dtype = bench.precision.used
@@ -210,7 +210,8 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7) -> R
         alone[p] = hardware.product((*group, p.M, p.K), (*group, p.K, p.N), dtype, bench.device)
     phases = []
     times, other_cpu_share = _take_turns(
-        [*squares.values(), *alone.values(), sweep, lambda: phases.append(bench.update())], rounds)
+        [*squares.values(), *alone.values(), sweep, lambda: phases.append(bench.update())], rounds,
+        watch)
     # the model's own products count too: their shapes may suit the machine better than squares
     flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
@@ -242,25 +243,21 @@ class Turns:
     where: str
 
 
-def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5) -> Turns:
+def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5,
+          watch: Watch = iter) -> Turns:
     """Update the model of each config `rounds` times, one after the other."""
     benches = [Bench(config, device) for config in configs]
-    times, other_cpu_share = _take_turns([bench.update for bench in benches], rounds)
+    times, other_cpu_share = _take_turns([bench.update for bench in benches], rounds, watch)
     return Turns(seconds=tuple(map(min, times)), other_cpu_share=other_cpu_share,
                  precision=benches[-1].precision,
                  where=f"{benches[-1].where}, the best of {rounds} turns")
 
 
-def _take_turns(runners: Sequence[Callable[[], object]],
-                rounds: int) -> tuple[list[list[float]], float]:
-    """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile, time
-    stolen from a virtual machine included."""
-    psutil.cpu_percent()        # it counts from its last call
-    began, ours = time.perf_counter(), time.process_time()
-    times = interleaved_seconds(runners, rounds=rounds)
-    passed = (time.perf_counter() - began) * psutil.cpu_count()
-    busy = psutil.cpu_percent() / 100
-    return times, max(0.0, busy - (time.process_time() - ours) / passed)
+def _take_turns(runners: Sequence[Callable[[], object]], rounds: int,
+                watch: Watch) -> tuple[list[list[float]], float]:
+    """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile."""
+    share = hardware.others()
+    return interleaved_seconds(runners, rounds=rounds, watch=watch), share()
 
 
 def refuse_compiled(config: Config) -> None:

@@ -24,7 +24,7 @@ from lpkit.measure.tracking import Footprint
 from lpkit.predict import Machine, Memory, memory
 from lpkit.predict.time import step_time
 from lpkit.techniques.memory import rows_of
-from lpkit.timing import interleaved_seconds
+from lpkit.timing import Watch, interleaved_seconds
 
 PLAIN = "plain"
 # of 256 standard normal numbers, on average, from the least to the largest (Tippett 1925)
@@ -109,7 +109,7 @@ class Measured:
         return self.footprint.peak_bytes
 
 
-def measured(config: Config, *, rounds: int = 3) -> dict[str, Measured]:
+def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[str, Measured]:
     """Real steps of the same model on the same random tokens, with every technique."""
     footprints = {name: measure.memory(with_technique(config, name)) for name in TECHNIQUES}
     benches = {name: measure.Bench(with_technique(config, name)) for name in TECHNIQUES}
@@ -121,7 +121,8 @@ def measured(config: Config, *, rounds: int = 3) -> dict[str, Measured]:
     def step(name: str) -> None:
         losses[name].append(benches[name].train().item())   # read, so that the device has finished
 
-    seconds = interleaved_seconds([partial(step, name) for name in TECHNIQUES], rounds=rounds)
+    seconds = interleaved_seconds([partial(step, name) for name in TECHNIQUES], rounds=rounds,
+                                  watch=watch)
     found = {}
     for name, times in zip(TECHNIQUES, seconds):
         slowdown = statistics.median(mine / plain for mine, plain in zip(times, seconds[0]))

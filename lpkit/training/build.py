@@ -109,18 +109,21 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
     if config.parallel.devices > 1:
         raise ConfigError(f"parallel: {config.parallel} can be predicted and traced, but training "
                           f"runs on one device so far; set every axis of parallel to 1")
-    if config.system.threads:
-        torch.set_num_threads(config.system.threads)
     on = choose_device(config.system.device)
     device = torch.device(on.used)
     asked = config.precision.recipe
-    begun = (before or {}).get("chosen", {}).get("precision", {}).get("used")
-    precision = choose_recipe(asked, device, begun)
+    begun = {key: choice["used"] for key, choice in (before or {}).get("chosen", {}).items()}
+    m, tokens = config.model, config.micro_batch * config.model.T
+    threads = hardware.threads_choice(config.system.threads, flops=2 * tokens * m.D * m.F,
+                                      before=begun.get("threads"))
+    torch.set_num_threads(int(threads.used))        # also for the race of dtypes
+    precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
     compiled = memory.choose_compile(config, choose_compile(config.system.compile, device))
     backend = backends.choose(config.precision.backend, name, recipe, device)
-    chosen = {"device": on, "precision": precision, "compile": compiled, "backend": backend}
+    chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
+              "backend": backend}
     if config.precision.cache_weight_casts:
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(

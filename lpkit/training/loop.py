@@ -272,7 +272,7 @@ def _mfu(training: Training, tokens_per_second: float | None,
         return {}
     dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
     try:
-        peak, _ = hardware.peak_flops(dtype, str(training.device))
+        peak, _ = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
     except Exception as error:
         errors.append(f"the peak FLOP/s for the MFU: {type(error).__name__}: {error}")
         return {}

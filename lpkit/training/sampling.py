@@ -53,7 +53,9 @@ def trained(run: Run, device: str = "cpu") -> Training:
         print(f"lpkit: the weights are those of step {found.step}: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype))
-    config = config.replace({"system.device": device, "system.compile": False})
+    # and one token at a time is small work for one thread
+    config = config.replace({"system.device": device, "system.compile": False,
+                             "system.threads": config.system.threads or 1})
     if run.environment.get("chosen", {}).get("device", {}).get("used") != device:
         config = config.replace({"precision.backend": "auto"})  # the one asked for may not run here
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
