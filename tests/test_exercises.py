@@ -94,6 +94,23 @@ def by_numbers(x, w, dy, sx, sw, sdy):
     return dy @ w, torch.einsum("to,ti->oi", dy, x)
 
 
+def by_neighbours(x, dice):
+    """Down to bf16's neighbour nearer to zero, or up when the dice carry the rest over."""
+    down = torch.from_numpy(np.trunc(np.ldexp(np.frexp(x.double().numpy())[0], 8)))
+    exponents = torch.frexp(x.double())[1] - 8
+    rest = (x.double() / 2.0**exponents - down).abs()       # of a gap
+    up = rest + dice / 2**16 >= 1
+    return ((down + up * x.sign()) * 2.0**exponents).float().copysign(x)
+
+
+def by_python(v, g, beta, block):
+    new, found = [beta * a + (1 - beta) * b * b for a, b in zip(v.tolist(), g.tolist())], []
+    for i in range(0, len(new), block):
+        scale = next(2.0**e for e in range(-200, 50) if max(new[i:i + block]) <= 255 * 2.0**e)
+        found += [round(one / scale) * scale for one in new[i:i + block]]
+    return found
+
+
 # independent of the definitions, or right in another way
 RIGHT = {
     "00.cross_entropy": torch.nn.functional.cross_entropy,
@@ -101,6 +118,7 @@ RIGHT = {
     "02.smallest_square": lambda peak, speed, itemsize: math.ceil(1.5 * itemsize * peak / speed),
     "03.cast": by_ml_dtypes,
     "03.mx_cast": lambda x: quantise(x[None], Cast(format="e4m3fn", block=(1, 32), scale="power-of-two-floor")).dequantise()[0],
+    "03.stochastic_bf16": by_neighbours,
     "04.int8_db": lambda crest: 10.7918125 + 42.0760744 - 20 * math.log10(crest),
     "05.is_lost": lambda w, update: bool(torch.tensor(w).bfloat16() + torch.tensor(update).bfloat16() == torch.tensor(w).bfloat16()),
     "05.loss_scaler": by_grad_scaler,
@@ -108,6 +126,7 @@ RIGHT = {
     "06.speedup": by_numpy,
     "07.margin": lambda growth: next(m for m in range(-9, 99) if 2.0**m >= growth),
     "08.chunked_loss": by_autograd,
+    "08.moment": by_python,
     "08.recomputed": by_checkpoint,
     "09.reduce_scatter": lambda values, turns: [
         [sum(values[rank - k][chunk] for k in range(1 + gone * (gone <= turns))) for chunk in range(len(values))

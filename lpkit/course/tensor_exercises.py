@@ -197,6 +197,24 @@ def mx_cast(x: Tensor) -> Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
+def _dice(r: Random) -> tuple[Tensor, Tensor]:
+    return (normal(r, 16, size=10 ** r.uniform(-6, 6)),
+            torch.tensor([r.randrange(2**16) for _ in range(16)], dtype=torch.int32))
+
+
+@exercise("03.stochastic_bf16",
+          (torch.tensor([1.001953125]), torch.tensor([2**15], dtype=torch.int32)),
+          (torch.tensor([-1.001953125, 1.0, -0.0, 1.99999]),
+           torch.tensor([2**16 - 1] * 4, dtype=torch.int32)), draw=_dice, tolerance=0, stars=2,
+          minutes=10,
+          mistakes={"nearest never uses the dice": lambda x, dice: x.bfloat16().float(),
+                    "dice of 0 round toward zero, large ones away from it": lambda x, dice:
+                        (x.view(torch.int32) - dice & -(2**16)).view(torch.float32)})
+def stochastic_bf16(x: Tensor, dice: Tensor) -> Tensor:
+    bits = x.view(torch.int32) + dice           # a carry goes on into the exponent, as it should
+    return (bits & -(2**16)).view(torch.float32)
+
+
 # 04, scaling recipes: the scale of a block, and the scale of yesterday.
 
 def _column_scales(x: Tensor, block: int) -> Tensor:
@@ -472,6 +490,39 @@ def chunked_loss(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[Ten
         loss -= log_p.gather(-1, targets[rows, None]).sum() / len(h)
         dh[rows] = p @ w / len(h)
     return loss, dh
+
+
+def _stored(v: Tensor, block: int) -> Tensor:
+    blocks = v.split(block)
+    scales = [2.0 ** math.ceil(math.log2(max(b.max().item(), 1e-30) / 255)) for b in blocks]
+    return torch.cat([(b / scale).round() * scale for b, scale in zip(blocks, scales)])
+
+
+def _moments(r: Random) -> tuple[Tensor, Tensor, float, int]:
+    """Dyadic and few bits: the new moment is the same in whatever order one calculates."""
+    n = r.randint(1, 20)
+    stored = [r.randrange(256) * 2.0 ** r.randint(-12, 2) for _ in range(n)]
+    return (torch.tensor(stored), torch.tensor([r.randint(-40, 40) / 16 for _ in range(n)]),
+            r.choice((0.5, 0.75, 0.875)), r.choice((4, 8)))
+
+
+@exercise("08.moment", (torch.tensor([255.0]), torch.tensor([1.0]), 0.5, 4),
+          (torch.tensor([64.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.25]), 0.5, 2),
+          (torch.zeros(5), torch.zeros(5), 0.5, 4), draw=_moments, tolerance=0, stars=2, minutes=12,
+          mistakes={"each block has a scale of its own": lambda v, g, beta, block:
+                        _stored(beta * v + (1 - beta) * g * g, len(v)),
+                    "the second moment averages squares": lambda v, g, beta, block:
+                        _stored(beta * v + (1 - beta) * g.abs(), block),
+                    "what is stored has eight bits": lambda v, g, beta, block:
+                        beta * v + (1 - beta) * g * g})
+def moment(v: Tensor, g: Tensor, beta: float, block: int) -> Tensor:
+    v = beta * v + (1 - beta) * g.square()
+    stored = torch.empty_like(v)
+    for start in range(0, len(v), block):
+        part = v[start:start + block]
+        scale = 2.0 ** torch.ceil(torch.log2(part.max() / 255)) if part.any() else 1.0
+        stored[start:start + block] = (part / scale).round() * scale    # codes 0 to 255
+    return stored
 
 
 # 09, predict before you rent: how ranks add, and what fits into one.
