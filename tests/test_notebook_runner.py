@@ -57,6 +57,8 @@ def test_declarations_are_read_with_their_comments():
     steps = TAKEN["steps"]
     assert (steps.kind, steps.annotation, steps.default, steps.comment) == (int, "int", 3, "updates")
     assert TAKEN["threads"].kind == int | None and TAKEN["widths"].kind == tuple[int, ...]
+    same = notebooks.declared('tier = "cpu"  # type: Literal["smoke","cpu","gpu"] how large')
+    assert same["tier"] == TAKEN["tier"], "a type comment is an annotation"
 
 
 @pytest.mark.parametrize("source, said", [
@@ -68,6 +70,11 @@ def test_declarations_are_read_with_their_comments():
     ("steps: list[int] = 3", "is none of"),
     ("steps: int = 'x'", "whole number"),
     ("steps: int =", "does not parse"),
+    ("steps = 3  # updates", "holds only"),
+    ("steps = 3  # type: list[int] updates", "is none of"),
+    ("steps = 3  # type: int( updates", "is no annotation"),
+    ("steps = 'x'  # type: int updates", "whole number"),
+    ("a, b = 1, 2  # type: int two", "holds only"),
 ])
 def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, said):
     with pytest.raises(ConfigError, match=said):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from papermill.inspection import inspect_notebook
 
 from lpkit.course import notebooks
 
@@ -61,6 +62,15 @@ def test_parameters_first_and_commented(book):
     found = notebooks.parameters(book)
     assert found["tier"].annotation == "Literal['smoke', 'cpu', 'gpu']" and found["tier"].default == "cpu"
     assert all(parameter.comment for parameter in found.values()), "say after each parameter what it is, and its unit"
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_papermill_reads_the_parameters_as_the_kit_does(path):
+    """`papermill --help-notebook` splits lines by a pattern, the kit walks the syntax tree."""
+    theirs = {name: (ast.unparse(ast.parse(p["inferred_type_name"])), ast.literal_eval(p["default"]), p["help"])
+              for name, p in inspect_notebook(path).items()}
+    ours = {name: (p.annotation, p.default, p.comment) for name, p in notebooks.parameters(notebooks.read(path)).items()}
+    assert theirs == ours and list(theirs) == list(ours)
 
 
 def test_imports_second(book):

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 FORMAT = "lpkit-notebook-run"
 INJECTED = "injected-parameters"
+TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # papermill's, too: no space in the type
 SAMPLE_SECONDS = 0.1
 UNFINISHED = ("asked", "running")
 MOST_BYTES = 1 << 28        # of a notebook
@@ -60,7 +61,8 @@ PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s,
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One line of a parameters cell: `steps: int = 200  # updates`."""
+    """One line of a parameters cell: `steps: int = 200  # updates`, or, since papermill's own
+    reader takes no quotes in an annotation, `name = "a"  # type: Literal["a","b"] a name`."""
 
     kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
     annotation: str         # as written
@@ -147,8 +149,8 @@ def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
 
 
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
-    """What the parameters cell declares: `name: annotation = literal  # comment`, and nothing else,
-    unexecuted. Raises ConfigError for a second such cell, which would undo what is asked."""
+    """What the parameters cell declares, line by line, unexecuted. Raises ConfigError for a second
+    such cell, which would undo what is asked."""
     cells = tagged(book, "parameters")
     if len(cells) > 1:
         raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
@@ -167,23 +169,35 @@ def declared(source: str) -> dict[str, Parameter]:
                 if token.type == tokenize.COMMENT}
     found = {}
     for node in tree.body:
-        line = ast.unparse(node)
-        if line == "from typing import Literal":    # the annotations need it
+        if ast.unparse(node) == "from typing import Literal":    # the annotations need it
             continue
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-                and node.value is not None):
-            raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment`, "
-                              f"not `{line}`")
-        name, kind = node.target.id, _kind(node.annotation)
+        comment = comments.get(node.end_lineno, "")
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr()):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)]) if typed := TYPE_COMMENT.match(comment):
+                annotation, comment = _annotation(typed[1]), typed[2]
+            case _:
+                raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment` "
+                                  f"and `name = literal  # type: ... comment`, not "
+                                  f"`{ast.unparse(node)}`")
+        kind = _kind(annotation)
         try:
             default = ast.literal_eval(node.value)      # reads a literal, runs nothing
         except ValueError:
             raise ConfigError(f"the default of {name} must be a literal, not "
                               f"`{ast.unparse(node.value)}`") from None
         convert(default, kind, name)
-        found[name] = Parameter(kind=kind, annotation=ast.unparse(node.annotation),
-                                default=default, comment=comments.get(node.end_lineno, ""))
+        found[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
+                                comment=comment)
     return found
+
+
+def _annotation(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ConfigError(f"the type comment `{text}` is no annotation") from None
 
 
 def _kind(node: ast.expr) -> Any:
