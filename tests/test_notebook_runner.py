@@ -392,6 +392,8 @@ def test_list(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("words, said", [
     ((), "which notebook"), (("00", "--all"), "leave out '00'"), (("00", "--on", "hosts=3"), "only processes=N"),
     (("00", "--on", "processes=0"), "1 or more"), (("00", "steps"), "expected key=value"), (("07",), "no notebook '07'"),
+    (("00", "--set", "stepz=3"), "did you mean 'steps'"), (("--set", "steps=3"), "which notebook"), (("steps=3",), "which notebook"),
+    (("--all", "steps=3"), "leave out 'steps=3'"), (("--all", "--set", "steps=3"), "leave out 'steps=3'"),
 ])
 def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
     write(tmp_path / "notebooks" / "00_start_here.ipynb")
@@ -409,9 +411,11 @@ def test_without_papermill_it_is_one_sentence(tmp_path, capsys, monkeypatch):
 
 
 def test_the_table():
-    run = {"label": "00_a", "seconds": 1.25, "peak_rss_bytes": 3e8, "claim": "it holds", "status": "done", "error": None}
+    run = {"label": "00_a", "seconds": 1.25, "peak_rss_bytes": 3e8, "claim": "it holds", "status": "done", "error": None,
+           "output": str(Path.cwd() / "out/00_a.ipynb"), "record": "/elsewhere/00_a.json"}
     bad = run | {"status": "failed", "error": {"cell": 7, "kind": "AssertionError", "message": "2 >\n1"}}
-    head, first, second = command.text({"runs": [run, bad]}).splitlines()
+    head, first, second, _, *files = command.text({"runs": [run, bad]}).splitlines()
     assert head.split() == ["notebook", "seconds", "peak", "MB", "claim", "result"]
     assert first.split() == ["00_a", "1.2", "300", "it", "holds", "holds"]
     assert second.endswith("failed in cell 7: AssertionError: 2 > 1")
+    assert [line.split() for line in files[1:]] == [["out/00_a.ipynb", "/elsewhere/00_a.json"]] * 2

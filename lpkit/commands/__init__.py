@@ -15,6 +15,8 @@ from lpkit.errors import ConfigError
 from lpkit.techniques import machines
 from lpkit.values import folder
 
+FILES = (".yaml", ".yml", ".ipynb")     # whose names may hold an =
+
 
 def a_folder(text: str) -> Path:
     """The type of an argument that names a folder, which may be there or not."""
@@ -25,10 +27,32 @@ def a_folder(text: str) -> Path:
     return Path(text)
 
 
+def settings(parser: argparse.ArgumentParser, what: str = "change a setting") -> None:
+    """`KEY=VALUE` and `--set KEY=VALUE`, which mean the same, before, between and after options.
+    Comes after the other positional arguments; `asked` reads what was given."""
+    parser.parse_args = parser.parse_intermixed_args
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE",
+                        help=f"{what}; as many as needed")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="the same")
+
+
+def asked(args: argparse.Namespace) -> list[str]:
+    """Every `key=value`, whichever way it was given."""
+    return [*args.settings, *args.set]
+
+
+def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The same beside a target that may be left out, and whose place a setting then took."""
+    target = args.target
+    if target is None or "=" not in target or Path(target).suffix in FILES:
+        return target, asked(args)
+    return None, [target, *asked(args)]
+
+
 def settings_and_machine(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that predicts."""
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="change a setting; repeatable")
+    settings(parser)
     parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
                         "`this`: the one at hand, measured")
 

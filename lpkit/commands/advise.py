@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import Any
 
-from lpkit.commands import machine, settings_and_machine
+from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import text_table
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.presets import resolve
     from lpkit.studies.advice import advise, claims
 
-    config = resolve(args.target, args.set)
+    config = resolve(args.target, asked(args))
     here = args.machine == "this" or args.measure
     advice = advise(config, _here() if here else machine(args.machine), recipes=args.recipe,
                     seeds=args.seeds, steps=args.steps, train=_train if args.measure else None)

@@ -1,18 +1,19 @@
 """Run notebooks with parameters, without a browser.
 
   lpkit notebook --list                                  what there is, with every parameter
-  lpkit notebook 00 steps=50 --tier cpu --out runs/try   one run: 00_start_here.ipynb, .json
-  lpkit notebook 00 lr=1e-3,3e-4 seed=0,1 --on processes=2   the four combinations, two at a time
+  lpkit notebook 00 seed=1 --tier cpu --out runs/try     one run: 00_start_here.ipynb, .json
+  lpkit notebook 00 tier=smoke,cpu seed=0,1 --on processes=2   the four combinations, two at a time
   lpkit notebook --all --tier smoke                      the course, and a table of what it claims
 
 key=a,b and a repeated key make a grid; a parameter that is itself text or a tuple keeps its commas.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.tables import text_table
@@ -22,12 +23,9 @@ OUT = Path("runs") / "notebooks"
 
 
 def arguments(parser):
-    # `notebook 00 --tier cpu steps=5` reads as it is meant
-    parser.parse_args = parser.parse_intermixed_args
-    parser.add_argument("name", nargs="?", metavar="NAME",
+    parser.add_argument("target", nargs="?", metavar="NAME",
                         help="00_start_here, 00, start_here, or the path of a notebook")
-    parser.add_argument("settings", nargs="*", metavar="key=value",
-                        help="parameters that the notebook declares")
+    settings(parser, "set a parameter that the notebook declares")
     parser.add_argument("--tier", choices=("smoke", "cpu", "gpu"),
                         help="how large: sets the parameter `tier`")
     parser.add_argument("--out", type=a_folder, default=OUT, metavar="DIR",
@@ -42,20 +40,21 @@ def arguments(parser):
 def run(args) -> dict[str, Any]:
     from lpkit.course import notebooks, processes
 
+    name, asked = target_and_asked(args)
     if args.list:
-        paths = [notebooks.find(args.name)] if args.name else notebooks.course()
+        paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
-    if args.all and args.name:
-        raise ConfigError(f"--all runs every notebook as it is; leave out {shown(args.name)}, or "
-                          f"leave out --all")
-    if not args.all and not args.name:
+    if args.all and (name or asked):
+        raise ConfigError(f"--all runs every notebook as it is; leave out "
+                          f"{shown(name or asked[0])}, or leave out --all")
+    if not args.all and not name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
-    paths = notebooks.course() if args.all else [notebooks.find(args.name)]
+    paths = notebooks.course() if args.all else [notebooks.find(name)]
     if not paths:
         raise ConfigError("the course is empty: there is no .ipynb in notebooks/")
     at_once, jobs = _processes(args.on), []
     for path in paths:
-        jobs += notebooks.plan(path, args.settings, tier=args.tier, out=args.out)
+        jobs += notebooks.plan(path, asked, tier=args.tier, out=args.out)
     children = processes.Children()
     records, heard = processes.hear(
         lambda: notebooks.run_all(jobs, at_once=at_once, say=notebooks.tell, children=children),
@@ -85,7 +84,11 @@ def text(result: dict[str, Any]) -> str:
     runs = result.get("runs", [result])
     rows = [(run["label"], f"{run['seconds']:.1f}", f"{run['peak_rss_bytes'] / 1e6:,.0f}",
              run["claim"] or "-", _outcome(run)) for run in runs]
-    return text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows])
+    here = f"{Path.cwd()}{os.sep}"
+    files = [(run["output"].removeprefix(here), run["record"].removeprefix(here)) for run in runs]
+    return "\n".join([
+        text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows]), "",
+        text_table([("executed copy", "its record"), *files])])
 
 
 def _outcome(run: dict[str, Any]) -> str:

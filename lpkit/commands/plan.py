@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from lpkit.commands import machine, settings_and_machine
+from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import duration, quantity
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if limits == {"devices": None}:
         raise ConfigError("a plan needs a limit: give --budget, --deadline or --devices")
     context = [] if args.context is None else [f"model.context={args.context}"]
-    config = resolve(args.model, [*args.set, *context])
-    _refuse_unused(parse_settings(args.set))
+    config = resolve(args.model, [*asked(args), *context])
+    _refuse_unused(parse_settings(asked(args)))
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
     calibration = None

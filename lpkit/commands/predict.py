@@ -4,7 +4,7 @@ import argparse
 from textwrap import wrap
 from typing import Any
 
-from lpkit.commands import machine, settings_and_machine
+from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.predict import predict
     from lpkit.presets import resolve
 
-    config = resolve(args.target, args.set)
+    config = resolve(args.target, asked(args))
     found = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
                     precision=args.precision, optimizer=args.optimizer, zero=args.zero,
                     recompute=args.recompute, price_per_hour=args.price_per_hour)

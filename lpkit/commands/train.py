@@ -1,9 +1,9 @@
 """Train a preset or a config file.
 
   lpkit train cpu-3m
-  lpkit train cpu-3m --set steps=600 --set model.layers=6 --out runs/six
+  lpkit train cpu-3m steps=600 model.layers=6 --out runs/six
   lpkit train --out runs/six --resume
-  lpkit train --out runs/six --resume --set steps=900
+  lpkit train --out runs/six --resume steps=900
 
 Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a checkpoint;
 --resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
@@ -14,7 +14,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
 from lpkit.tables import text_table
@@ -25,8 +25,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml",
                         help="what to train; may be left out with --resume")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                        help="change one setting, as often as needed")
+    settings(parser)
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="the run folder (default: a new one under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
@@ -41,12 +40,13 @@ def run(args: Namespace) -> dict:
 
     if args.resume and not args.out:
         raise ConfigError("--resume needs --out DIR, the folder of the run to go on with")
-    if args.target is None and not args.resume:
+    target, asked = target_and_asked(args)
+    if target is None and not args.resume:
         raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go "
                           "on with --resume --out DIR")
-    config = (resolve(args.target, args.settings) if args.target is not None
-              else Run.open(args.out).config.replace(parse_settings(args.settings)))
-    out = args.out or default_folder(Path(args.target).stem)
+    config = (resolve(target, asked) if target is not None
+              else Run.open(args.out).config.replace(parse_settings(asked)))
+    out = args.out or default_folder(Path(target).stem)
     bar = None      # from the first step on: what is refused before it should not show one
 
     def show(record):

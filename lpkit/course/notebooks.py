@@ -462,7 +462,7 @@ def _asked(job: Job) -> dict[str, Any]:
             "asked": dict(job.asked), "parameters": dict(job.values), "start": _now(), "end": None,
             "seconds": 0.0, "cell": 0, "cells": 0, "ran": 0, "line": "", "error": None,
             "peak_rss_bytes": 0, "peak_rss_how": PEAK_HOW, "output": str(job.output),
-            "pid": os.getpid(),
+            "record": str(job.record), "pid": os.getpid(),
             "versions": {"python": platform.python_version(), **found}}
 
 
