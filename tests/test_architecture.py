@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
                  "course.lab", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lpkit import cli, files
+from lpkit import cli
 from lpkit.course import lab
 from lpkit.errors import ConfigError
 from tests.attack import processes as attack
@@ -65,7 +65,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: modes, s
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("project")
-    (root / lab.FIRST).parent.mkdir()
     (root / lab.FIRST).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     return root
 
@@ -144,7 +143,7 @@ def test_the_lab_itself_asks_a_stranger_to_log_in(server):
 
 def test_the_token_opens_it(server):
     assert ask(server, server.url.removeprefix(server.base_url))[0] == 200
-    status, body = ask(server, "/api/contents/notebooks", token=server.token)
+    status, body = ask(server, "/api/contents", token=server.token)
     assert status == 200 and [entry["path"] for entry in json.loads(body)["content"]] == [lab.FIRST]
 
 
@@ -161,6 +160,16 @@ def test_terminals_begin_in_the_course(server, project):
     (jupyter,) = psutil.Process(server.process.pid).children()
     assert {Path(shell.cwd()) for shell in jupyter.children() if shell.terminal()} == {project}
     assert ask(server, "/api/terminals/1", token=server.token, method="DELETE")[0] == 204
+
+
+def test_a_notebook_runs_in_the_work_folder_where_its_runs_belong(server, project):
+    words = {"path": lab.FIRST, "name": lab.FIRST, "type": "notebook", "kernel": {"name": "python3"}}
+    status, body = ask(server, "/api/sessions", token=server.token, method="POST", body=json.dumps(words))
+    session = json.loads(body)
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    (kernel,) = [process for process in family if any(session["kernel"]["id"] in word for word in process.cmdline())]
+    assert status == 201 and Path(kernel.cwd()) == project
+    assert ask(server, f"/api/sessions/{session['id']}", token=server.token, method="DELETE")[0] == 204
 
 
 def test_the_token_is_in_no_arguments(server):
@@ -250,11 +259,12 @@ def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path
     env = os.environ | {"JUPYTER_CONFIG_DIR": str(state / "config"), "TMPDIR": str(tmp_path / "tmp"),
                         attack.MARK: str(tmp_path)}
     with taken, subprocess.Popen(
-            [sys.executable, "-m", "lpkit", "lab", "--json", "--no-browser", "--port", str(asked)], cwd=project, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as it, ExitStack() as stack:
+            [sys.executable, "-m", "lpkit", "lab", "--json", "--no-browser", "--port", str(asked), "--course", "work"], cwd=tmp_path,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as it, ExitStack() as stack:
         stack.callback(it.kill)
         found = json.loads(it.stdout.readline())
-        assert found["port"] != asked and Path(found["root"]) == project
+        assert found["port"] != asked and Path(found["root"]) == tmp_path / "work"
+        assert len(found["changes"]) == len(list((tmp_path / "work").glob("*.ipynb"))) and (tmp_path / "work" / lab.FIRST).exists()
         assert f":{found['port']}/lab/tree/{lab.FIRST}?token=" in found["url"]
         assert f"-L {found['port']}:127.0.0.1:{found['port']}" in found["tunnel"]
         execute(found["port"], Path(found["token_file"]).read_text(),
@@ -333,9 +343,3 @@ def test_a_server_that_lets_others_in_is_stopped(code, said, project, tmp_path):
             pytest.fail("it was yielded")
     assert [words for words in said if words not in str(caught.value)] == []
     assert set(psutil.Process().children(recursive=True)) <= before
-
-
-def test_without_the_course_it_says_where_it_looked(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PACKAGE", tmp_path / "site-packages" / "lpkit")
-    with pytest.raises(ConfigError, match="run this in the folder that holds notebooks/"):
-        lab.find_root(tmp_path)

@@ -163,7 +163,7 @@ def test_an_installed_wheel_finds_the_course_and_the_measured_figures(wheel, tmp
 
     listed = json.loads(python("-m", "lpkit", "notebook", "--list", "--json"))["notebooks"]
     assert [book["name"] for book in listed] == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-    found = python("-c", "from lpkit.studies.advice import MEASURED; from lpkit.course.lab import find_root; "
-                         "print(MEASURED, len(list(MEASURED.glob('*.json'))), find_root())").split()
+    found = python("-c", "from lpkit.studies.advice import MEASURED; from lpkit.files import resource; "
+                         "print(MEASURED, len(list(MEASURED.glob('*.json'))), resource('notebooks'))").split()
     assert found == [str(wheel / "lpkit/data/measured"), str(len(list((ROOT / "data/measured").glob("*.json")))),
-                     str(wheel / "lpkit")]
+                     str(wheel / "lpkit/notebooks")]

@@ -1,4 +1,12 @@
-"""Open JupyterLab on the course: on this machine only, with a fresh token.
+"""Open JupyterLab on your copies of the course: on this machine only, with a fresh token.
+
+The copies lie in a work folder of your own, and so does what you make with them. What is new in the
+course reaches them when the lab opens (and with --update): a cell that you changed keeps your text.
+
+  lpkit lab                    the lab, on the copies in your data directory
+  lpkit lab --course DIR       on copies in another folder, which is new, empty, or such a one
+  lpkit lab --reset 03         the course's 03 in place of yours; answers to exercises stay, and
+                               your file stays beside it, under today's date
 
 On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
 there. A public address needs --ip with --certfile, --keyfile and --password-file; the password file
@@ -16,10 +24,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lpkit.commands import a_folder
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     from lpkit.course.lab import LOCAL, PORT
+    from lpkit.files import data_dir
 
+    parser.add_argument("--course", type=a_folder, metavar="DIR", help="your work folder (default "
+                        f"{data_dir('course')})")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--update", action="store_true", help="bring what is new in the course, and "
+                       "open nothing")
+    alone.add_argument("--reset", metavar="NAME", help="put the course's notebook in place of "
+                       "yours, and open nothing")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; a taken one moves "
                         f"to the next")
     parser.add_argument("--ip", default=LOCAL, help=f"default {LOCAL}: this machine only")
@@ -32,9 +50,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
-    from lpkit.course import lab, processes
+    from lpkit.course import copies, lab, processes
 
-    root, children = lab.find_root(), processes.Children()
+    root, children = copies.work_folder(args.course), processes.Children()
+    changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]
+    if args.update or args.reset is not None:
+        return {"root": str(root), "changes": changes,
+                "exit_code": int(any(change["done"] == "left" for change in changes))}
 
     def serve() -> int:
         with lab.serve(root, ip=args.ip, port=args.port, certfile=args.certfile,
@@ -43,7 +65,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if args.port not in (0, server.port):
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
             found = {"url": server.url, "ip": server.ip, "port": server.port, "root": str(root),
-                     "token_file": str(server.token_file), "log": str(server.log_path),
+                     "changes": changes, "token_file": str(server.token_file),
+                     "log": str(server.log_path),
                      "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
                                f"USER@THIS_MACHINE"}
             print(json.dumps(found) if args.json else text(found), flush=True)
@@ -62,8 +85,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    lines = ["JupyterLab is open on", f"    {result['url']}"]
+    lines = [f"Your copies of the course are in {result['root']}", *_changed(result["changes"])]
+    if "url" not in result:
+        return "\n".join(lines)
+    lines += ["JupyterLab is open on", f"    {result['url']}"]
     if result["ip"] == "127.0.0.1":
         lines += ["From another computer: keep this running there, then open the same URL in its "
                   "browser:", f"    {result['tunnel']}"]
     return "\n".join([*lines, f"Log: {result['log']}. Ctrl-C stops the lab."])
+
+
+def _changed(changes: list[dict[str, Any]]) -> list[str]:
+    """A line for all that came as they are, one for each of the others, and one for each note."""
+    copied = [change["notebook"] for change in changes if change["done"] == "copied"]
+    lines = [f"    copied: {', '.join(copied)}"] if copied else []
+    for change in changes:
+        if change["done"] != "copied":
+            lines.append(f"    {change['done']}: {change['notebook']}"
+                         + (f", and yours is {change['backup']} now" if "backup" in change else ""))
+        lines += [f"        {note}" for note in change["notes"]]
+    return lines

@@ -32,9 +32,8 @@ from typing import Any
 
 from lpkit.course import processes
 from lpkit.errors import ConfigError
-from lpkit.files import resource
 
-FIRST = "notebooks/00_start_here.ipynb"
+FIRST = "00_start_here.ipynb"      # of a work folder (lpkit.course.copies)
 LOCAL = "127.0.0.1"
 PORT = 8888                 # Jupyter's own
 START_SECONDS = 120.0       # a cold disk reads slowly
@@ -83,17 +82,6 @@ class Server:
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
-
-
-def find_root(start: Path | None = None) -> Path:
-    """The folder that holds notebooks/: the current one, else the checkout's or the installed
-    package's."""
-    here, beside = start or Path.cwd(), resource("notebooks").parent
-    for root in (here, beside):
-        if (root / FIRST).is_file():
-            return root.resolve()
-    raise ConfigError(f"there is no {FIRST} in {here} or {beside}; run this in the folder that "
-                      f"holds notebooks/")
 
 
 def is_local(ip: str) -> bool:

@@ -108,11 +108,16 @@ def find(name: str) -> Path:
             raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
                               f"the course")
         return Path(name).resolve()
+    return pick(by_name(course()), name, "notebook")
+
+
+def by_name(paths: Iterable[Path]) -> dict[str, Path]:
+    """Each under its stem, the number that opens it, and the rest."""
     known: dict[str, Path] = {}
-    for path in course():
+    for path in paths:
         number, _, rest = path.stem.partition("_")
         known |= {path.stem: path, number: path, rest or number: path}
-    return pick(known, name, "notebook")
+    return known
 
 
 def needed(package: str) -> None:
@@ -123,23 +128,26 @@ def needed(package: str) -> None:
 
 
 def read(path: Path) -> "NotebookNode":
-    needed("nbformat")
-    import nbformat
-
-    try:
-        book = nbformat.reads(read_text(path, MOST_BYTES), as_version=4)
-    except ConfigError:
-        raise
-    # of JSON that is anything else, nbformat raises what it stumbles over
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError,
-            nbformat.ValidationError) as error:
-        why = named(str(error).partition("\n")[0])
-        raise ConfigError(f"{named(path.name)} is not a notebook: {why}") from None
+    book = parse(read_text(path, MOST_BYTES), path.name)
     kernel = book.metadata.get("kernelspec", {}).get("name")
     if kernel != "python3":
         raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started "
                           f"here")
     return book
+
+
+def parse(text: str, name: str) -> "NotebookNode":
+    """Raises ConfigError, with the `name` of the file, for what is no notebook."""
+    needed("nbformat")
+    import nbformat
+
+    try:
+        return nbformat.reads(text, as_version=4)
+    # of JSON that is anything else, nbformat raises what it stumbles over
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError,
+            nbformat.ValidationError) as error:
+        why = named(str(error).partition("\n")[0])
+        raise ConfigError(f"{named(name)} is not a notebook: {why}") from None
 
 
 def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:

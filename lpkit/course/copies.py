@@ -1,0 +1,224 @@
+"""A learner's copies of the course: what is written in them stays, and what is new in the course
+arrives.
+
+A work folder holds the notebooks and, in PRISTINE, each of them as the course had it when it was
+last brought here. A cell that differs from that is the learner's and keeps its text; the others
+take the course's. Cells are known by their ids. The course itself is only read, other files are
+left alone, and every file is written whole, by one process at a time.
+"""
+
+import copy
+import os
+import shutil
+import uuid
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lpkit import files
+from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
+from lpkit.errors import ConfigError, named, pick, shown
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+PRISTINE = ".pristine"
+BESIDE = "-beside"      # after the id of a cell that both had changed
+
+
+def work_folder(asked: Path | None = None) -> Path:
+    """`asked`, or `course` in the user's data directory; made if need be. Raises ConfigError for a
+    link, for the course's own folder, and for one that holds other things; OSError."""
+    folder = files.own_folder(asked or files.data_dir("course")).resolve()
+    if files.resource("notebooks").resolve() in (folder, *folder.parents):
+        raise ConfigError(f"{named(folder)} is the course itself, which stays as it is; choose "
+                          f"another folder for your copies")
+    if asked and any(folder.iterdir()) and not (folder / PRISTINE).is_dir():
+        raise ConfigError(f"{named(folder)} is not empty and holds no copies of the course; choose "
+                          f"a new folder, or an empty one")
+    files.own_folder(folder / PRISTINE)
+    return folder
+
+
+def update(folder: Path) -> list[dict[str, Any]]:
+    """Bring each notebook of the course to `folder`. Those where there was something to do:
+    `notebook`, `done` (copied, updated, left), `notes` (sentences). Raises ConfigError, OSError."""
+    with _alone(folder):
+        return [change for path in _course() if (change := _update(path, folder))]
+
+
+def reset(folder: Path, name: str) -> dict[str, Any]:
+    """Put the course's notebook `name` (03_number_formats, 03, number_formats) where the copy is.
+    Exercises keep their answers, and the old file stays beside it, as `backup`."""
+    path = pick(by_name(_course()), Path(name).stem, "notebook")
+    mine, new, notes = folder / path.name, parse(text := path.read_text(), path.name), []
+    with _alone(folder):
+        if not _is_there(mine):
+            return _bring(folder, path, text, text, "copied")
+        try:
+            answers = {cell.id: cell.source for cell in _read(mine).cells}
+        except ConfigError as error:
+            answers, notes = {}, [f"{error}; no answer could be kept"]
+        for cell in tagged(new, "exercise"):
+            cell.source = answers.get(cell.id, cell.source)
+        if answers and _written(new) == mine.read_text():
+            return _change(path, "unchanged", ["it is the course's already"])
+        with files.whole_file(backup := _backup(mine)) as temporary:
+            shutil.copyfile(mine, temporary)
+        return _bring(folder, path, text, _written(new), "reset", notes) | {"backup": str(backup)}
+
+
+def merged(course: "NotebookNode", mine: "NotebookNode",
+           was: "NotebookNode | None") -> tuple["NotebookNode", list[str]]:
+    """`mine` with all that changed from `was` to `course`, and a sentence for each cell that both
+    changed. What the learner deleted stays away; what he or she added stays after the cell that it
+    follows."""
+    before = {cell.id: _content(cell) for cell in was.cells} if was else {}
+    now, last = {cell.id: _content(cell) for cell in course.cells}, None
+    theirs: dict[str, NotebookNode] = {}
+    own: dict[str | None, list[NotebookNode]] = defaultdict(list)
+    for cell in mine.cells:
+        id = cell.id.removesuffix(BESIDE)
+        if cell.id in now and cell.id not in theirs:
+            theirs[last := cell.id] = cell
+        elif _content(cell) == now.get(id) or _content(cell) != before.get(id):
+            own[last].append(cell)      # and the rest is what the course gave up
+    cells, notes = own[None], []
+    for new in course.cells:
+        here, then = theirs.get(new.id), before.get(new.id)
+        if here is None:
+            cells += [new] if then is None else []
+        elif _content(new) in (then, _content(here)):
+            cells.append(_kept(here, new))
+        elif _content(here) == then:
+            cells.append(new)
+        else:
+            both, said = _both(here, new)
+            cells += both
+            notes.append(f"you and the course both changed {shown(_first_line(new))}: {said}")
+        cells += own[new.id]
+    seen: set[str] = set()
+    for cell in cells:
+        cell.id = uuid.uuid4().hex[:8] if cell.id in seen else cell.id
+        seen.add(cell.id)
+    mine.cells = cells
+    mine.nbformat, mine.nbformat_minor = course.nbformat, course.nbformat_minor
+    return mine, notes
+
+
+def _both(here: "NotebookNode", new: "NotebookNode") -> tuple[list["NotebookNode"], str]:
+    """The learner's cell and the course's, in the order in which they should run; the learner's
+    keeps id and tags."""
+    tags = new.metadata.get("tags", [])
+    if "exercise" in tags:
+        return [_kept(here, new)], "your answer stays; the task may read differently now"
+    if "parameters" in tags:        # the values of the second one hold
+        return [_beside(new), _kept(here, new)], "yours stays, and the new cell stands before it"
+    return [_kept(here, new), _beside(new)], "yours stays, and the new cell stands after it"
+
+
+def _beside(cell: "NotebookNode") -> "NotebookNode":
+    other = copy.deepcopy(cell)
+    other.id += BESIDE
+    other.metadata.pop("tags", None)
+    return other
+
+
+def _kept(here: "NotebookNode", new: "NotebookNode") -> "NotebookNode":
+    """The learner's cell with its outputs, tagged as the course's."""
+    here.metadata.pop("tags", None)
+    here.metadata.update(new.metadata)
+    return here
+
+
+def _content(cell: "NotebookNode") -> tuple[str, str]:
+    return cell.cell_type, cell.source
+
+
+def _first_line(cell: "NotebookNode") -> str:
+    return next(iter(cell.source.splitlines()), "")
+
+
+def _course() -> list[Path]:
+    ours = files.resource("notebooks")
+    if paths := sorted(ours.glob("*.ipynb")):
+        return paths
+    raise ConfigError(f"there is no notebook in {named(ours)}; install lpkit again")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two labs may start at once. What a killed one left goes."""
+    pristine = files.own_folder(folder / PRISTINE)
+    files.refuse_links(pristine)
+    with files.locked(pristine / ".lock"):
+        files.sweep(pristine)
+        for path in _course():
+            files.sweep(folder, f".{path.name}.????????.tmp")
+        yield
+
+
+def _update(path: Path, folder: Path) -> dict[str, Any] | None:
+    text, mine, was = path.read_text(), folder / path.name, folder / PRISTINE / path.name
+    if not _is_there(mine):
+        return _bring(folder, path, text, text, "copied")
+    before = was.read_text() if was.exists() else None
+    if before == text:
+        return None
+    try:
+        book = _read(mine)
+    except ConfigError as error:
+        return _change(path, "left", [f"{error}; `lpkit lab --reset {path.stem}` puts the "
+                                      f"course's there and keeps this one beside it"])
+    new, before = parse(text, path.name), parse(before, was.name) if before else None
+    if not {cell.id for cell in book.cells} & {cell.id for cell in new.cells}:
+        return _change(path, "left", ["none of its cells is the course's; rename the file, and "
+                                      "the course's will come"])
+    book, notes = merged(new, book, before)
+    return _bring(folder, path, text, _written(book), "updated", notes)
+
+
+def _bring(folder: Path, path: Path, text: str, mine: str, done: str,
+           notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The copy first: killed in between, it is found changed, and what is changed is kept."""
+    files.write_atomically(folder / path.name, mine)
+    files.write_atomically(folder / PRISTINE / path.name, text)
+    return _change(path, done, notes)
+
+
+def _change(path: Path, done: str, notes: Sequence[str]) -> dict[str, Any]:
+    return {"notebook": path.stem, "done": done, "notes": list(notes)}
+
+
+def _is_there(path: Path) -> bool:
+    """Raises ConfigError for a link, a folder, a device."""
+    with suppress(FileNotFoundError), files.open_own(path, "rb"):
+        return True
+    return False
+
+
+def _read(path: Path) -> "NotebookNode":
+    with warnings.catch_warnings():     # an id that is there twice: the second cell gets another
+        warnings.simplefilter("ignore")
+        book = parse(files.read_text(path, MOST_BYTES), path.name)
+    if all(cell.keys() >= {"id", "cell_type", "source", "metadata"} for cell in book.cells):
+        return book
+    raise ConfigError(f"{named(path.name)} has cells without an id, as older tools write them")
+
+
+def _written(book: "NotebookNode") -> str:
+    import nbformat
+
+    return nbformat.writes(book) + "\n"
+
+
+def _backup(path: Path) -> Path:
+    """A free name: 03_number_formats-2026-11-22.ipynb."""
+    stem = f"{path.stem}-{date.today()}"
+    names = (f"{stem}{f'-{n}' if n else ''}.ipynb" for n in count())
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
