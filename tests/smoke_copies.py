@@ -7,9 +7,18 @@ import nbformat
 
 from lpkit.course import notebooks
 
+
+def copy_of(path: Path) -> nbformat.NotebookNode:
+    """nbval takes `raises-exception` for leave to fail: in a copy nothing may."""
+    book = notebooks.with_parameters(notebooks.read(path), {}, "smoke")
+    for cell in notebooks.tagged(book, "raises-exception"):
+        cell.metadata.tags.remove("raises-exception")
+    return book
+
+
 if __name__ == "__main__":
     into = Path("build/smoke")
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     for path in notebooks.course():
-        nbformat.write(notebooks.with_parameters(notebooks.read(path), {}, "smoke"), into / path.name)
+        nbformat.write(copy_of(path), into / path.name)

@@ -16,6 +16,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from lpkit.commands import notebook as command
 from lpkit.course import notebooks, processes
 from lpkit.errors import ConfigError
+from tests import smoke_copies
 
 PARAMETERS = '''\
 from typing import Literal
@@ -190,6 +191,51 @@ def test_a_claim_that_fails(tmp_path):
     assert Path(record["output"]).exists()
 
 
+CLAIM = """\
+from lpkit.course.claims import claim
+with claim("Few steps <are> enough"):
+    assert steps < 3, f"{steps} are too many"
+    assert steps == 0
+"""
+
+
+def write_claim(path: Path, source: str = CLAIM) -> Path:
+    book = nbformat.read(write(path), as_version=4)
+    book.cells[-1:] = [new_code_cell(source, metadata={"tags": ["claim", "raises-exception"]}), new_code_cell("print('went on')")]
+    nbformat.write(book, path)
+    return path
+
+
+def test_a_claim_that_fails_fails_the_notebook_and_the_rest_of_it_runs(tmp_path):
+    path = write_claim(tmp_path / "a.ipynb")
+    assert notebooks.claim(notebooks.read(path)) == "Few steps <are> enough"
+    record = go(path, out=tmp_path / "out")
+    assert (record["status"], record["ran"], record["cells"]) == ("failed", 2, 3)
+    assert record["error"] == {"cell": 2, "line": "from lpkit.course.claims import claim", "kind": "AssertionError",
+                               "message": "3 are too many"}
+    *_, cell, after = nbformat.read(record["output"], as_version=4).cells
+    card, error = cell.outputs
+    assert "does not hold</b>: Few steps &lt;are&gt; enough" in card.data["text/html"] and "3 are too many" in card.data["text/html"]
+    assert error.traceback == ["AssertionError: 3 are too many"] and after.outputs[0].text == "went on\n"
+    # an assert that says nothing is shown itself
+    silent, held = (go(path, f"steps={steps}", out=tmp_path / "out") | {"cell": nbformat.read(record["output"], as_version=4).cells[-2]}
+                    for steps in (1, 0))
+    assert "Because: assert steps == 0" in str(silent["cell"].outputs)
+    assert held["status"] == "done" and "holds</b>: Few" in str(held["cell"].outputs)
+
+
+@pytest.mark.dist
+def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
+    """The tag `raises-exception`, with which JupyterLab goes on, hides a failure from nbval: its copies go without."""
+    path = write_claim(tmp_path / "a.ipynb")
+    done = subprocess.run([sys.executable, "-m", "papermill", "a.ipynb", "out.ipynb"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "AssertionError: 3 are too many" in done.stderr
+    nbformat.write(smoke_copies.copy_of(path), tmp_path / "copy.ipynb")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval-lax", "--nbval-current-env", "copy.ipynb"],
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "3 are too many" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("cell", ["import sys; sys.exit(0)", "exit"])
 def test_a_notebook_that_leaves_before_its_claim_does_not_hold_it(tmp_path, cell):
     book = write(tmp_path / "a.ipynb", cell, "import time; time.sleep(1)", claim="assert False")
@@ -211,7 +257,8 @@ def test_skipped_and_unheard_asserts_do_not_hold_a_claim(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("claim", ["", "print(steps)", "if steps < 100:\n    assert steps", "%%script true\nassert False",
-                                   "def held():\n    assert steps < 100", "%time assert False"])
+                                   "def held():\n    assert steps < 100", "%time assert False",
+                                   "with claim('said'):\n    steps", "with claim(said):\n    assert steps"])
 def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
     with pytest.raises(ConfigError, match="holds nothing"):
         notebooks.plan(write(tmp_path / "a.ipynb", claim=claim), out=tmp_path / "out")

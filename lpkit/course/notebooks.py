@@ -8,8 +8,9 @@ leaves half-way with `sys.exit(0)` for one that succeeded. So this module reads 
 that ran, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole at the start, as
 each cell begins and at the end. Seconds and bytes throughout.
 
-A notebook claims something: the comment that opens its cell tagged `claim` says it in one line, the
-assert below it holds it.
+A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line, the
+asserts within hold it. (Asserts under a comment that opens the cell do as well.) Such a cell is
+also tagged `raises-exception`: the cells below it run, and the notebook fails all the same.
 """
 
 import ast
@@ -230,21 +231,28 @@ def _kind(node: ast.expr) -> Any:
 
 
 def claim(book: "NotebookNode") -> str:
-    """What the notebook claims: the comment that opens each cell tagged `claim`, in one line.
-    Raises ConfigError for such a cell that holds nothing: it is not Python alone (`%%script`), or
-    asserts nothing unless something else is true."""
-    claims = []
-    for cell in tagged(book, "claim"):
-        try:
-            held = any(isinstance(node, ast.Assert) for node in ast.parse(cell.source).body)
-        except SyntaxError:
-            held = False
-        if not held:
-            raise ConfigError(f"the cell tagged `claim` that opens with {cell.source[:40]!r} holds "
-                              f"nothing; it must be plain Python with an `assert` of its own")
-        comment = re.match(r"(#.*\n?)*", cell.source.lstrip())[0]
-        claims.append(" ".join(line.lstrip("#").strip() for line in comment.splitlines()))
-    return "; ".join(filter(None, claims))
+    """What the notebook claims, in one line. Raises ConfigError for a cell tagged `claim` that
+    holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something else is
+    true."""
+    return "; ".join(filter(None, (_claimed(cell.source) for cell in tagged(book, "claim"))))
+
+
+def _claimed(source: str) -> str:
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        body = []
+    for node in body:
+        match node:
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(
+                    func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
+                    if any(isinstance(held, ast.Assert) for held in node.body):
+                return said
+    if not any(isinstance(node, ast.Assert) for node in body):
+        raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; "
+                          f"it must be plain Python with an `assert` of its own")
+    comment = re.match(r"(#.*\n?)*", source.lstrip())[0]
+    return " ".join(line.lstrip("#").strip() for line in comment.splitlines())
 
 
 # --- what was asked
@@ -372,6 +380,7 @@ class Attempt:
         self.code = [cell.id for cell in self.book.cells
                      if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
         self.ran: set[str] = set()
+        self.failure: dict[str, Any] = {}       # the first: cells may run after it
         self.kernel, self.lock = _Kernel(folder / "kernel.json"), threading.RLock()
         self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}
 
@@ -398,8 +407,12 @@ class Attempt:
 
     def cell_ended(self, cell: "NotebookNode", cell_index: int,
                    execute_reply: Mapping[str, Any]) -> None:
-        if execute_reply["content"]["status"] == "ok":
+        content = execute_reply["content"]
+        if content["status"] == "ok":
             self.ran.add(cell.get("id"))
+        elif not self.failure:
+            self.failure = _failed(self.record, content.get("ename", "error"),
+                                   content.get("evalue", ""))
 
     def run(self) -> dict[str, Any]:
         import papermill
@@ -426,7 +439,7 @@ class Attempt:
                     on_cell_start=self.cell_starts, on_cell_executed=self.cell_ended)
             ending = self.verdict()
         except PapermillExecutionError as error:
-            ending = _failed(self.record, error.ename, error.evalue)
+            ending = self.failure or _failed(self.record, error.ename, error.evalue)
         except DeadKernelError:
             ending = _failed(self.record, "DeadKernelError", f"the kernel died while cell "
                              f"{self.record['cell']} ran{self.kernel.cause_of_death()}")
