@@ -200,7 +200,7 @@ def test_plotly_accepts_the_figures():
 
 def test_one_of_several_words():
     pick = Pick("Which?", ["a", "b"])
-    assert pick.value == "a"
+    assert pick.value is None
     pick.buttons.value = "b"
     assert pick.value == "b"
     pick.value = "a"

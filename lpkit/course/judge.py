@@ -40,6 +40,7 @@ class Exercise:
     tolerance: float = TOLERANCE
     stars: int = 1
     minutes: int = 3
+    name: str = ""                  # as the learner's file has it: "03.cast"
 
     def __post_init__(self):
         if not self.cases:
@@ -64,7 +65,7 @@ def adding_to(table: dict[str, Exercise]) -> Callable[..., Callable[[Callable], 
     """A decorator for definitions: `@exercise(name, *cases, draw=, mistakes=, ...)`."""
     def exercise(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callable]:
         def add(spec: Callable) -> Callable:
-            table[name] = Exercise(spec=spec, cases=cases, **more)
+            table[name] = Exercise(spec=spec, cases=cases, name=name, **more)
             return spec
 
         return add

@@ -8,9 +8,9 @@ leaves half-way with `sys.exit(0)` for one that succeeded. So this module reads 
 that ran, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole at the start, as
 each cell begins and at the end. Seconds and bytes throughout.
 
-A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line, the
-asserts within hold it. (Asserts under a comment that opens the cell do as well.) Such a cell is
-also tagged `raises-exception`: the cells below it run, and the notebook fails all the same.
+A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
+and the asserts within hold it. (Asserts under a comment that opens the cell do as well.) Such a
+cell is also tagged `raises-exception`: the cells below it run, and the notebook fails all the same.
 """
 
 import ast
@@ -605,6 +605,8 @@ class _Kernel:
                 self.connection_file = str(kernel.connection_file)
                 # with it Python drops every assert, and with them every claim
                 env = options.pop("env", os.environ) | {"PYTHONOPTIMIZE": ""}
+                # what a person guessed and solved is neither shown here nor written
+                env["XDG_DATA_HOME"] = str(kernel.connection_file.with_name("data"))
                 await super().start_kernel(**options, env=env)
                 kernel.process = self.provisioner.process
 

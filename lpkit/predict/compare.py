@@ -1,18 +1,22 @@
 """Three numbers for one question: what you said, what the formula says, what the run did."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 
+# Units that are a logarithm or a share already: errors are differences, and called so.
+DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One question. `guess` and `measured` may be missing; `where` says what the measurement is:
-    "cpu, median of 5", "recorded: h200-2026-01.json"."""
+    "cpu, median of 5", "recorded: h200-2026-01.json". `guess_factor`: the guess is 90% sure of
+    guess / factor to guess * factor."""
 
     name: str
     formula: float
@@ -20,6 +24,12 @@ class Row:
     unit: str
     where: str
     guess: float | None = None
+    guess_factor: float | None = None
+
+    @property
+    def truth(self) -> float | None:
+        """What a guess is held against: the formula, where nothing can be measured."""
+        return self.formula if self.measured is None else self.measured
 
     @property
     def error(self) -> float | None:
@@ -28,7 +38,14 @@ class Row:
 
     @property
     def guess_error(self) -> float | None:
-        return _error(self.guess, self.measured)
+        return _error(self.guess, self.truth)
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the interval of the guess holds the truth; None without one."""
+        if None in (self.guess, self.guess_factor, self.truth):
+            return None
+        return self.guess / self.guess_factor <= self.truth <= self.guess * self.guess_factor
 
 
 @dataclass(frozen=True)
@@ -76,13 +93,44 @@ class Comparison:
         heads = ["", "formula", "measured", "formula is off by", "where"]
         guessed = any(row.guess is not None for row in self.rows)
         if guessed:
-            heads.insert(1, "your guess")
+            heads[1:1], heads[-2:-2] = ["your guess"], ["your guess is off by"]
         lines = []
         for row in self.rows:
+            off = off_by(row.guess, row.truth, row.unit)
+            if row.held is not None:
+                off += f", {'inside' if row.held else 'outside'} your 90%"
             values = [row.guess] * guessed + [row.formula, row.measured]
             sizes = ["" if value is None else quantity(value, row.unit) for value in values]
-            lines.append([row.name, *sizes, percent(row.error), row.where])
+            lines.append([row.name, *sizes, *[off] * guessed,
+                          off_by(row.formula, row.measured, row.unit), row.where])
         return html_table(heads, lines, prose=len(heads) - 1)
+
+
+def rivals(values: Mapping[str, float], within: float) -> list[str]:
+    """Who is within `within` of the highest, the highest first."""
+    ordered = sorted(values, key=values.__getitem__, reverse=True)
+    return [name for name in ordered if values[name] >= values[ordered[0]] - within]
+
+
+def off_by(value: float | None, truth: float | None, unit: str) -> str:
+    """An error in its own unit: a difference of what is a logarithm or a share, else in percent,
+    and from twice or half on as a factor.
+
+    >>> off_by(30.2, 31.5, "dB"), off_by(40, 12.5, "%"), off_by(1.1, 1.0, "s")
+    ('-1.3 dB', '+28 points', '+10.0%')
+    >>> off_by(2.4e9, 1e9, "bytes"), off_by(1, 4, "days")
+    ('2.4 times too high', '4 times too low')
+    """
+    error = _error(value, truth)
+    if error is None:
+        return ""
+    if unit in DIFFERENCES and value != truth:
+        return f"{float(f'{value - truth:.2g}'):+g} {DIFFERENCES[unit]}"
+    if 1 <= error < math.inf:
+        return f"{1 + error:.2g} times too high"
+    if -1 < error <= -0.5:
+        return f"{1 / (1 + error):.2g} times too low"
+    return percent(error)
 
 
 def percent(error: float | None) -> str:

@@ -6,7 +6,7 @@ from importlib import import_module
 _NAMES = {
     "lpkit.tables": "html_table",
     "lpkit.ui.comparison": "comparison_figure roofline_figure",
-    "lpkit.ui.controls": "Bits Explorer Guess Pick",
+    "lpkit.ui.controls": "Bits Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
     "lpkit.ui.formats": "bits_figure exponents_figure losses_figure lost_figure outlier_figure "
     "outlier_map ranges_figure scaling_view value_figure",
@@ -14,6 +14,8 @@ _NAMES = {
     "lpkit.ui.waiting": "progress",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened optimum_figure "
     "option_figure plan_view published_figure",
+    "lpkit.ui.progress": "progress_figure",
+    "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun LiveRuns gap_figure race_figure training_figure",
     "lpkit.ui.telemetry": "heat_map quality_table search_figure telemetry_explorer "
     "telemetry_of_runs",

@@ -1,0 +1,180 @@
+"""What a learner made over the course: guesses, what became of them, exercises. One file of this
+person on this machine, written by a click or by an exercise that is not "to do", and by nothing
+else. Several kernels may write it."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from traitlets import TraitError
+
+from lpkit.course.judge import Exercise, Verdict
+from lpkit.errors import ConfigError, DamagedError, named
+from lpkit.files import data_dir, locked, move_into, read_text, write_atomically
+from lpkit.ui.figure import Figure
+from lpkit.ui.progress import Scored, progress_figure
+from lpkit.ui.questions import Question
+from lpkit.values import Checked, Count, Positive, Text
+
+FORMAT, VERSION = "lpkit-learner", 1
+MOST_BYTES = 1 << 24
+Asked = TypeVar("Asked", bound=Question)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered(Checked):
+    """A locked guess. `name` is `notebook.what`; a changed question is another one."""
+
+    name: Text
+    question: Text
+    value: float | str
+    unit: str = ""
+    factor: Positive | None = None      # of a 90% interval
+    date: Text
+    measured: float | str | None = None
+    held: bool | None = None            # the interval; or whether it was the right answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried(Checked):
+    """An exercise."""
+
+    right: bool
+    attempts: Count
+    first_right: Text | None = None     # a date
+
+
+@dataclass(frozen=True)
+class Learner:
+    guesses: tuple[Answered, ...] = ()
+    exercises: Mapping[str, Tried] = field(default_factory=dict)
+
+    def guess(self, name: str, question: str) -> Answered | None:
+        return next((one for one in self.guesses if (one.name, one.question) == (name, question)),
+                    None)
+
+    def with_guess(self, guess: Answered) -> "Learner":
+        """In place of the one with the same name and question."""
+        others = tuple(one for one in self.guesses
+                       if (one.name, one.question) != (guess.name, guess.question))
+        return replace(self, guesses=(*others, guess))
+
+    def with_attempt(self, name: str, right: bool) -> "Learner":
+        """A right answer that is tried again changes nothing."""
+        old = self.exercises.get(name)
+        if old and old.right and right:
+            return self
+        first = (old and old.first_right) or (date.today().isoformat() if right else None)
+        tried = Tried(right=right, attempts=(old.attempts if old else 0) + 1, first_right=first)
+        return replace(self, exercises={**self.exercises, name: tried})
+
+
+def file() -> Path:
+    return data_dir("course") / "learner.json"
+
+
+def read() -> Learner:
+    """An empty one where there is no file. Raises DamagedError for one that cannot be read, and
+    ConfigError for that of a newer kit."""
+    path = file()
+    if not path.exists():
+        return Learner()
+    try:
+        told = json.loads(read_text(path, MOST_BYTES))
+        if told["format"] != FORMAT:
+            raise ConfigError(f"its format is {told['format']!r}")
+        if told["version"] <= VERSION:
+            return Learner(tuple(Answered(**one) for one in told["guesses"]),
+                           {name: Tried(**one) for name, one in told["exercises"].items()})
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{named(path)} holds no learner's guesses and exercises: "
+                           f"{type(error).__name__}: {error}") from None
+    raise ConfigError(f"{named(path)} was written by a newer lpkit (version {told['version']}); "
+                      f"update this one, or move the file away")
+
+
+def update(change: Callable[[Learner], Learner]) -> str:
+    """Write what `change` makes of the file. Returns what there is to say: nothing, or why it was
+    not written, or where a damaged file lies now."""
+    path, said = file(), ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(".learner.lock")):
+            try:
+                old = read()
+            except DamagedError as error:
+                move_into(path.parent / "damaged", path)
+                old, said = Learner(), f"{error}. It lies in {named(path.parent / 'damaged')} now."
+            new = change(old)
+            if new != old:
+                whole = {"format": FORMAT, "version": VERSION, **asdict(new)}
+                write_atomically(path, json.dumps(whole, indent=1, allow_nan=False))
+    except (OSError, ValueError) as error:      # a full disk, a folder that is a link
+        return f"Not kept: {error}"
+    return said
+
+
+def keep(name: str, question: Asked) -> Asked:
+    """The question, locked as it was when the learner's file has its answer. Otherwise the file
+    gets the answer when it is locked, and its score when there is one."""
+    try:
+        kept = read().guess(name, question.question)
+    except ConfigError as error:
+        kept, question.note = None, str(error)
+    if kept:
+        with suppress(TraitError):      # an answer that is none of these
+            question.restore(kept.value, kept.factor)
+            question.note = f"(Locked on {kept.date}.)"
+
+    def write(_change: dict) -> None:
+        if question.answer is not None:
+            question.note = update(partial(_with_answer, name, question)) or question.note
+
+    question.observe(write, names=["locked", "result"])
+    return question
+
+
+def _with_answer(name: str, question: Question, learner: Learner) -> Learner:
+    """The first lock counts, and its first score."""
+    guess = learner.guess(name, question.question) or Answered(
+        name=name, question=question.question, value=question.value, unit=question.unit,
+        factor=question.factor, date=date.today().isoformat())
+    if question.result and guess.measured is None and guess.value == question.value:
+        guess = replace(guess, **question.result)
+    return learner.with_guess(guess)
+
+
+def attempted(exercise: Exercise, verdict: Verdict) -> Verdict:
+    """The verdict, kept unless there is nothing to judge yet."""
+    if not exercise.name or verdict.status == "to do":
+        return verdict
+    said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
+    return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
+
+
+def progress(exercises: Iterable[str]) -> Figure:
+    """Of these and of the guesses, by notebook: what stands before the dot of their names."""
+    try:
+        learner = read()
+    except ConfigError as error:
+        print(error)
+        learner = Learner()
+    names, tried = list(exercises), learner.exercises
+
+    def by_notebook(names: Iterable[str]) -> Counter[str]:
+        return Counter(name.partition(".")[0] for name in names)
+
+    return Figure(progress_figure(
+        right=by_notebook(name for name in names if name in tried and tried[name].right),
+        wrong=by_notebook(name for name in names if name in tried and not tried[name].right),
+        total=dict(sorted(by_notebook(names).items())),
+        guesses=by_notebook(guess.name for guess in learner.guesses),
+        scored=[Scored(name=guess.name, factor=guess.factor, ratio=guess.measured / guess.value,
+                       held=guess.held)
+                for guess in learner.guesses if guess.factor and guess.measured is not None]))

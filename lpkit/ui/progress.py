@@ -1,0 +1,66 @@
+"""How far a learner has come: exercises by notebook, and guesses beside what became of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from lpkit.tables import FAINT, GRID
+from lpkit.ui.draw import NAMES, bars, figure, note, rule, scatter
+from lpkit.ui.style import COLOURS
+
+MOST = 100.0        # a guess that is off by more is drawn there
+RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A guess with its 90% interval, and what was measured over it."""
+
+    name: str
+    factor: float
+    ratio: float
+    held: bool
+
+
+def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: Mapping[str, int],
+                    guesses: Mapping[str, int], scored: Sequence[Scored]) -> dict:
+    """The plotly spec: above, for each notebook of `total`, its exercises and how many guesses were
+    locked; below, every scored guess with its interval, and how many of the intervals held."""
+    names, parts = list(total), []
+    for words, counts, colour in (("right", right, RIGHT), ("wrong so far", wrong, WRONG)):
+        parts.append(bars(names, [counts.get(name, 0) for name in names], words, colour,
+                          hover="%{y}: %{x}"))
+    left = [total[name] - right.get(name, 0) - wrong.get(name, 0) for name in names]
+    said = [f"{right.get(name, 0)} of {total[name]}, guesses: {guesses.get(name, 0)}"
+            for name in names]
+    # its text ends the whole bar
+    parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=said))
+    held = sum(one.held for one in scored)
+    below = "guesses that you lock in appear here with what was measured: do 90% of intervals hold?"
+    if scored:
+        below = f"your 90% intervals hold {held / len(scored):.0%} of {len(scored)}"
+    for words, kept, colour in (("held", True, RIGHT), ("did not hold", False, WRONG)):
+        ours = [one for one in scored if one.held is kept]
+        for one in ours:
+            parts.append(scatter([1 / one.factor, one.factor], [escape(one.name)] * 2, "", FAINT,
+                                 hover=None, line={"width": 5}, opacity=0.45, showlegend=False,
+                                 xaxis="x2", yaxis="y2"))
+        parts.append(scatter([min(max(one.ratio, 1 / MOST), MOST) for one in ours],
+                             [escape(one.name) for one in ours], words, colour, mode="markers",
+                             marker={"size": 10}, hover="%{y}: %{x:.3g} times the guess",
+                             showlegend=bool(ours), xaxis="x2", yaxis="y2"))
+    lower = 26 * max(len(scored), 2)
+    upper, between = 24 * len(names), 96
+    height = upper + between + lower
+    cut = lower / height
+    most = max(total.values(), default=1)
+    return figure(
+        parts, "Your progress", height=height + 150, barmode="stack", bargap=0.3,
+        xaxis={"title": {"text": "exercises"}, "range": [0, 1.5 * most], "dtick": 1,
+               "anchor": "y"},
+        yaxis={**NAMES, "domain": [cut + between / height, 1]},
+        xaxis2={"title": {"text": "measured, over your guess"}, "type": "log",
+                "range": [-1.1, 1.1] if not scored else None, "anchor": "y2"},
+        yaxis2={**NAMES, "domain": [0, cut], "anchor": "x2", "showticklabels": bool(scored)},
+        shapes=[{**rule(x=1, layer="below"), "xref": "x2", "yref": "y2 domain"}],
+        annotations=[note(below, 0, cut, xref="paper", yref="paper", yshift=4)])

@@ -1,0 +1,262 @@
+"""Guess, commit, reveal, score: questions to answer before a run answers them.
+
+Nothing computes from a question or waits for it, so that a headless run goes straight through. What
+counts is `.answer`: it was locked in, by a click, before its result was there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+import traitlets
+
+from lpkit.errors import ConfigError
+from lpkit.predict.compare import Row, off_by
+from lpkit.predict.units import quantity
+from lpkit.tables import FONT, QUIET, TEXT
+from lpkit.ui.figure import WIDGET_MIME
+
+FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+TIED = "cannot be told apart"       # an answer of a Pick, where it may be the right one
+
+
+class Question(widgets.VBox):
+    """A question above what takes its answer, `.value`, and a button that locks it in. `note`: a
+    sentence beside it, of whoever keeps the answer."""
+
+    locked = traitlets.Bool(False, help="it can no longer change")
+    late = traitlets.Bool(False, help="the result was shown before it was locked")
+    waived = traitlets.Bool(False, help="what it hides was shown without an answer")
+    result = traitlets.Dict(help="of an answer that counts: what was `measured`, whether it `held`")
+    note = traitlets.Unicode()
+    unit: str = ""
+    factor: float | None = None
+
+    def __init__(self, question: str, inputs: Sequence[widgets.Widget], value: float | str | None):
+        style = f"font:600 14px {FONT};color:{TEXT};line-height:1.5"
+        text = widgets.HTML(f'<div style="{style}">{escape(question)}</div>')
+        self.question, self.inputs = question, inputs
+        self.button = widgets.Button(description="Lock in", icon="lock", button_style="primary",
+                                     layout={"width": "110px"})
+        self.button.on_click(lambda _: self.lock())
+        self.status = widgets.HTML()
+        wrap = {"flex_flow": "row wrap", "align_items": "center"}
+        super().__init__([text, widgets.HBox(inputs, layout=wrap),
+                          widgets.HBox([self.button, self.status], layout=wrap)],
+                         layout={"padding": "4px 12px"}, value=value)
+        self.observe(self._tell, names=["value", "factor", "locked", "late", "result", "note"])
+        self._tell()
+
+    @property
+    def answer(self) -> Any:
+        """What was locked in while nobody knew better, or None."""
+        return self.value if self.locked and not self.late else None
+
+    @property
+    def said(self) -> str:
+        return str(self.value)
+
+    def lock(self) -> None:
+        if self.value is not None:
+            self.locked = True
+
+    def restore(self, value: float | str, factor: float | None) -> None:
+        """Locked, as it was."""
+        self.value = value
+        if factor is not None:
+            self.factor = factor
+        self.lock()
+
+    def waive(self) -> None:
+        """Show what it hides. A later answer does not count."""
+        if not self.locked:
+            self.late = self.waived = True
+
+    def reveal(self, content: Any, *also: "Question") -> "Reveal":
+        """Hide `content` until this question is locked, and so are the others."""
+        return Reveal(content, self, *also)
+
+    def _ends(self, measured: float | str, held: bool) -> None:
+        """The result is there."""
+        if not self.locked:
+            self.late = True
+        elif not self.late:
+            self.result = {"measured": measured, "held": held}
+
+    def _tell(self, _change: dict | None = None) -> None:
+        for control in self.inputs:
+            control.disabled = self.locked
+        self.button.disabled = self.locked or self.value is None
+        self.button.description = "Locked" if self.locked else "Lock in"
+        if self.late:
+            words = "The result was shown before this was locked in: it does not count."
+        elif self.locked:
+            words = f"You said {self.said}.{self._outcome()}"
+        else:
+            words = "It counts when it is locked in, and what follows is shown then."
+        self.status.value = (f'<div style="font:13px {FONT};color:{QUIET};padding:0 8px;'
+                             f'line-height:1.4">{escape(f"{words} {self.note}".strip())}</div>')
+
+    def _outcome(self) -> str:
+        return ""
+
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        return {**super()._repr_mimebundle_(**kwargs), "text/plain": self.question}
+
+
+class Guess(Question):
+    """A slider on a log scale from `low` to `high` and a field to type into, for `.value` in
+    `unit`; and the `.factor` within which one is 90% sure: value / factor to value * factor."""
+
+    value = traitlets.Float(help="the guess, between low and high")
+    factor = traitlets.Float(2.0)
+
+    def __init__(self, question: str, *, unit: str, low: float, high: float,
+                 value: float | None = None):
+        if not 0 < low < high < math.inf:
+            raise ConfigError(f"Guess needs 0 < low < high on its log scale, got low={low} and "
+                              f"high={high}")
+        value = _round((low * high) ** 0.5) if value is None else value
+        if not low <= value <= high:
+            raise ConfigError(f"Guess starts at value={value}, outside low={low} to high={high}")
+        self.unit, self.low, self.high = unit, low, high
+        self.slider = widgets.FloatLogSlider(
+            value=value, min=math.log10(low), max=math.log10(high), step=0.01, readout=False,
+            description="your guess", style={"description_width": "90px"},
+            layout={"width": "420px", "max_width": "100%"})
+        self.field = widgets.BoundedFloatText(value=value, min=low, max=high, step=None,
+                                              layout={"width": "130px"})
+        self.sure = widgets.Dropdown(options=[(f"{f:g}", f) for f in FACTORS], value=2.0,
+                                     description="90% sure within a factor of",
+                                     style={"description_width": "initial"},
+                                     layout={"width": "260px"})
+        super().__init__(question, [self.slider, self.field, widgets.Label(unit), self.sure], value)
+        self.slider.observe(self._moved, names="value")
+        widgets.link((self, "value"), (self.field, "value"))
+        widgets.dlink((self, "value"), (self.slider, "value"))
+        widgets.link((self, "factor"), (self.sure, "value"))
+
+    @property
+    def said(self) -> str:
+        ends = f"{self.value / self.factor:.3g} to {self.value * self.factor:.3g}"
+        return f"{self.value:g} {self.unit}, 90% sure of {ends}"
+
+    def scored(self, row: Row, scale: float = 1.0) -> Row:
+        """`row` with the guess in it, if one counts; one that is not locked by now never will. Its
+        unit is `scale` of the row's."""
+        if row.truth is not None:
+            guessed = replace(row, guess=scale * self.value, guess_factor=self.factor)
+            self._ends(row.truth / scale, bool(guessed.held))
+        if self.answer is None:
+            return row
+        return replace(row, guess=scale * self.answer, guess_factor=self.factor)
+
+    def _outcome(self) -> str:
+        if not self.result:
+            return ""
+        measured, held = self.result["measured"], self.result["held"]
+        return (f" It is {quantity(measured, self.unit)} (your guess: "
+                f"{off_by(self.value, measured, self.unit)}), and your 90% "
+                f"{'held' if held else 'did not hold'}.")
+
+    @traitlets.validate("value")
+    def _bounded(self, proposal: dict) -> float:
+        return min(max(proposal["value"], self.low), self.high)
+
+    def _moved(self, change: dict) -> None:
+        # a typed value lies between two steps
+        if not math.isclose(change["new"], self.value, rel_tol=0.02):
+            self.value = _round(change["new"])
+
+
+class Pick(Question):
+    """Answers to choose from. `.value` is one of them, and None until somebody chooses. Where the
+    first place may be shared, give TIED as an answer, too."""
+
+    value = traitlets.Unicode(None, allow_none=True, help="the answer that is chosen")
+
+    def __init__(self, question: str, answers: Sequence[str]):
+        if not answers:
+            raise ConfigError("Pick needs at least one answer to choose from")
+        self.answers = list(answers)
+        self.buttons = widgets.ToggleButtons(options=self.answers, value=None,
+                                             style={"button_width": "auto"},
+                                             layout={"width": "100%"})
+        super().__init__(question, [self.buttons], None)
+        widgets.link((self, "value"), (self.buttons, "value"))
+
+    @traitlets.validate("value")
+    def _offered(self, proposal: dict) -> str | None:
+        if proposal["value"] not in (None, *self.answers):
+            raise traitlets.TraitError(f"{proposal['value']!r} is none of {self.answers}")
+        return proposal["value"]
+
+    def scored(self, best: Sequence[str]) -> str:
+        """The right answer and yours, in half a sentence. `best` share the first place: if they
+        are several, TIED is right where it is an answer, else any of them. Raises ConfigError for
+        none."""
+        if not best:
+            raise ConfigError("a Pick cannot be scored without a right answer; give at least one")
+        right = [TIED] if len(best) > 1 and TIED in self.answers else list(best)
+        self._ends(" or ".join(right), self.value in right)
+        words = f"{TIED}: {', '.join(best)}" if right == [TIED] else " or ".join(right)
+        return words if self.answer is None else f"{words} (you said {self.answer})"
+
+    def _outcome(self) -> str:
+        if not self.result:
+            return ""
+        return " That is right." if self.result["held"] else f" Right is: {self.result['measured']}."
+
+
+class Reveal(widgets.VBox):
+    """`content` (text, what has `_repr_html_`, a widget), hidden until all of `questions` are
+    locked, or somebody asks for it. Where nothing is live, its output is the content."""
+
+    def __init__(self, content: Any, *questions: Question):
+        self.content, self.questions = content, questions
+        words = f"Lock in your guess{'es' if len(questions) > 1 else ''} first."
+        self.button = widgets.Button(description="Show it without a guess", icon="eye",
+                                     layout={"width": "auto"})
+        self.button.on_click(self._waive)
+        self.hidden = widgets.HBox([
+            widgets.HTML(f'<div style="font:13px {FONT};color:{QUIET};padding:0 8px">'
+                         f"Hidden. {words}</div>"), self.button],
+            layout={"padding": "4px 12px", "flex_flow": "row wrap", "align_items": "center"})
+        super().__init__(layout={"width": "100%", "overflow": "hidden"})
+        for question in questions:
+            question.observe(self._look, names=["locked", "waived"])
+        self._look()
+
+    @property
+    def shown(self) -> bool:
+        return all(question.locked or question.waived for question in self.questions)
+
+    def _waive(self, _button: widgets.Button) -> None:
+        for question in self.questions:
+            question.waive()
+
+    def _look(self, _change: dict | None = None) -> None:
+        content = self.content
+        if not isinstance(content, widgets.Widget):
+            content = widgets.HTML(_stored(content)["text/html"])
+        self.children = [content if self.shown else self.hidden]
+
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        return {**super()._repr_mimebundle_(**kwargs), **_stored(self.content)}
+
+
+def _stored(content: Any) -> dict[str, Any]:
+    """An output without a kernel."""
+    if isinstance(content, str):
+        return {"text/plain": content, "text/html": f"<pre>{escape(content)}</pre>"}
+    if isinstance(content, widgets.Widget):
+        return {mime: data for mime, data in content._repr_mimebundle_().items()
+                if mime != WIDGET_MIME}
+    return {"text/plain": repr(content), "text/html": content._repr_html_()}
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.3g}")
