@@ -8,13 +8,14 @@ import json
 import shutil
 from pathlib import Path
 
+import nbformat
 import pytest
+
+from lpkit.course import learner
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
     """A notebook of code cells (markdown where a cell starts with '# md')."""
-    import nbformat
-
     notebook = nbformat.v4.new_notebook()
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.cells = [nbformat.v4.new_markdown_cell(cell.removeprefix("# md").strip()) if cell.startswith("# md")
@@ -191,13 +192,94 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
     opened = notebook(course.name, course)
     opened.run(seconds=200)
     opened.settle()
+    hidden = len(opened.page.evaluate(DATA))
+    opened.page.get_by_role("button", name="Show it without a guess").click()       # Run All ran past the guess
+    opened.page.wait_for_function(f"n => ({DATA})().length > n", arg=hidden)
+    opened.settle()
     before = opened.page.evaluate(DATA)
-    slider = opened.page.locator(".widget-slider .noUi-handle").nth(1 if before and opened.page.locator(
-        ".widget-slider").count() > 1 else 0)
+    slider = opened.page.locator(".widget-slider .noUi-handle").nth(1)
     slider.focus()
     slider.press("ArrowRight")
     opened.page.wait_for_function(
         f"before => JSON.stringify(({DATA})()) !== JSON.stringify(before)", arg=before, timeout=10_000)
+
+
+GUESSED = ["""
+from lpkit.course.learner import keep
+from lpkit.predict.compare import Comparison, Row
+from lpkit.ui import Guess
+
+guess = keep("01.browser", Guess("How many bytes?", unit="MB", low=1, high=1000))
+guess
+""", "guess.reveal('the formula says 110 MB')", """
+Comparison((guess.scored(Row(name="peak", formula=110e6, measured=100e6, unit="bytes", where="here"), scale=1e6),))"""]
+
+
+def said(opened):
+    return opened.page.locator(".jp-OutputArea-output").get_by_text
+
+
+def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
+    opened = notebook("guessed.ipynb", GUESSED)
+    page, text = opened.page, said(opened)
+    page.locator(".jp-Cell").first.click()
+    opened.command("notebook:run-cell-and-select-next")
+    opened.command("notebook:run-cell-and-select-next")
+    text("Lock in your guess first").wait_for()
+    assert not text("the formula says").count() and not learner.file().exists()
+    field = page.locator(".widget-text input[type=number]")
+    field.fill("80")
+    field.press("Enter")
+    page.locator(".widget-dropdown select").select_option("1.25")
+    page.get_by_role("button", name="Lock in").click()
+    text("the formula says 110 MB").wait_for()
+    text("You said 80 MB, 90% sure of 64 to 100.").wait_for()
+    assert field.is_disabled() and not text("Lock in your guess first").count()
+    page.locator(".jp-Cell .jp-InputPrompt").last.click()
+    opened.command("notebook:run-cell-and-select-next")
+    text("-20.0%, inside your 90%").wait_for()
+    text("It is 100 MB (your guess: -20.0%), and your 90% held.").wait_for()
+    (kept,) = learner.read().guesses
+    assert (kept.name, kept.value, kept.factor, kept.measured, kept.held) == ("01.browser", 80.0, 1.25, 100.0, True)
+
+    opened.command("docmanager:save")
+    page.wait_for_function("() => window.lpkitDone")
+    page.reload()       # the page again, and the same kernel
+    text("and your 90% held.").wait_for(timeout=90_000)
+    again = notebook("again.ipynb", GUESSED)        # another kernel, Run All
+    again.run()
+    for words in ("Locked on", "-20.0%, inside your 90%", "the formula says 110 MB"):
+        said(again)(words).wait_for()
+
+
+def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
+    cells = [GUESSED[0].replace("How many bytes?", "How many seconds?"), *GUESSED[1:], "print('the end')"]
+    opened = notebook("past.ipynb", cells)
+    opened.run()
+    text = said(opened)
+    text("the end").wait_for()
+    text("it does not count").wait_for()
+    assert text("Lock in your guess first").count() and "your guess" not in str(opened.outputs()[2])
+    opened.page.get_by_role("button", name="Lock in").click()
+    text("the formula says 110 MB").wait_for()
+    assert printed(opened.page, "print(guess.answer)") == "None" and len(learner.read().guesses) < 2
+
+
+def test_run_all_goes_on_after_a_claim_that_fails(lab):
+    opening, folder = lab
+    path = write_notebook(folder / "claim.ipynb", ["from lpkit.course.claims import claim\nwith claim('two is more than three'):\n"
+                                                   "    assert 2 > 3, 'it is less'", "print('went on')"])
+    book = nbformat.read(path, as_version=4)
+    book.cells[0].metadata["tags"] = ["claim", "raises-exception"]
+    nbformat.write(book, path)
+    opened = opening(path.name)
+    opened.command("notebook:run-all-cells")
+    for words in ("went on", "Because: it is less", "two is more than three"):
+        said(opened)(words).wait_for()
+    (problem,) = opened.problems()
+    assert problem == "cell 0 failed: AssertionError: it is less"
+    assert not said(opened)("Traceback").count()
+    opened.close()
 
 
 THEMED = ["""
