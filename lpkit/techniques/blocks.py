@@ -263,11 +263,9 @@ def blocked(s: MicroBatch) -> Op:
         numbers = _kept_qkv(s) + (2 * heads if s.turns else 0)
     elif s.heads_are_views and m.G == 1 and not s.turns:    # q is a view, k and v are repeated
         numbers = _qkv(m) + 2 * heads
-    pairs = 0
-    for start in range(0, T, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, T)
-        pairs += (end - start) * end
     queries, given = min(QUERY_BLOCK, T), s.tokens * heads * s.compute_bytes
+    rest = T % queries          # queries of a last block that is not full
+    pairs = 0.5 * (T - rest) * (T - rest + queries) + rest * T
     scores = s.batch * m.H * queries * T * s.compute_bytes
     return _attention(s, numbers=numbers, saved=s.batch * m.H * pairs * s.compute_bytes,
                       work=3 * given + 2 * scores + given * queries / T, out=3 * given,

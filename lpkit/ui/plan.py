@@ -4,7 +4,6 @@ runs beside the formula; and days, loss and dollars, which cannot all be least."
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from textwrap import wrap
@@ -19,7 +18,7 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import FAINT, FONT, GRID, INK, LINE, LINK, QUIET, TEXT, html_table
+from lpkit.tables import FAINT, GRID, INK, html_table, opened_rows
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
 from lpkit.ui.memory import ROW_COLOURS, limit_of
@@ -170,39 +169,16 @@ def opened(option: Option) -> str:
     sizes, memory, time = held.at(held.peak_moment), [], []
     for row in held.rows:
         moments = ", ".join(row.at) if len(row.at) < len(MOMENTS) else "every moment"
-        memory.append((row, row.bytes, quantity(row.bytes, "bytes"),
-                       "" if row.name in sizes else "not at the peak", f"lives at: {moments}"))
+        memory.append((row.name, row.bytes, quantity(row.bytes, "bytes"),
+                       "" if row.name in sizes else "not at the peak",
+                       (row.formula, row.source, f"lives at: {moments}")))
     for row in step.rows:
         hidden = f"and {duration(row.hidden_seconds)} hidden behind other rows"
-        time.append((row, row.seconds, duration(row.seconds), hidden if row.hidden_seconds else "",
-                     ""))
-    style = f"font:13px {escape(FONT)};color:{TEXT};line-height:1.5;max-width:1000px"
+        time.append((row.name, row.seconds, duration(row.seconds),
+                     hidden if row.hidden_seconds else "", (row.formula, row.source)))
     peak, seconds = quantity(held.peak_bytes, "bytes"), duration(step.step_seconds)
-    return (f"<div style='{style}'>"
-            + _opened(f"memory of a device: {peak} at most", memory, held.peak_bytes)
-            + _opened(f"time of a step: {seconds}", time, step.step_seconds) + "</div>")
-
-
-def _opened(title: str, rows: Sequence[tuple], whole: float) -> str:
-    """Rows: a row with name, formula and source; its value, also in words; what else to say of it;
-    and what to say inside."""
-    largest, *_ = max(rows, key=lambda row: row[1])
-    link = (rf"<a style='color:{LINK};text-decoration:underline' target='_blank' "
-            rf"rel='noopener' href='\g<0>'>\g<0></a>")
-    html = f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>"
-    for row, value, says, beside, more in rows:
-        html += (f"<details{' open' if row is largest else ''} "
-                 f"style='border-bottom:1px solid {LINE}'>"
-                 f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>")
-        for text, width, side in ((row.name, "15em", "left"), (says, "6em", "right"),
-                                  (f"{value / whole:.1%}", "4.5em", "right")):
-            html += (f"<span style='display:inline-block;width:{width};text-align:{side}'>"
-                     f"{escape(text)}</span>")
-        source = re.sub(r"https://[^\s,;)]+", link, escape(row.source))
-        inside = "<br>".join(filter(None, (escape(row.formula), source, more)))
-        html += (f"<span style='padding-left:1.5em;color:{QUIET}'>{beside}</span></summary>"
-                 f"<div style='padding:2px 0 6px 2em;color:{QUIET}'>{inside}</div></details>")
-    return html
+    return (opened_rows(f"memory of a device: {peak} at most", memory, held.peak_bytes)
+            + opened_rows(f"time of a step: {seconds}", time, step.step_seconds))
 
 
 # What a budget buys.

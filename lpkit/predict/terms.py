@@ -1,0 +1,193 @@
+"""Formulas in letters, from the code that computes them: numbers that remember where they come
+from.
+
+    kept(Lettered(model), batch=letter("B", 8)).operations["norm1"]     # 4 B T (D + 2)
+
+A `Term` is a number with a polynomial in B, T, D, ... beside it (docs/notation.md). Whatever
+`lpkit.predict` sums over the one description of a model, it sums over Terms as well: what is
+printed is the code itself, run on letters. A branch is taken as the numbers have it, so a Term
+holds for sizes that go the same way.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lpkit.config import ModelConfig
+
+ORDER = "LBHGTEDFVMNK"      # of letters in a product
+POWERS = {2: "²", 3: "³"}
+Monomial = tuple[tuple[str, int], ...]      # letters with their powers, sorted
+
+
+@functools.total_ordering
+class Term:
+    """Compares as its value. A quotient by a sum, and one without its remainder, are plain
+    numbers."""
+
+    __slots__ = ("parts", "value")
+
+    def __init__(self, value: float, parts: Mapping[Monomial, Fraction]):
+        self.value = value
+        self.parts = {monomial: count for monomial, count in parts.items() if count}
+
+    def __add__(self, other: "Term | float") -> "Term":
+        other = _term(other)
+        parts = dict(self.parts)
+        for monomial, count in other.parts.items():
+            parts[monomial] = parts.get(monomial, 0) + count
+        return Term(self.value + other.value, parts)
+
+    def __mul__(self, other: "Term | float") -> "Term":
+        other = _term(other)
+        parts: dict[Monomial, Fraction] = {}
+        for ours, count in self.parts.items():
+            for theirs, times in other.parts.items():
+                both = _times(ours, theirs)
+                parts[both] = parts.get(both, 0) + count * times
+        return Term(self.value * other.value, parts)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> "Term":
+        return -1 * self
+
+    def __sub__(self, other: "Term | float") -> "Term":
+        return self + -1 * other
+
+    def __rsub__(self, other: float) -> "Term":
+        return -self + other
+
+    def __truediv__(self, other: "Term | float") -> "Term | float":
+        other = _term(other)
+        if len(other.parts) != 1:
+            return self.value / other.value
+        (monomial, count), = other.parts.items()
+        inverse = {tuple((letter, -power) for letter, power in monomial): 1 / count}
+        return Term(self.value / other.value, (self * Term(1, inverse)).parts)
+
+    def __pow__(self, power: int) -> "Term":
+        return math.prod([self] * power)
+
+    def __floordiv__(self, other: "Term | float") -> float:
+        return self.value // _term(other).value
+
+    def __mod__(self, other: "Term | float") -> float:
+        return self.value % _term(other).value
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == (other.value if isinstance(other, Term) else other)
+
+    def __lt__(self, other: "Term | float") -> bool:
+        return self.value < _term(other).value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __str__(self) -> str:
+        """In letters: `4 B T (D + 2)`."""
+        return self.written(lambda letter: letter)
+
+    def written(self, shown: Callable[[str], str], times: str = " ") -> str:
+        """With each letter as `shown` has it, and `times` between factors. What all parts share
+        stands in front of them."""
+        parts = {_of_heads(monomial): count for monomial, count in self.parts.items()}
+        if len(parts) < 2:
+            return "".join(_product(count, monomial, shown, times)
+                           for monomial, count in parts.items()) or "0"
+        letters = {letter for monomial in parts for letter, _ in monomial}
+        shared = tuple((letter, least) for letter in sorted(letters) if (least := min(
+            dict(monomial).get(letter, 0) for monomial in parts)))
+        count = Fraction(math.gcd(*(one.numerator for one in parts.values())),
+                         math.lcm(*(one.denominator for one in parts.values())))
+        inverse = tuple((letter, -power) for letter, power in shared)
+        rest = {_times(monomial, inverse): one / count for monomial, one in parts.items()}
+        inside = ""
+        for monomial, one in sorted(rest.items(), key=_place):
+            sign = (" - " if one < 0 else " + ") if inside else ("-" if one < 0 else "")
+            inside += sign + _product(abs(one), monomial, shown, times)
+        if count == 1 and not shared:
+            return inside
+        return _product(count, shared, shown, times, more=f"({inside})")
+
+    def put_in(self, sizes: Mapping[str, int]) -> str:
+        """With numbers for letters: `4 x 8 x 256 x (256 + 2)`."""
+        return self.written(lambda letter: f"{sizes[letter]:,}", " x ")
+
+
+def _term(number: Term | float) -> Term:
+    return number if isinstance(number, Term) else Term(number, {(): Fraction(number)})
+
+
+def _times(one: Monomial, other: Monomial) -> Monomial:
+    powers = Counter(dict(one))
+    powers.update(dict(other))
+    return tuple(sorted((letter, power) for letter, power in powers.items() if power))
+
+
+def _of_heads(monomial: Monomial) -> Monomial:
+    """D / H is E, the width of a head."""
+    powers = dict(monomial)
+    heads = max(0, min(-powers.get("H", 0), powers.get("D", 0)))
+    return _times(monomial, (("D", -heads), ("E", heads), ("H", heads)))
+
+
+def _place(part: tuple[Monomial, Fraction]) -> tuple:
+    """Longest products first, of these the largest count; plain numbers last."""
+    monomial, count = part
+    return (-sum(power for _, power in monomial), -count,
+            [ORDER.index(letter) for letter, _ in monomial])
+
+
+def _product(count: Fraction, monomial: Monomial, shown: Callable[[str], str], times: str, *,
+             more: str = "") -> str:
+    up, down = [], []
+    for letter, power in sorted(monomial, key=lambda factor: ORDER.index(factor[0])):
+        raised = shown(letter) + ("" if abs(power) == 1 else POWERS[abs(power)])
+        (up if power > 0 else down).append(raised)
+    if more:
+        up.append(more)
+    if count.numerator != 1 or not up:
+        up.insert(0, f"{count.numerator:,}")
+    if count.denominator != 1:
+        down.insert(0, f"{count.denominator:,}")
+    return times.join(up) + "".join(f" / {one}" for one in down)
+
+
+def letter(name: str, value: float) -> Term:
+    return Term(value, {((name, 1),): Fraction(1)})
+
+
+@dataclass(frozen=True)
+class Lettered:
+    """A model whose sizes are Terms; everything else is the model's own."""
+
+    model: ModelConfig
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.model, name)
+        if name not in ORDER:
+            return found
+        if name == "G" and self.model.G == self.model.H:
+            return self.H
+        if name == "E" and self.model.H * self.model.E == self.model.D:
+            return self.D / self.H
+        return letter(name, found)
+
+
+def sizes(model: ModelConfig, **more: int) -> dict[str, int]:
+    """Numbers by letter: those of a model, and `more`, such as B."""
+    return {name: getattr(model, name) for name in "LHGTEDFV"} | more
