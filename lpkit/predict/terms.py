@@ -18,6 +18,8 @@ from fractions import Fraction
 from typing import Any
 
 from lpkit.config import ModelConfig
+from lpkit.predict.activations import OUTSIDE, kept
+from lpkit.techniques.blocks import MicroBatch, operations
 
 ORDER = "LBHGTEDFVMNK"      # of letters in a product
 POWERS = {2: "²", 3: "³"}
@@ -191,3 +193,25 @@ class Lettered:
 def sizes(model: ModelConfig, **more: int) -> dict[str, int]:
     """Numbers by letter: those of a model, and `more`, such as B."""
     return {name: getattr(model, name) for name in "LHGTEDFV"} | more
+
+
+# Rows of a model, in letters: of one block, and of what is outside the blocks.
+
+Terms = dict[str, Term]
+
+
+def kept_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
+    """Bytes that autograd keeps, by operation; `of` are the other fields of a MicroBatch."""
+    lettered = Lettered(model)
+    found = kept(lettered, batch=letter("B", batch), **of)
+    outside = {name: found.operations[name] for name in OUTSIDE}
+    tables = found.total_bytes - lettered.L * found.block_bytes - sum(outside.values())
+    return found.block, outside | ({"cos and sin": tables} if tables else {})
+
+
+def moved_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
+    """Bytes that everything but the products moves in one forward pass, by operation."""
+    ops = operations(MicroBatch(model=Lettered(model), batch=letter("B", batch), **of))
+    outside = (ops.embed, ops.norm, ops.loss)
+    return ({op.name: op.moved_bytes for op in ops.block if op.moved_bytes},
+            {op.name: op.moved_bytes for op in outside})

@@ -3,9 +3,25 @@ by row with numbers put in."""
 
 from collections.abc import Mapping
 
-from lpkit.predict.terms import Term
+from lpkit.config import ModelConfig
+from lpkit.predict.terms import Term, kept_terms
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table, opened_rows
+
+
+# what a MicroBatch has to say of three precisions
+KEPT = {"fp32": {"kind": "cpu", "compute_bytes": 4}, "bf16": {"kind": "cpu", "compute_bytes": 2},
+        "fp8, on a GPU": {"kind": "gpu", "compute_bytes": 2, "operand_bytes": 1}}
+
+
+def kept_table(model: ModelConfig, style: str) -> str:
+    """HTML: bytes that autograd keeps, by operation and precision, with fused attention: one block's
+    and those outside the blocks."""
+    columns = {name: kept_terms(model, 8, attention="sdpa", residual_bytes=4, **of)
+               for name, of in KEPT.items()}
+    both = [{name: terms[i] for name, terms in columns.items()} for i in (0, 1)]
+    return (terms_table(both[0], rows="operation", caption=f"{style}: bytes that one block keeps")
+            + terms_table(both[1], rows="operation", caption=f"{style}: outside the blocks"))
 
 
 def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",

@@ -1,0 +1,244 @@
+"""Runs that nobody has seen, drawn by seed: eight numbers to predict of each, and their marks.
+
+    case = draw(7)
+    case.sheet                      # what is given: letters, choices, the machine
+    mark(case, answers)             # answers(sheet) returns numbers by name; "6 of 8"
+    lpkit.predict_trace(case.config)        # settles the bytes
+
+Bytes are those of PyTorch's kernels on a CPU, so that a trace can settle them anywhere. Seconds,
+the gain and the noise are those of the case's machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import math
+import numbers
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lpkit.config import Config, ModelConfig
+from lpkit.course.judge import MARKS
+from lpkit.predict.activations import kept
+from lpkit.predict.flops import training_flops
+from lpkit.predict.ledger import LOSS, Memory, memory, model_states
+from lpkit.predict.params import parameter_count
+from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.terms import sizes
+from lpkit.predict.time import step_time
+from lpkit.predict.units import quantity
+from lpkit.studies.recipe_race import predicted_db
+from lpkit.tables import html_table
+from lpkit.techniques.machines import CATALOGUE, Machine
+from lpkit.techniques.recipes import RECIPES
+
+FP8 = tuple(name for name, row in RECIPES.items() if row.dtype == "fp8" and not row.history)
+LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
+STYLES = ("gpt2", "llama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step on one device; `recipe` is what it would gain by, and its noise is asked for."""
+
+    style: str              # of STYLES
+    config: Config
+    machine: Machine
+    recipe: str             # of FP8
+
+    @property
+    def sheet(self) -> dict[str, Any]:
+        """What is given. Letters as in docs/notation.md, FLOP/s, bytes per second."""
+        config, on = self.config, self.machine
+        return {"style": self.style, **sizes(config.model, B=config.global_batch),
+                "tied": config.model.tied, "precision": config.precision.recipe.name,
+                "optimizer": config.optimizer.name, "recompute": config.memory.recompute.name,
+                "machine": on.name, "bf16_flops": on.flops["bf16"], "fp8_flops": on.flops["fp8"],
+                "bytes_per_second": on.bytes_per_second, "recipe": self.recipe}
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        return memory(self.config, replace(self.machine, kind="cpu"))
+
+    @functools.cached_property
+    def bf16_seconds(self) -> float:
+        return step_time(self.config, self.machine, precision="bf16").step_seconds
+
+    def _repr_html_(self) -> str:
+        return html_table((), [(name, f"{value:,.4g}" if isinstance(value, float) else value)
+                               for name, value in self.sheet.items()])
+
+
+def draw(seed: int) -> Case:
+    """The same case for the same seed. Its peak is where backward begins, which is the moment that
+    01_memory_math writes out: others are drawn again."""
+    chance = random.Random(seed)
+    while True:
+        case = _drawn(chance)
+        if case.memory.peak_moment == LOSS:
+            return case
+
+
+def _drawn(chance: random.Random) -> Case:
+    style, width = chance.choice(STYLES), chance.choice((768, 1024, 1280, 1536, 2048))
+    heads = width // chance.choice((64, 128))
+    sizes = {"layers": chance.randint(4, 16), "width": width, "heads": heads,
+             "context": chance.choice((512, 1024, 2048)), "attention": "sdpa",
+             "vocab": chance.choice((32_000, 50_304, 65_536, 128_256))}
+    if style == "llama":
+        sizes |= LLAMA | {"kv_heads": heads // chance.choice((1, 2)), "tied": chance.random() < 0.5,
+                          "mlp_width": 256 * chance.randint(width // 100, width // 70)}
+    recipe = chance.choice(FP8)
+    config = Config(model=ModelConfig(**sizes)).replace({
+        "global_batch": chance.choice((2, 4, 8, 16)),
+        "optimizer": chance.choice(("adamw", "lion", "momentum", "sgd")),
+        "memory.recompute": chance.choice(("none", "none", "block")),
+        "precision.recipe": chance.choice(("fp32", "bf16", "bf16", recipe))})
+    machine = CATALOGUE[chance.choice(("h100", "h200", "b200"))]
+    return Case(style=style, config=config, machine=machine, recipe=recipe)
+
+
+# What is asked.
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """`tolerance` is a share of the answer; of decibels, decibels."""
+
+    asked: str
+    unit: str
+    tolerance: float
+    answer: Callable[[Case], float]
+
+    def off(self, case: Case, said: float) -> float:
+        """By which `said` misses, as `tolerance` counts; negative: too little."""
+        right = self.answer(case)
+        return said - right if self.unit == "dB" else said / right - 1
+
+    def shown(self, value: float) -> str:
+        if self.unit in ("dB", "times"):
+            return f"{value:.4g} {self.unit}"
+        return quantity(value, self.unit)
+
+    def shown_off(self, off: float) -> str:
+        return f"{off:+.1f} dB" if self.unit == "dB" else f"{off:+.1%}"
+
+
+def _states(case: Case) -> float:
+    rows = model_states(parameter_count(case.config.model), optimizer=case.config.optimizer.name,
+                        precision=case.config.precision.recipe.name)
+    return sum(row.bytes for row in rows)
+
+
+def _activations(case: Case) -> float:
+    p = PRECISIONS[case.config.precision.recipe.name]
+    return kept(case.config.model, batch=case.config.global_batch, kind="cpu", attention="sdpa",
+                recompute=case.config.memory.recompute.name, compute_bytes=p.compute_bytes,
+                residual_bytes=p.residual_bytes,
+                operand_bytes=p.low.number_bytes if p.low else None).total_bytes
+
+
+def _gain(case: Case) -> float:
+    cast = step_time(case.config, case.machine, precision=case.recipe)
+    return case.bf16_seconds / cast.step_seconds
+
+
+QUESTIONS = {
+    "parameters": Question(
+        asked="numbers that the model learns", unit="parameters", tolerance=0.001,
+        answer=lambda case: parameter_count(case.config.model)),
+    "states": Question(
+        asked="weights, their gradients and the optimizer's state", unit="bytes", tolerance=0.005,
+        answer=_states),
+    "activations": Question(
+        asked="what forward keeps for backward", unit="bytes", tolerance=0.02,
+        answer=_activations),
+    "peak": Question(
+        asked="the most that is held at once", unit="bytes", tolerance=0.03,
+        answer=lambda case: case.memory.peak_bytes),
+    "flops": Question(
+        asked="forward and backward of one step, attention in full", unit="FLOPs", tolerance=0.01,
+        answer=lambda case: training_flops(case.config.model, batch=case.config.global_batch)),
+    "seconds": Question(
+        asked="a step on the machine, products in bf16", unit="s", tolerance=0.1,
+        answer=lambda case: case.bf16_seconds),
+    "gain": Question(
+        asked="that time over the time with the FP8 recipe", unit="times", tolerance=0.04,
+        answer=_gain),
+    "noise": Question(
+        asked="signal over noise of a product under the FP8 recipe", unit="dB", tolerance=1.0,
+        answer=lambda case: predicted_db(RECIPES[case.recipe], case.config)),
+}
+Answers = Callable[[dict[str, Any]], Mapping[str, float | None]]
+
+
+# Marks.
+
+@dataclass(frozen=True)
+class Score:
+    """Marks of one case: by question, what was said and its place in `judge.MARKS`."""
+
+    case: Case
+    said: Mapping[str, float | None]
+    marks: Mapping[str, str]
+    why: str = ""
+
+    @property
+    def right(self) -> int:
+        return sum(mark == "right" for mark in self.marks.values())
+
+    def __str__(self) -> str:
+        wrong = [name for name, mark in self.marks.items() if mark == "wrong"]
+        missed = f"; not within tolerance: {', '.join(wrong)}" if wrong else ""
+        return f"{self.right} of {len(QUESTIONS)}{missed}{self.why}"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, question in QUESTIONS.items():
+            mark, said = self.marks[name], self.said.get(name)
+            allowed = question.shown_off(question.tolerance).replace("+", "±")
+            known = ("", "", "")        # nothing is given away before it is said
+            if mark != "to do":
+                known = ((question.shown(said), question.shown(question.answer(self.case)),
+                          question.shown_off(question.off(self.case, said)))
+                         if _is_number(said) else (str(said), "", "not a number"))
+            rows.append((f"{MARKS[mark][1]} {name}", question.asked, *known, allowed, mark))
+        heads = ("", "", "you", "the kit", "off", "allowed", "")
+        return (f"<p><b>{self.right} of {len(QUESTIONS)}</b>{html.escape(self.why)}</p>"
+                + html_table(heads, rows, prose=1))
+
+
+def mark(case: Case, answers: Answers) -> Score:
+    """Never raises for what `answers` does, so that a notebook runs to its end."""
+    try:
+        said, why = dict(answers(case.sheet)), ""
+    except NotImplementedError:
+        said, why = {}, ": to do"
+    except Exception as error:      # whatever it is, it is the learner's: show it
+        said, why = {}, f": it raised {type(error).__name__}: {error}"
+    marks = {}
+    for name, question in QUESTIONS.items():
+        value = said.get(name)
+        if value is None or value is ...:
+            marks[name] = "to do"
+        else:
+            close = _is_number(value) and abs(question.off(case, value)) <= question.tolerance
+            marks[name] = "right" if close else "wrong"
+    return Score(case=case, said=said, marks=marks, why=why)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def check(answers: Answers, seeds: range) -> str:
+    """One line: how the same function does on other cases, and which of them it misses first."""
+    scores = [mark(draw(seed), answers) for seed in seeds]
+    full = len(QUESTIONS)
+    missed = next((f"; first missed: seed {seed}, {score}" for seed, score in zip(seeds, scores)
+                   if score.right < full), "")
+    mean = sum(score.right for score in scores) / len(scores)
+    whole = sum(score.right == full for score in scores)
+    return f"{mean:.1f} of {full} on average, {whole} of {len(scores)} cases whole{missed}"
