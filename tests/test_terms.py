@@ -12,6 +12,7 @@ from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.terms import Lettered, Term, letter, sizes
 from lpkit.presets import preset
 from lpkit.ui import terms_opened, terms_table
+from tests.by_hand import evaluated
 from tests.test_predict import ODD
 
 MODELS = {**ODD, **{name: preset(name).model for name in ("gpt2-124m", "llama-1b", "llama-70b")}}
@@ -19,13 +20,6 @@ PRECISIONS = {"fp32": {"compute_bytes": 4, "residual_bytes": 4}, "bf16": {"compu
               "bf16-pure": {"compute_bytes": 2, "residual_bytes": 2},
               "fp8": {"compute_bytes": 2, "residual_bytes": 4, "operand_bytes": 1.0},
               "fp4": {"compute_bytes": 2, "residual_bytes": 4, "operand_bytes": 0.5}}
-
-
-def evaluated(text: str, numbers: dict[str, int]) -> float:
-    """What somebody gets who reads a printed term with a calculator."""
-    spaced = re.sub(r"([A-Z])", r" \1 ", text.replace(",", "")).replace(" x ", " ")
-    python = re.sub(r"(?<=[\w)²³])\s+(?=[\w(])", "*", spaced.replace(" ²", "²").replace(" ³", "³"))
-    return eval(python.replace("²", "**2").replace("³", "**3"), {}, numbers)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -17,7 +17,7 @@ _NAMES = {
     "lpkit.ui.progress": "progress_figure",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun LiveRuns gap_figure race_figure training_figure",
-    "lpkit.ui.terms": "kept_table terms_opened terms_table",
+    "lpkit.ui.terms": "casts_table kept_table terms_opened terms_table",
     "lpkit.ui.telemetry": "heat_map quality_table search_figure telemetry_explorer "
     "telemetry_of_runs",
 }

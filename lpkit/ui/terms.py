@@ -4,10 +4,11 @@ by row with numbers put in."""
 from collections.abc import Mapping
 
 from lpkit.config import ModelConfig
+from lpkit.predict.casts import on_hardware
 from lpkit.predict.terms import Term, kept_terms
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table, opened_rows
-
+from lpkit.techniques.recipes import RECIPES
 
 # what a MicroBatch has to say of three precisions
 KEPT = {"fp32": {"kind": "cpu", "compute_bytes": 4}, "bf16": {"kind": "cpu", "compute_bytes": 2},
@@ -41,3 +42,23 @@ def terms_opened(terms: Mapping[str, Term], sizes: Mapping[str, int], unit: str,
              (f"{term}  =  {term.put_in(sizes)}  =  {float(term):,.0f} {unit}", source))
             for name, term in terms.items() if term]
     return opened_rows(f"{title}: {quantity(whole, unit)}", rows, whole)
+
+
+def casts_table(model: ModelConfig) -> str:
+    """HTML: how each recipe casts the operands of a Linear, as hardware runs it."""
+    rows = []
+    for name, recipe in RECIPES.items():
+        if not recipe.products:
+            continue
+        made, dy = on_hardware(name, recipe, model), recipe.dx[0]
+        x, w = made.casts["y"]
+        both = [tensor for tensor, operand in (("x", x), ("w", w)) if operand.transposes]
+        rows.append((name, recipe.y[0].format, dy.format, _block(x.block), _block(w.block),
+                     f"{x.scale_bytes:g}", " and ".join(both).replace("x", "x, dy") or "none",
+                     f"{made.product_share:g}"))
+    return html_table(("recipe", "x and w", "dy", "a scale for: of x, dy", "of w", "bytes of a scale",
+                       "one cast for both layouts", "products at"), rows)
+
+
+def _block(sides: tuple[int, int]) -> str:
+    return "all" if sides == (0, 0) else " x ".join(str(side or "all") for side in sides)
