@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 
+import plotly.graph_objects as go
 import pytest
 
 from lpkit.errors import ConfigError
@@ -96,20 +97,30 @@ def test_the_triangle_is_made_of_configs_and_measurements_replace_the_law():
     assert long.where == "extrapolated" and "extrapolated" in long.facts["note"]
 
 
-def test_the_figure_turns_and_filters():
+def marks(spec, axis):
+    return [(x, y, colour, trace["marker"]["size"]) for trace in spec["data"] if trace["mode"] == "markers" and trace["yaxis"] == axis
+            for x, y, colour in zip(trace["x"], trace["y"], trace["marker"]["color"])]
+
+
+def test_two_panels_show_three_axes_and_filter():
     points = triangle(candidates())
     spec = json.loads(json.dumps(frontier_figure(points, title="t"), allow_nan=False))
-    assert {trace["type"] for trace in spec["data"]} == {"scatter3d"}
-    assert sum(len(trace["x"]) for trace in spec["data"]) == len(points)
-    assert spec["layout"]["scene"]["yaxis"]["title"]["text"] == "loss (nats a token)"
+    best = {point.name for point in frontier(points, least=AXES)}
+    losses, days = ({(p.values["dollars"], p.values[y], colour(p.values[c]), 10 if p.name in best else 6) for p in points}
+                    for y, c, colour in (("loss", "days", math.log10), ("days", "loss", float)))
+    assert set(marks(spec, "y")) == losses and set(marks(spec, "y2")) == days
+    line = spec["data"][0]
+    for x, y in zip(line["x"], line["y"]):      # nobody pays less for less loss
+        assert not any(p.values["dollars"] < x and p.values["loss"] <= y for p in points)
+    assert spec["layout"]["yaxis"]["title"]["text"] == "loss (nats a token)" and spec["layout"]["yaxis2"]["title"]["text"] == "days"
     show, controls = frontier_view(points)
     assert controls["machine"] == ["every machine", "a100-80", "h100"]
     whole, _ = show("every machine", controls["dollars_at_most"][0], controls["days_at_most"][0])
     some, table = show("h100", controls["dollars_at_most"][0], controls["days_at_most"][0])
-    counts = [sum(len(trace["x"]) for trace in spec["data"]) for spec in (whole, some)]
-    assert counts == [len(points), len(points) // 2] and "<table" in table
+    assert [len(marks(one, "y2")) for one in (whole, some)] == [len(points), len(points) // 2] and "<table" in table
+    assert whole["layout"]["coloraxis"] == some["layout"]["coloraxis"]      # limits repaint nothing
     none, _ = show("h100", 1e-9, 1e-9)
-    assert none["data"] == []
+    assert marks(none, "y") == []
 
 
 def test_the_figure_is_one_that_the_kit_can_draw():
@@ -118,4 +129,4 @@ def test_the_figure_is_one_that_the_kit_can_draw():
     show, controls = frontier_view(triangle(candidates()))
     explorer = Explorer(show, **controls)
     explorer.set(machine="h100")
-    assert all(trace["type"] == "scatter3d" for trace in explorer.figure.spec["data"])
+    go.Figure(explorer.figure.spec, skip_invalid=False)

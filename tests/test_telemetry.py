@@ -21,6 +21,7 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.training.loop import fit
 from lpkit.training.training import Training
 from lpkit.ui import heat_map, telemetry_explorer
+from lpkit.ui.telemetry import METRICS
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 5, "eval_batches": 1,
@@ -310,6 +311,16 @@ def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):
     assert bars["x"] == [e + 0.5 for e in sorted(one.exponents)] and sum(bars["y"]) == pytest.approx(100)
     window = next(shape for shape in spec["layout"]["shapes"] if shape.get("fillcolor"))
     assert (window["x0"], window["x1"]) == one.others["nvfp4"].window
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_colour_means_one_value_in_every_map(samples, metric):
+    """25.0 and 25.9 dB are not the two ends of the colours; and no sample of a run is beyond them, but by exactness or ruin."""
+    maps = [heat_map(samples, metric=metric, role=role, recipe=recipe) for role in ("x", "dy") for recipe in ("mxfp8", "nvfp4")]
+    assert len({(spec["data"][0]["zmin"], spec["data"][0]["zmax"]) for spec in maps}) == 1
+    values = [value for spec in maps for line in spec["data"][0]["z"] for value in line if value is not None]
+    cells = maps[0]["data"][0]
+    assert values and cells["zmin"] <= min(values) and max(values) <= cells["zmax"]
 
 
 def test_a_cell_is_chosen_by_a_click(samples):

@@ -16,7 +16,7 @@ import pytest
 
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Comparison, Row
+from lpkit.predict.compare import Row
 from lpkit.ui import (
     Explorer,
     Figure,
@@ -28,7 +28,7 @@ from lpkit.ui import (
     without_widgets,
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
-from lpkit.ui.style import COLOURS, TEMPLATE
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS, FORMAT_COLOURS, ROLE_COLOURS, TEMPLATE, lines_of
 from lpkit.ui.throttle import Throttle
 
 
@@ -264,6 +264,48 @@ def test_colours_differ_in_lightness_too():
                 for c in COLOURS[:5]}) == 5
 
 
+# How three kinds of eyes see a linear sRGB colour: Machado, Oliveira, Fernandes 2009, at severity 1.
+EYES = {"all cones": np.eye(3),
+        "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+        "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+        "tritanopia": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]])}
+
+
+def linear(colour):
+    parts = np.array([int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    """CIELAB of linear sRGB, under D65."""
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ np.clip(rgb, 0, 1)
+    x, y, z = (np.cbrt(v) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz / (0.9505, 1, 1.089))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("eyes", EYES)
+@pytest.mark.parametrize("table", [ANSWER_COLOURS, ROLE_COLOURS, {name: FORMAT_COLOURS[name] for name in (
+    "fp32", "bf16", "fp16", "e4m3fn", "e5m2", "mxfp8", "nvfp4", "int8")}], ids=["answers", "roles", "formats"])
+def test_colours_with_a_meaning_are_told_apart_by_all_eyes(table, eyes):
+    """A difference of 2.3 in CIELAB can just be seen."""
+    seen = {name: lab(EYES[eyes] @ linear(colour)) for name, colour in table.items()}
+    near = {pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]])) for pair in itertools.combinations(seen, 2)}
+    assert min(near.values()) > 10, min(near.items(), key=lambda item: item[1])
+
+
+def test_a_format_has_one_colour_and_a_line_is_told_from_white():
+    from lpkit.techniques.formats import FORMATS
+    from lpkit.techniques.recipes import RECIPES
+
+    assert set(FORMATS) | set(RECIPES) == set(FORMAT_COLOURS)
+    for colour in FORMAT_COLOURS.values():
+        assert 1.05 / (linear(colour) @ (0.2126, 0.7152, 0.0722) + 0.05) > 2.7, colour
+    lines = lines_of(["fp8-tensorwise", "mine", "fp8-delayed", "yours", "bf16 weights", "bf16 with another seed"])
+    assert lines["fp8-tensorwise"]["color"] == lines["fp8-delayed"]["color"] == FORMAT_COLOURS["e4m3fn"]
+    assert lines["bf16 weights"]["color"] == FORMAT_COLOURS["bf16"] != lines["mine"]["color"] != lines["yours"]["color"]
+    assert len({(line["color"], line["dash"]) for line in lines.values()}) == len(lines)
+
+
 # controls
 
 def show(zero_stage, devices):
@@ -446,20 +488,38 @@ def test_the_end_of_a_run_is_named(steps, error, word):
 
 # a comparison
 
-def test_rows_of_one_unit_share_an_axis_in_it():
-    figure = comparison_figure(Comparison((row("weights", 3e7, 2.5e7, 2.51e7, "bytes"),
-                                           row("peak", None, 2.8e8, 2.7e8, "bytes"))))
-    guess, formula, measured = figure["data"]
-    assert guess["x"] == [3e7, None] and formula["x"] == [2.5e7, 2.8e8] and measured["text"] == ["25.1 MB", "270 MB"]
-    assert figure["layout"]["xaxis"]["title"]["text"] == "bytes" and not figure["layout"]["shapes"]
+def test_what_is_off_by_a_little_and_by_a_lot_can_both_be_read():
+    """Dots around what was measured: of each row the value and the deviation are said, and dots lie in the order of deviations."""
+    measured = 1e9
+    errors = [-0.9, -0.67, -0.1, -0.00001, 0.0, 0.00001, 0.001, 0.1, 1.0, 2.0]
+    figure = comparison_figure([row(str(error), None, measured * (1 + error), measured, "bytes") for error in errors])
+    [formula] = figure["data"]
+    assert formula["x"] == sorted(formula["x"]) and formula["x"][4] == 0 and len(set(formula["x"])) == len(errors)
+    said = [text.partition(" (")[2].rstrip(")") for text in formula["text"]]
+    assert said == ["-90%", "-67%", "-10%", "-0.001%", "exact", "+0.001%", "+0.1%", "+10%", "+100%", "+200%"]
+    x = figure["layout"]["xaxis"]
+    assert x["range"][0] < formula["x"][0] and formula["x"][-1] < x["range"][1] and x["title"]["text"] == "off from what was measured, %"
+    at = dict(zip(x["ticktext"], x["tickvals"]))
+    assert [at["-10"], at["0"], at["+10"]] == pytest.approx([formula["x"][i] for i in (2, 4, 7)])      # ticks say where the dots are
+    assert figure["layout"]["yaxis"]["ticktext"][0] == "-0.9<br><b>1.00 GB</b>"
 
 
-def test_rows_of_several_units_are_multiples_of_what_was_measured():
-    figure = comparison_figure([row("memory", 4e9, 2e9, 1e9, "bytes"), row("time", 0.1, 0.3, None, "seconds")])
-    assert [trace["x"] for trace in figure["data"]] == [[4, pytest.approx(1 / 3)], [2, 1], [1, None]]
-    assert figure["data"][0]["text"] == ["4.00 GB", "100 ms"] and figure["layout"]["shapes"]
-    with pytest.raises(ConfigError, match="no multiple"):
-        comparison_figure([row("a", 1.0, 0.0, None, "bytes"), row("b", 1.0, 1.0, 1.0, "seconds")])
+def test_a_small_difference_looks_small():
+    """25.0 dB for 25.9 dB: a tenth of the axis that 25 for 35 would have, and not its end."""
+    figure = comparison_figure([row("a", None, 25.0, 25.9, "dB")])
+    assert figure["data"][0]["text"] == ["25 dB (-0.9 dB)"]
+    assert -figure["data"][0]["x"][0] < 0.5 * figure["layout"]["xaxis"]["range"][1]
+
+
+def test_each_row_deviates_in_its_own_unit():
+    rows = [row("memory", 4e9, 2e9, 1e9, "bytes"), row("time", 0.1, 0.3, None, "seconds"), row("MFU", 90.0, 40.0, 33.0, "%"),
+            row("nothing", None, 5.0, 0.0, "bytes"), row("and nothing", None, 0.0, 0.0, "bytes")]
+    formula, guess = comparison_figure(rows)["data"]
+    assert formula["text"] == ["2.00 GB (+100%)", "300 ms (exact)", "40 % (+7 points)", "5 B (of nothing)", "0 B (exact)"]
+    assert guess["text"] == ["4.00 GB (+300%)", "100 ms (-67%)", "90 % (+57 points)", "", ""] and guess["x"][3] is None
+    assert "not measured" in comparison_figure(rows)["layout"]["yaxis"]["ticktext"][1]
+    assert "% or points" in comparison_figure(rows)["layout"]["xaxis"]["title"]["text"]
+    json.dumps(comparison_figure(rows), allow_nan=False)
     with pytest.raises(ConfigError, match="at least one row"):
         comparison_figure([])
 

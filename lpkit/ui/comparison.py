@@ -1,10 +1,11 @@
-"""Guess, formula and measurement, side by side: the picture of every `## Reconcile`. And a
-roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured products
-lie."""
+"""How far guess and formula are off from what was measured: the picture of every `## Reconcile`.
+And a roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured
+products lie."""
 
 import math
 from collections.abc import Iterable, Mapping
 from html import escape
+from textwrap import wrap
 
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row
@@ -12,11 +13,15 @@ from lpkit.predict.flops import Product
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
-from lpkit.ui.style import COLOURS
+from lpkit.ui.draw import axis, figure, note, rule, scatter
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS
 
-COLUMNS = {"your guess": ("guess", COLOURS[1]), "formula": ("formula", COLOURS[0]),
-           "measured": ("measured", COLOURS[4])}
+ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
+           "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", "bottom center")}
+DIFFERENCES = {"%": "points", "dB": "dB"}    # units whose deviation is a difference; others': in %
+LINEAR = 0.1        # deviations below it are drawn in proportion, those above by powers of ten
+NAME_LETTERS = 22   # of a line of a row's name
+SHOWN = 10.0        # at least so far does the axis reach to both sides
 PRODUCTS = {    # how names of products end
     "forward": (("",), COLOURS[0], "circle"),
     "input gradient": (("input gradient", "left gradient"), COLOURS[1], "square"),
@@ -25,39 +30,77 @@ PRODUCTS = {    # how names of products end
 
 
 def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
-    """The plotly spec of grouped horizontal bars for a `Comparison` or its rows, the first on top;
-    None has no bar. Rows of one unit share an axis in it. Rows of several are shown in multiples of
-    what was measured (of the formula where nothing was), with the value itself beside a bar."""
+    """The plotly spec of how far formula and guess are off, for a `Comparison` or its rows, the
+    first on top; zero is what was measured (the formula, where nothing was). In percent of that;
+    rows in dB in dB, rows in % in points. Proportional near zero, then by powers of ten: 0.001% and
+    a factor of 3 can be read in one figure."""
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
-    units, shapes = {row.unit for row in rows}, []
-    if len(units) == 1:
-        bases, x = [1.0] * len(rows), axis(*units, exponentformat="SI")
-    else:
-        bases, x = list(map(_base, rows)), axis("multiple of what was measured")
-        shapes = [rule(x=1, layer="below")]
-    data, largest = [], 0.0
-    for kind, (field, colour) in COLUMNS.items():
+    lines, data, reach = range(len(rows)), [], _place(SHOWN)
+    for answer, (field, colour, symbol, beside) in ANSWERS.items():
         values = [getattr(row, field) for row in rows]
-        sizes = [None if value is None else value / base for value, base in zip(values, bases)]
-        words = ["" if value is None else quantity(value, row.unit)
-                 for value, row in zip(values, rows)]
-        if any(words):
-            data.append(bars([escape(row.name) for row in rows], sizes, kind, colour, text=words,
-                             hover="%{y}: %{text}"))
-            largest = max([largest, *filter(None, sizes)])
-    x["range"] = [0, 1.18 * largest]        # room for the number
-    return figure(data, title, height=130 + len(rows) * (18 + 24 * len(data)), xaxis=x,
-                  yaxis=NAMES, shapes=shapes, bargap=0.28, bargroupgap=0.08)
+        if not any(value is not None for value in values):
+            continue
+        offs = [None if value is None else _deviation(value, row)
+                for value, row in zip(values, rows)]
+        places = [None if off is None else _place(off) for off in offs]
+        reach = max([reach, *(abs(place) for place in places if place is not None)])
+        words = ["" if value is None else f"{quantity(value, row.unit)} ({_off(off, row)})"
+                 for value, off, row in zip(values, offs, rows)]
+        data.append(scatter(places, lines, answer, colour, mode="markers+text", text=words,
+                            textposition=beside, marker={"symbol": symbol, "size": 11},
+                            textfont={"size": 12}, cliponaxis=False, hover="%{text}"))
+    units = dict.fromkeys(DIFFERENCES.get(row.unit, "%") for row in rows)
+    return figure(
+        data, title, height=120 + len(rows) * (30 + 16 * len(data)),
+        xaxis=axis(f"off from what was measured, {' or '.join(units)}", **_powers(reach)),
+        yaxis={"ticks": "", "tickvals": list(lines), "ticktext": list(map(_name, rows)),
+               "range": [len(rows) - 0.4, -0.6], "zeroline": False},
+        shapes=[rule(x=0, colour=ANSWER_COLOURS["measured"], width=2, dash="solid",
+                     layer="below")])
 
 
 def _base(row: Row) -> float:
-    base = row.formula if row.measured is None else row.measured
-    if not base:
-        raise ConfigError(f"{row.name!r} compares with {base}, so it has no multiple; give every "
-                          f"row the same unit")
-    return base
+    return row.formula if row.measured is None else row.measured
+
+
+def _name(row: Row) -> str:
+    what = "not measured" if row.measured is None else quantity(row.measured, row.unit)
+    name = "<br>".join(map(escape, wrap(row.name, NAME_LETTERS))) or "here"
+    return f"{name}<br><b>{what}</b>"
+
+
+def _deviation(value: float, row: Row) -> float:
+    """In the unit of `DIFFERENCES`; infinite beside nothing."""
+    base = _base(row)
+    if row.unit in DIFFERENCES or value == base:
+        return value - base
+    return 100 * (value / base - 1) if base else math.copysign(math.inf, value)
+
+
+def _off(off: float, row: Row) -> str:
+    if off == 0:
+        return "exact"
+    if math.isinf(off):
+        return "of nothing"
+    number = f"{off:+.2g}" if abs(off) < 9.95 else f"{off:+,.0f}"
+    unit = DIFFERENCES.get(row.unit)
+    return f"{number} {unit}" if unit else f"{number}%"
+
+
+def _place(off: float) -> float:
+    """On the axis: sign kept, proportional up to about LINEAR, logarithmic beyond."""
+    return math.copysign(math.log10(1 + min(abs(off), 1e6) / LINEAR), off)
+
+
+def _powers(reach: float) -> dict:
+    """Ticks at zero and at powers of ten up to `reach`, a place, on both sides."""
+    sizes = [10.0**power for power in range(7) if _place(10.0**power) <= 1.02 * reach]
+    ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
+    return {"tickvals": list(map(_place, ticks)),
+            "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
+            "range": [-1.2 * reach, 1.2 * reach], "zeroline": False}
 
 
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,

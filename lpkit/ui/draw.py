@@ -52,10 +52,11 @@ def columns(x: Iterable, y: Iterable, name: str, colour: str, *, hover: str = ""
             **_hover(hover, name), **more}
 
 
-def heat(x: list, y: list, z: list, *, bar: dict, **more: Any) -> dict:
-    """Cells in colour, light: high; None is a gap. `bar`: of the colours."""
-    return {"type": "heatmap", "x": x, "y": y, "z": z, "colorscale": "Cividis", "xgap": 1,
-            "ygap": 1, "hoverongaps": False,
+def heat(x: list, y: list, z: list, *, ends: tuple[float, float], bar: dict, **more: Any) -> dict:
+    """Cells in colour, light: high; None is a gap. `ends` of the colours: fixed, so that a colour
+    means one value in every map, and a small difference looks small. `bar`: of the colours."""
+    return {"type": "heatmap", "x": x, "y": y, "z": z, "zmin": ends[0], "zmax": ends[1],
+            "colorscale": "Cividis", "xgap": 1, "ygap": 1, "hoverongaps": False,
             "colorbar": {"thickness": 10, "len": 1, "ypad": 0, "tickfont": {"size": 11}, **bar},
             **more}
 

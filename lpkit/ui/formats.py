@@ -13,11 +13,11 @@ from typing import Any
 
 from lpkit.tables import FAINT, INK
 from lpkit.ui.draw import NAMES, POWERS, axis, box, columns, figure, note, rule, scatter
-from lpkit.ui.style import COLOURS
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS, FORMAT_COLOURS, ROLE_COLOURS, lines_of
 
 BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": (COLOURS[1], INK)}
-ROLE_COLOURS = {"weights": COLOURS[0], "activations": COLOURS[1], "gradients": COLOURS[2]}
-KIND_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
+OPERANDS = {"weights": "w", "activations": "x", "gradients": "dy"}      # as roles
+FATE_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
 PAPER = {"xref": "paper", "yref": "paper"}
 CELL = 0.052        # the width of a bit, in that of the plot
 
@@ -107,8 +107,9 @@ def _words(value: float) -> str:
 def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
     """For each format a line over its magnitudes, as high as the largest relative error of rounding
     to nearest. Left of the kink lie the subnormals."""
-    data = []
-    for i, fmt in enumerate(formats):
+    formats = list(formats)
+    data, lines = [], lines_of(fmt.name for fmt in formats)
+    for fmt in formats:
         flat = 2.0**-(fmt.mantissa_bits + 1)
         if fmt.exponent_bits and fmt.mantissa_bits:
             points = {fmt.smallest: 0.5, fmt.smallest_normal: flat, fmt.largest: flat}
@@ -117,10 +118,9 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
             points = {fmt.smallest: 1 / 3, fmt.largest: 1 / 3}
         else:
             points = {1.0: 0.5, fmt.largest: 0.5 / fmt.largest}
-        again, colour = divmod(i, len(COLOURS))
         powers = list(map(math.log2, points))
-        data.append(scatter(powers, points.values(), fmt.name, COLOURS[colour],
-                            mode="lines+markers", line={"dash": ("solid", "dash")[again]},
+        data.append(scatter(powers, points.values(), fmt.name, lines[fmt.name]["color"],
+                            mode="lines+markers", line=lines[fmt.name],
                             text=[f"2<sup>{power:.4g}</sup>" for power in powers],
                             hover="%{text}: off by at most %{y:.2%}"))
     return figure(
@@ -138,19 +138,19 @@ def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterabl
     formats = list(formats)
     seen = [e for counts in shares.values() for e, share in counts.items() if share > 1e-5]
     low, high = min(seen) - 1, max(*seen, 10) + 2
-    data = [columns(counts, counts.values(), role, ROLE_COLOURS.get(role, INK), opacity=0.6,
+    data = [columns(counts, counts.values(), role, ROLE_COLOURS[OPERANDS[role]], opacity=0.6,
                     width=0.95, hover="2<sup>%{x}</sup>: %{y:.1%}")
             for role, counts in shares.items()]
-    for i, fmt in enumerate(formats):
+    for fmt in formats:
         first, normal, last = map(math.log2, (
             fmt.smallest, fmt.smallest_normal or fmt.smallest, fmt.largest))
         words = f"{fmt.name}: 2<sup>{first:.4g}</sup> to 2<sup>{last:.4g}</sup><extra></extra>"
         for start, end, opacity in ((first, normal, 0.35), (normal, last, 1.0)):
             start, end = max(start, low), min(end, high)
             if end > start:
-                data.append(scatter([start, end], [fmt.name] * 2, "", COLOURS[i % 5], hover=words,
+                data.append(scatter([start, end], [fmt.name] * 2, "", FORMAT_COLOURS[fmt.name],
                                     line={"width": 11}, yaxis="y2", showlegend=False,
-                                    opacity=opacity))
+                                    opacity=opacity, hover=words))
     rows = 0.05 * len(formats)
     return figure(
         data, title, height=320 + 26 * len(formats), barmode="overlay",
@@ -171,7 +171,7 @@ def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
     high, wide = block[0] or len(kinds), block[1] or len(kinds[0])
     top, left = row // high * high - 0.5, column // wide * wide - 0.5
     scale = []
-    for i, colour in enumerate(KIND_COLOURS):
+    for i, colour in enumerate(FATE_COLOURS):
         scale += [[i / len(names), colour], [(i + 1) / len(names), colour]]
     words = [[f"{x:.4g} becomes {y:.4g}" for x, y in zip(*lines)] for lines in zip(values, becomes)]
     cells = {
@@ -194,8 +194,8 @@ def outlier_figure(axis_values: Sequence[float], formula: Mapping[str, Sequence[
     """Signal over noise of the other elements against the outlier's size: lines over `axis_values`
     by formula, points measured."""
     data = []
-    for i, name in enumerate(formula):
-        shared = {"name": name, "colour": COLOURS[i % len(COLOURS)], "legendgroup": name}
+    for i, (name, line) in enumerate(lines_of(formula).items()):
+        shared = {"name": name, "colour": line["color"], "line": line, "legendgroup": name}
         data += [scatter(axis_values, formula[name], hover="%{y:.1f} dB by formula", **shared),
                  scatter(sizes, measured[name], hover="%{y:.1f} dB measured", mode="markers",
                          marker={"symbol": i}, showlegend=False, **shared)]
@@ -210,20 +210,19 @@ def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
                 measured: Mapping[float, float], *, title: str = "") -> dict:
     """Share of the updates that a bf16 weight does not feel, against the learning rate: limits, and
     what was counted."""
-    data = [scatter(rates, [100 * y for y in shares], name, COLOURS[i],
+    data = [scatter(rates, [100 * y for y in shares], name, ANSWER_COLOURS["formula"],
                     line={"dash": ("solid", "dash")[i % 2]})
             for i, (name, shares) in enumerate(formula.items())]
-    data.append(scatter(measured, [100 * y for y in measured.values()], "measured", COLOURS[4],
-                        mode="markers", marker={"size": 10}))
+    data.append(scatter(measured, [100 * y for y in measured.values()], "measured",
+                        ANSWER_COLOURS["measured"], mode="markers", marker={"size": 10}))
     return figure(data, title, height=360, xaxis=axis("learning rate", **POWERS),
                   yaxis=axis("updates lost, %", range=[0, 105]))
 
 
 def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
     """Training losses by name, step by step."""
-    lines = [scatter(range(1, len(losses) + 1), losses, name, COLOURS[i % len(COLOURS)],
-                     line={"dash": ("solid", "dash", "dot")[i % 3]})
-             for i, (name, losses) in enumerate(curves.items())]
+    lines = [scatter(range(1, len(curves[name]) + 1), curves[name], name, line=line)
+             for name, line in lines_of(curves).items()]
     return figure(lines, title, height=380, xaxis=axis("step"),
                   yaxis=axis("training loss, nats per token"))
 
@@ -256,8 +255,8 @@ def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], 
     """An error by bits, on a log scale."""
     bits, words = range(min(measured), max(measured) + 1), "%{x} bits: %{y:.2g}"
     return figure(
-        [scatter(bits, map(formula, bits), "formula", COLOURS[0], hover=words),
-         scatter(measured, measured.values(), "measured", COLOURS[4], mode="markers",
-                 marker={"size": 11}, hover=words)],
+        [scatter(bits, map(formula, bits), "formula", ANSWER_COLOURS["formula"], hover=words),
+         scatter(measured, measured.values(), "measured",
+                 ANSWER_COLOURS["measured"], mode="markers", marker={"size": 11}, hover=words)],
         title, height=340, xaxis=axis("bits of a saved number", tickvals=list(bits)),
         yaxis=axis("error of the gradient, relative", type="log", dtick=1))

@@ -17,12 +17,12 @@ from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
-from lpkit.ui.style import COLOURS, WARNING
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS, ROLE_COLOURS, WARNING
 
 ROW_COLOURS = {   # one family of rows, one hue
-    "weights": "#004488", "master weights": "#4d7eb3", "optimizer state": "#a5d8f0",
+    "weights": ROLE_COLOURS["w"], "master weights": "#4d7eb3", "optimizer state": "#a5d8f0",
     "gradients": "#6b7280", "gathered weights": "#b8860b", "weight copies": "#ddaa33",
-    "activations": "#bb5566", "recomputed block": "#e0a3ad", "logits and loss": "#1f7a6f",
+    "activations": ROLE_COLOURS["x"], "recomputed block": "#e0a3ad", "logits and loss": "#1f7a6f",
     "logits' gradients": "#8fd0c6", "low-precision weights": "#cc9966", "scales": "#996633",
     "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb",
     "optimizer temporaries": "#888888", "batch": "#000000", "transposed copies": "#e6c79c",
@@ -278,12 +278,13 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
              "textposition": list(_positions(at, said, edge, x_range, y_range))}
     data = [
         scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
-                "not beaten by another", COLOURS[1], line={"width": 3, "shape": "hv"}, hover=None),
+                "not beaten by another", COLOURS[2], line={"width": 3, "shape": "hv"}, hover=None),
         scatter([x for x, _ in joined], [y for _, y in joined], "", FAINT, line={"width": 1.5},
                 showlegend=False, hover=None),
-        _marks("formula", timed, "circle-open", COLOURS[0]),
-        _marks("formula for the bytes alone", untimed, "line-ew-open", COLOURS[0]),
-        _marks("measured", at, "circle", COLOURS[4]) | names,
+        _marks("formula", timed, "circle-open", ANSWER_COLOURS["formula"]),
+        _marks("formula for the bytes alone", untimed, "line-ew-open",
+               ANSWER_COLOURS["formula"]),
+        _marks("measured", at, "circle", ANSWER_COLOURS["measured"]) | names,
     ]
     return figure(
         [trace for trace in data if trace["x"]], title, height=560,

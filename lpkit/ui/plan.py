@@ -18,7 +18,7 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import FAINT, GRID, INK, html_table, opened_rows
+from lpkit.tables import FAINT, INK, html_table, opened_rows
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
 from lpkit.ui.memory import ROW_COLOURS, limit_of
@@ -39,6 +39,12 @@ PAPER_COLOURS = (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f", COLOURS[5])
 LOGARITHMIC = {"type": "log", "dtick": 1}
 GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)", type="linear"),
          "dollars": axis("US dollars", **LOGARITHMIC)}
+SHADES = {      # by colour: how, the ends, and ticks; fixed, so that limits do not repaint points
+    "days": (math.log10, (-3, 3), {power: f"{10.0**power:,g}" for power in range(-3, 4)}),
+    "loss": (float, (1.9, 2.7), {loss: f"{loss:.1f}" for loss in (1.9, 2.1, 2.3, 2.5, 2.7)}),
+}
+PANELS = (("loss", "days", {"coloraxis": "coloraxis", "yaxis": "y"}),
+          ("days", "loss", {"coloraxis": "coloraxis2", "yaxis": "y2"}))
 SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
 EVERY = "every machine"
 View = Callable[..., tuple[dict, str]]      # for an Explorer: a figure, and a table
@@ -280,27 +286,44 @@ def _faster(row: Row) -> float:
 # Days, loss and dollars cannot all be least.
 
 def frontier_figure(points: Sequence[Point], *, title: str = "") -> dict:
-    """The plotly spec: three axes, days, loss and dollars, one legend entry for each kind of point;
-    those that no other beats stand out. Drag to turn, click the legend to filter."""
+    """The plotly spec: two panels over dollars. Above loss, days in colour; below days, loss in
+    colour; a point has one place across in both. Large: no other beats it in all three. The line
+    is the least loss that dollars buy."""
     best = {id(point) for point in frontier(points, least=GOALS)}
     groups: dict[tuple[bool, str], list[Point]] = {}
     for point in points:
         groups.setdefault((id(point) in best, point.where), []).append(point)
-    data = []
-    for (leads, where), group in sorted(groups.items(), reverse=True):
-        marker = {"symbol": SYMBOLS.get(where, "circle"), "size": 4, "color": FAINT, "opacity": 0.6}
-        if leads:
-            marker |= {"size": 6, "color": COLOURS[0], "opacity": 1.0}
-        x, y, z = ([point.values[goal] for point in group] for goal in GOALS)
-        data.append(scatter(x, y, f"{'not beaten' if leads else 'beaten'}, {where}", mode="markers",
-                            marker=marker, text=list(map(_facts, group)),
-                            hover="%{text}<extra></extra>") | {"type": "scatter3d", "z": z})
-    scene: dict = {"aspectmode": "cube",
-                   "camera": {"eye": {"x": 1.45, "y": 1.45, "z": 0.7}, "center": {"z": -0.2}}}
-    for place, goal in zip(("xaxis", "yaxis", "zaxis"), GOALS.values()):
-        scene[place] = {**goal, "gridcolor": GRID, "color": INK, "exponentformat": "SI"}
-    return figure(data, title, height=560, showlegend=True, margin={"l": 0, "r": 0, "b": 0},
-                  scene=scene)
+    cheapest = sorted(frontier(points, least=("dollars", "loss")), key=_cost)
+    data = [scatter(map(_cost, cheapest), [point.values["loss"] for point in cheapest],
+                    "least loss for the money", FAINT, line={"shape": "hv"}, hover=None)]
+    for (leads, where), group in sorted(groups.items()):
+        look = {"size": 10 if leads else 6, "opacity": 1.0 if leads else 0.4,
+                "symbol": SYMBOLS.get(where, "circle"), "line": {"width": leads, "color": INK}}
+        for goal, shade, axes in PANELS:
+            colour = [SHADES[shade][0](point.values[shade]) for point in group]
+            data.append(scatter(
+                map(_cost, group), [point.values[goal] for point in group],
+                f"{'not beaten' if leads else 'beaten'}, {where}", mode="markers",
+                marker={**look, "color": colour, "coloraxis": axes["coloraxis"]},
+                text=list(map(_facts, group)), hover="%{text}<extra></extra>",
+                xaxis="x", yaxis=axes["yaxis"], showlegend=goal == "loss", legendgroup=where))
+    return figure(
+        data, title, height=720, showlegend=True, xaxis={**GOALS["dollars"], "anchor": "y2"},
+        yaxis={**GOALS["loss"], "domain": [0.54, 1]},
+        yaxis2={**GOALS["days"], "domain": [0, 0.48], "anchor": "x"},
+        coloraxis=_shades("days", 0.77), coloraxis2=_shades("loss", 0.24))
+
+
+def _cost(point: Point) -> float:
+    return point.values["dollars"]
+
+
+def _shades(goal: str, y: float) -> dict:
+    _, (low, high), ticks = SHADES[goal]
+    return {"colorscale": "Cividis", "cmin": low, "cmax": high,
+            "colorbar": {"title": {"text": goal, "font": {"size": 12}}, "thickness": 10,
+                         "len": 0.44, "y": y, "tickvals": list(ticks),
+                         "ticktext": list(ticks.values())}}
 
 
 def _facts(point: Point) -> str:

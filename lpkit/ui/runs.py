@@ -18,12 +18,11 @@ from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, INK, QUIET, TEXT
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, heat, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS
+from lpkit.ui.style import COLOURS, DECIBELS, lines_of
 from lpkit.ui.throttle import Throttle
 
 STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
 STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}
-DECIBELS = (15.0, 45.0)     # of the live map's colours: from 4-bit floats to INT8 at its best
 
 
 # One run.
@@ -176,15 +175,6 @@ class LiveRun(Stored, widgets.VBox):
 
 # Recipes, one run after the other.
 
-def line_of(i: int) -> dict[str, Any]:
-    """How the i-th recipe is drawn: the base in dots, the others each in a colour of its own, then
-    dashed."""
-    if i == 0:
-        return {"color": FAINT, "width": 2, "dash": "dot"}
-    again, colour = divmod(i - 1, len(COLOURS))
-    return {"color": COLOURS[colour], "width": 2, "dash": ("solid", "dash")[again % 2]}
-
-
 def race_figure(losses: Mapping[str, Mapping[int, float]],
                 samples: Mapping[str, Sequence[Any]] | None = None, *, title: str = "",
                 planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
@@ -193,12 +183,13 @@ def race_figure(losses: Mapping[str, Mapping[int, float]],
     the runs that met the batches of the first; None: all."""
     base, first = next(iter(losses.items()), ("the first", {}))
     data: list[dict] = []
-    for i, (name, curve) in enumerate(losses.items()):
+    lines = lines_of(losses)
+    for name, curve in losses.items():
         above = {}
         if paired is None or name in paired:
             above = {step: 100 * (loss / first[step] - 1)
                      for step, loss in curve.items() if step in first}
-        shared = {"name": escape(name), "line": line_of(i), "legendgroup": name}
+        shared = {"name": escape(name), "line": lines[name], "legendgroup": name}
         data += [scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared),
                  scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%", showlegend=False,
                          xaxis="x2", yaxis="y2", **shared)]
@@ -228,8 +219,8 @@ def _noise_map(samples: Mapping[str, Sequence[Any]]) -> dict:
             if sample.step == last and sample.role in ("x", "w", "dy") and db is not None:
                 worst[cell] = min(db, worst.get(cell, db))
     values = [[worst.get((layer, name)) for name in samples] for layer in layers]
-    return heat([escape(name) for name in samples], layers, values, bar={"x": 1.01}, xaxis="x3",
-                yaxis="y3", zmin=DECIBELS[0], zmax=DECIBELS[1],
+    return heat([escape(name) for name in samples], layers, values, ends=DECIBELS, bar={"x": 1.01},
+                xaxis="x3", yaxis="y3",
                 hovertemplate="%{x}, %{y}: %{z:.1f} dB<extra></extra>")
 
 
@@ -279,7 +270,7 @@ def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
     """The plotly spec of what recipes cost. Left: the validation loss above the base's, in percent
     over the steps, over a band of +-`band` that two seeds of the base differ by; None where the
     second was not run. Right: signal over noise of a product in dB, by formula and measured."""
-    lines = {name: line_of(i) for i, name in enumerate(gaps, 1)}
+    lines = lines_of(gaps)
     order = sorted(predicted, key=lambda name: -predicted[name])
     colours = [lines[name]["color"] if name in lines else FAINT for name in order]
     right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}

@@ -4,10 +4,40 @@ The colours differ in lightness as well as in hue, so that they survive a grey p
 common colour deficiencies (after Paul Tol's high-contrast scheme); the sequential scale is cividis.
 """
 
+import collections
+import itertools
+import re
+from collections.abc import Iterable
+
 from lpkit.tables import FONT, GRID, INK
 
 COLOURS = ("#004488", "#ddaa33", "#bb5566", "#a5d8f0", "#2a9d8f", "#222222", "#9a9a9a")
 WARNING = "#a3293d"
+
+# The same through the course. A figure whose legend has one of these tables has no other.
+ANSWER_COLOURS = {"guess": "#ddaa33", "formula": "#004488", "measured": "#2a9d8f"}
+ROLE_COLOURS = {"x": "#bb5566", "w": "#004488", "dy": "#ddaa33"}     # input, weights, gradient of y
+FORMAT_COLOURS = {      # and of the recipes that cast to them
+    "fp32": "#222222", "bf16": "#6b7280", "fp16": "#12a37f", "int8": "#b88a00",
+    "e4m3fn": "#004488", "fp8-tensorwise": "#004488", "fp8-delayed": "#004488",
+    "fp8-rowwise": "#4a86cf", "fp8-blockwise": "#4a86cf", "mxfp8": "#a05fb5",
+    "e5m2": "#3d97e0", "e2m1": "#b83a10", "nvfp4": "#b83a10",
+    "tf32": "#9a9a9a", "e3m2": "#8c5a2b", "e2m3": "#8c5a2b", "e8m0": "#cc79a7", "int4": "#b88a00",
+}
+DASHES = ("solid", "dash", "dot", "dashdot")
+DECIBELS = (0.0, 45.0)      # of every map in colour: from nothing left to INT8 at its best
+
+
+def lines_of(names: Iterable[str]) -> dict[str, dict]:
+    """A line for each name: in the colour of the format or recipe that it begins with, others in
+    the next of COLOURS. What comes again in one colour is dashed."""
+    spare, seen, lines = itertools.cycle(COLOURS), collections.Counter(), {}
+    for name in names:
+        colour = FORMAT_COLOURS.get(re.split("[ ,:]", name)[0]) or next(spare)
+        lines[name] = {"color": colour, "width": 2, "dash": DASHES[seen[colour] % len(DASHES)]}
+        seen[colour] += 1
+    return lines
+
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True,
          "ticks": "outside", "ticklen": 4, "tickcolor": "#9ca3af", "ticklabelstandoff": 3,

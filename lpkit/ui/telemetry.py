@@ -1,6 +1,7 @@
 """What number formats do to the tensors of a run, drawn from the samples of
 `lpkit.measure.telemetry.read`: layers by steps in colour, and one cell as a histogram."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,21 +10,33 @@ from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, columns, figure, heat, note, rule
-from lpkit.ui.style import COLOURS, WARNING
+from lpkit.ui.style import COLOURS, DECIBELS, WARNING
 
 AS_RUN = "as it ran"
 Samples = Sequence[Any]
 
 
-METRICS = {     # title, field of a sample's quality or of the sample itself, scale, format
-    "SQNR": ("signal to quantisation noise (dB)", "sqnr_db", 1, ".1f"),
-    "worst block": ("SQNR of the worst block (dB)", "worst_block_db", 1, ".1f"),
-    "underflow": ("became zero (% of elements)", "underflow", 100, ".2f"),
-    "saturated": ("saturated (% of elements)", "saturated", 100, ".3f"),
-    "saturated blocks": ("blocks with a saturated element (%)", "saturated_blocks", 100, ".2f"),
-    "zeroed blocks": ("blocks of which nothing is left (%)", "zeroed_blocks", 100, ".2f"),
-    "scale spread": ("largest over smallest scale (octaves)", "scale_octaves", 1, ".1f"),
-    "amax": ("largest magnitude", "amax", 1, ".3g"),
+def _percent(share: float) -> float:
+    return 100 * share
+
+
+def _octave(magnitude: float) -> float:
+    return math.log2(max(magnitude, 2.0**-150))      # below float32's least
+
+
+SHARES, OCTAVES = (0, 100), (-30, 10)
+METRICS = {     # title; field of a sample's quality or of the sample; its value; format; map's ends
+    "SQNR": ("signal to quantisation noise (dB)", "sqnr_db", float, ".1f", DECIBELS),
+    "worst block": ("SQNR of the worst block (dB)", "worst_block_db", float, ".1f", DECIBELS),
+    "underflow": ("became zero (% of elements)", "underflow", _percent, ".2f", SHARES),
+    "saturated": ("saturated (% of elements)", "saturated", _percent, ".3f", SHARES),
+    "saturated blocks": ("blocks with a saturated element (%)", "saturated_blocks", _percent, ".2f",
+                         SHARES),
+    "zeroed blocks": ("blocks of which nothing is left (%)", "zeroed_blocks", _percent, ".2f",
+                      SHARES),
+    "scale spread": ("largest over smallest scale (octaves)", "scale_octaves", float, ".1f",
+                     (0, 20)),
+    "amax": ("log2 of the largest magnitude", "amax", _octave, ".1f", OCTAVES),
 }
 
 
@@ -37,7 +50,7 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
              layer: str | None = None, step: int | None = None, title: str = "") -> dict:
     """The plotly spec of layers (top: the first) by steps; beside it the cell of `layer` and
     `step`, by default the last. Raises ConfigError when there are no samples of `role`."""
-    what, field, scale, form = pick(METRICS, metric, "metric")
+    what, field, in_unit, form, ends = pick(METRICS, metric, "metric")
     cells = {(sample.layer, sample.step): sample for sample in samples if sample.role == role}
     if not cells:
         roles = ", ".join(_values(samples, "role"))
@@ -52,11 +65,12 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
         row, column = layers.index(name), steps.index(at)
         value = getattr(sample if field == "amax" else quality_of(sample, recipe), field, None)
         if value is not None:
-            values[row][column], hover[row][column] = scale * value, f"{scale * value:{form}}"
+            values[row][column] = in_unit(value)
+            hover[row][column] = f"{in_unit(value):{form}}"
         words[row][column] = "NaN" if sample.nonfinite else ""
     # the bar stands between the panels: outside, plotly moves the titles
-    cells_of = heat([str(at) for at in steps], layers, values, bar={"x": 0.565, "xanchor": "left"},
-                    text=words, texttemplate="%{text}", customdata=hover,
+    cells_of = heat([str(at) for at in steps], layers, values, ends=ends, text=words,
+                    bar={"x": 0.565, "xanchor": "left"}, texttemplate="%{text}", customdata=hover,
                     hovertemplate=f"%{{y}}, step %{{x}}<br>{what}: %{{customdata}}"
                     f"<extra></extra>")
     shown = _chosen(list(cells.values()), layer, step)
