@@ -3,20 +3,22 @@
 NaN is compared as NaN with its sign: payloads are nobody's promise.
 """
 
+import json
 from pathlib import Path
 
 import gfloat
 import gfloat.formats
 import ml_dtypes
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import torch
 
 from lpkit.errors import ConfigError
-from lpkit.precision.formats import ROUNDINGS, decode, encode, listed, round_to, values
+from lpkit.precision.formats import ROUNDINGS, decode, encode, landings, listed, round_to, values
 from lpkit.studies import linear_operands
 from lpkit.techniques.formats import FORMATS, format_of
-from lpkit.ui import Bits, exponents_figure, ranges_figure, value_figure
+from lpkit.ui import Bits, exponents_figure, landing_figure, ranges_figure, value_figure
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,
              "e4m3fn": ml_dtypes.float8_e4m3fn, "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
@@ -228,6 +230,47 @@ def test_every_code_of_every_listed_format_is_drawn():
                      ] if np.isfinite(value) and value else [abs(value)]
             assert np.array_equal(drawn, [abs(value)], equal_nan=True)
     assert "5.5, beside 5 and 6" in value_figure(listed()["e4m3fn"], 0b01001011)["layout"]["title"]["text"]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_number_lands_where_ml_dtypes_says(name):
+    """Value and bits by its cast, neighbours by its nextafter: random numbers of every size, and all that is odd."""
+    dtype, f = np.dtype(ML_DTYPES[name]), FORMATS[name]
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal(300) * 2.0 ** rng.uniform(-30, np.log2(min(f.largest, 1e38)), 300)
+    for x in map(float, np.float32([*numbers, 0.0, f.largest, -f.largest, f.smallest, f.smallest / 3, 0.3, -1.5])):
+        if abs(x) > f.largest:
+            continue
+        got, one = landings(x)[name], np.float32([x]).astype(dtype)
+        assert got.value == x and got.nearest == float(one[0])
+        assert int(got.bits.replace(" ", ""), 2) == int(one.view(np.uint16 if f.bits > 8 else np.uint8)[0]) & ((1 << f.bits) - 1)
+        assert [len(part) for part in got.bits.split()] == [1, f.exponent_bits, f.mantissa_bits]
+        if got.nearest == x:
+            assert got.toward == got.away == x
+            continue
+        over = abs(got.nearest) > abs(x)        # x lies between the nearest value and its neighbour on the other side
+        beyond = np.nextafter(one, np.zeros(1, dtype) if over else np.array([np.sign(x) * f.largest]).astype(dtype))
+        assert (got.toward, got.away) == tuple(map(float, (beyond[0], one[0])[::1 if over else -1]))
+
+
+def test_what_is_too_large_for_a_format_has_nothing_above():
+    found = landings(1000.0)
+    assert found["e4m3fn"].nearest == found["e4m3fn"].toward == 448 and found["e4m3fn"].away is None
+    assert (found["int8"].nearest, found["int8"].bits) == (127, "0 1111111")
+    assert "e8m0" not in landings(-1.0) and (landings(-130.0)["int8"].nearest, landings(-130.0)["int8"].away) == (-128, None)
+    with pytest.raises(ConfigError, match="finite, got nan"):
+        landings(float("nan"))
+
+
+def test_a_landing_is_drawn_and_said():
+    spec, table = landing_figure(landings(0.3).values())
+    go.Figure(spec, skip_invalid=False)
+    mark = next(trace for trace in spec["data"] if trace["name"] == "e4m3fn" and trace["marker"].get("symbol") == "line-ns")
+    assert mark["x"] == [pytest.approx((0.3 - 0.28125) / (0.3125 - 0.28125))]
+    assert "<td" in table and all(words in table for words in ("0.3125", "0 0101 010", "4.2%", "10%"))
+    spec, table = landing_figure(landings(0.0).values())
+    json.dumps(spec, allow_nan=False)
+    assert table.count("exact") == len(FORMATS) - 1      # all but E8M0 have a zero
 
 
 def test_bits_and_code_are_one_number():

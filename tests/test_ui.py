@@ -356,11 +356,11 @@ def test_set_moves_several_controls_and_draws_once():
 
 def test_each_kind_of_choice_gets_its_control():
     explorer = Explorer(lambda **choices: spec(), number=[1, 2], word=["a", "b"], labelled={"one": 1}, whole=range(2, 9, 3),
-                        tick=False, own=widgets.FloatSlider(min=0, max=1), start={"word": "b", "whole": 5})
+                        tick=False, typed=0.3, own=widgets.FloatSlider(min=0, max=1), start={"word": "b", "whole": 5})
     kinds = {name: type(control).__name__ for name, control in explorer.controls.items()}
     assert kinds == {"number": "SelectionSlider", "word": "Dropdown", "labelled": "Dropdown", "whole": "IntSlider",
-                     "tick": "Checkbox", "own": "FloatSlider"}
-    assert explorer.choices == {"number": 1, "word": "b", "labelled": 1, "whole": 5, "tick": False, "own": 0.0}
+                     "tick": "Checkbox", "typed": "FloatText", "own": "FloatSlider"}
+    assert explorer.choices == {"number": 1, "word": "b", "labelled": 1, "whole": 5, "tick": False, "typed": 0.3, "own": 0.0}
     assert (explorer.controls["whole"].min, explorer.controls["whole"].max) == (2, 8)
     assert all(control.description for control in explorer.controls.values())
     with pytest.raises(ConfigError, match="no values"):

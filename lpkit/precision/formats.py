@@ -21,6 +21,7 @@ when nonsaturating.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -169,3 +170,47 @@ def listed() -> dict[str, Listed]:
     """The formats of at most 8 bits."""
     return {name: Listed(format=fmt, values=tuple(values(fmt).tolist()))
             for name, fmt in FORMATS.items() if fmt.bits <= 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing:
+    """Where `value` lands in a format: at `nearest`, by its `code`; and the format's values on both
+    sides of it, `toward` zero and `away` from it. Both are the value itself where the format has
+    it; `away` is None beyond the largest."""
+
+    format: Format
+    value: float
+    nearest: float
+    code: int
+    toward: float
+    away: float | None
+
+    @property
+    def bits(self) -> str:
+        """The code in binary: sign, exponent and mantissa apart."""
+        digits = f"{self.code:0{self.format.bits}b}"
+        ends = self.format.signed, self.format.signed + self.format.exponent_bits
+        parts = digits[:ends[0]], digits[ends[0]:ends[1]], digits[ends[1]:]
+        return " ".join(filter(None, parts))
+
+
+def landings(x: float) -> dict[str, Landing]:
+    """A Landing in each format that can hold the sign of x, saturating. Raises ConfigError for a
+    number that is not finite."""
+    if not math.isfinite(x):
+        raise ConfigError(f"a number lands in a format when it is finite, got {x}")
+    one, found = torch.tensor([x], dtype=torch.float64), {}
+    for name, fmt in FORMATS.items():
+        nearest = round_to(one, fmt)
+        if nearest.isnan():
+            continue
+        toward = round_to(one, fmt, rounding="toward-zero").double()
+        away = toward + torch.copysign(_spacing(toward.abs(), fmt), one)
+        ends = toward.item(), away.item()
+        if ends[0] == x:
+            ends = x, x
+        elif not fmt.lowest <= ends[1] <= fmt.largest:
+            ends = ends[0], None
+        found[name] = Landing(format=fmt, value=x, nearest=nearest.item(), toward=ends[0],
+                              away=ends[1], code=int(encode(nearest, fmt)))
+    return found

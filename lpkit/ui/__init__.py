@@ -8,8 +8,8 @@ _NAMES = {
     "lpkit.ui.comparison": "comparison_figure roofline_figure",
     "lpkit.ui.controls": "Bits Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
-    "lpkit.ui.formats": "bits_figure exponents_figure losses_figure lost_figure outlier_figure "
-    "outlier_map ranges_figure scaling_view value_figure",
+    "lpkit.ui.formats": "bits_figure exponents_figure landing_figure losses_figure lost_figure "
+    "outlier_figure outlier_map ranges_figure scaling_view value_figure",
     "lpkit.ui.memory": "bought_figure memory_figure memory_view timeline_figure timelines_view",
     "lpkit.ui.waiting": "progress",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened optimum_figure "
