@@ -100,6 +100,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
+    shutil.copy(files("lpkit.ui").joinpath("figure.css"), source / "_static")
 
 
 def claims(executed: list[Path]) -> str:

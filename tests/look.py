@@ -1,4 +1,5 @@
-"""Look at a notebook as a reader sees it: `python -m tests.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1200]`.
+"""Look at a notebook as a reader sees it:
+`python -m tests.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1200] [--theme Dark]`.
 
 Opens it in a served lab, runs all cells, waits for the end, writes a screenshot of its full length, and prints what
 should not have happened (exit code 1). A copy is run, in a folder of its own where ../data is the
@@ -15,7 +16,7 @@ from pathlib import Path
 from lpkit.bench.browser import Notebook, chromium, chromium_path, served
 
 
-def look(notebook: Path, picture: Path, *, seconds: float = 300, width: int = 1200) -> list[str]:
+def look(notebook: Path, picture: Path, *, seconds: float = 300, width: int = 1200, theme: str = "Light") -> list[str]:
     with tempfile.TemporaryDirectory() as temporary:
         course = Path(temporary) / "course" / "notebooks"
         course.mkdir(parents=True)
@@ -24,6 +25,7 @@ def look(notebook: Path, picture: Path, *, seconds: float = 300, width: int = 12
             (course.parent / "data").symlink_to(data)
         with served(course, Path(temporary) / "state") as server, chromium(width=width) as context:
             opened = Notebook(context, server, notebook.name)
+            opened.theme(theme)
             started = time.monotonic()
             opened.run(seconds=seconds)
             opened.settle()
@@ -53,10 +55,11 @@ def main() -> int:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--width", type=int, default=1200)
+    parser.add_argument("--theme", type=str.capitalize, choices=["Light", "Dark"], default="Light")
     args = parser.parse_args()
     if chromium_path() is None:
         parser.error("there is no chromium, chromium-browser or google-chrome on PATH")
-    problems = look(args.notebook.resolve(), args.picture, seconds=args.seconds, width=args.width)
+    problems = look(args.notebook.resolve(), args.picture, seconds=args.seconds, width=args.width, theme=args.theme)
     print("\n".join(problems) or "no problems")
     return bool(problems)
 

@@ -4,12 +4,15 @@ Every test also demands that nothing went wrong on the way: no page error, no re
 standard error, no failed cell.
 """
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 from lpkit.course import learner
 
@@ -300,7 +303,20 @@ Explorer(refuses, size=[1, 2])
     "check(EXERCISES['03.cast'], lambda *_: None)", "check(EXERCISES['00.uniform_loss'], EXERCISES['00.uniform_loss'].spec)",
     "show, controls = layouts_view(plan(lpkit.preset('llama-8b'), 1e12, 'h200', devices=64))\nExplorer(show, **controls)", *LIVE]
 
-# The least contrast of any text outside the figures, which are on white, by the formula of WCAG 2.
+DRAWN = ["""
+import lpkit
+from lpkit.predict import CATALOGUE, memory
+from lpkit.predict.compare import Row
+from lpkit.precision.formats import landings, listed
+from lpkit.ui import *
+from lpkit.techniques.formats import FORMATS
+
+rows = [Row(name="peak", formula=1.0, measured=1.1, guess=2.0, unit="GB", where="here"), Row(name="MFU", formula=40, measured=30, unit="%", where="")]
+Figure(comparison_figure(rows, title="Off"))
+""", "Figure(memory_figure(memory(lpkit.preset('llama-8b'), CATALOGUE['h200'])))", "Figure(ranges_figure(FORMATS.values()))",
+    "Figure(landing_figure(landings(0.3).values())[0])", "Figure(value_figure(listed()['e4m3fn'], 75))"]
+
+# The least contrast of any text outside the figures, by the formula of WCAG 2.
 CONTRAST = """() => {
     const parts = colour => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a] };
     const over = (top, under) => top.slice(0, 3).map((c, i) => c * top[3] + under[i] * (1 - top[3]));
@@ -319,10 +335,50 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def contrast(crop):
+    """Of the pixels of a text: the commonest is the ground; of the others the farthest from it, by the formula of WCAG 2."""
+    values = np.asarray(crop.convert("RGB"), dtype=float) / 255
+    light = np.where(values <= 0.03928, values / 12.92, ((values + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+    levels, counts = np.unique(light.round(4), return_counts=True)
+    under = levels[counts.argmax()]
+    return max((max(level, under) + 0.05) / (min(level, under) + 0.05) for level in levels)
+
+
+def texts_of_figures(page):
+    """(contrast, text) of what is written in figures, as painted; three device pixels to one, so that strokes have a core."""
+    device = {**page.viewport_size, "deviceScaleFactor": 3, "mobile": False}
+    page.context.new_cdp_session(page).send("Emulation.setDeviceMetricsOverride", device)
+    found = []
+    for figure in page.locator(".lpkit-figure").all():
+        figure.scroll_into_view_if_needed()
+        image = Image.open(io.BytesIO(figure.screenshot()))
+        boxes = figure.evaluate("""figure => { const home = figure.getBoundingClientRect();
+            return [...figure.querySelectorAll('text')].filter(text => text.textContent.trim()).map(text => {
+                const box = text.getBoundingClientRect();
+                return [text.textContent, box.left - home.left, box.top - home.top, box.right - home.left, box.bottom - home.top] }) }""")
+        scale = image.width / figure.bounding_box()["width"]
+        found += [(contrast(image.crop([round(scale * edge) for edge in box])), said) for said, *box in boxes if box[2] - box[0] > 3]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_figures_can_be_read_in_either_theme(notebook, theme):
+    opened = notebook("drawn.ipynb", DRAWN)
+    opened.theme(theme)
+    opened.run()
+    opened.settle()
+    found = texts_of_figures(opened.page)
+    assert len(found) > 80 and any("off from what was measured" in said for _, said in found)
+    assert found[0][0] >= 4.5, found[:5]
+    ground = opened.page.locator(".lpkit-figure").first.screenshot()
+    level = sum(Image.open(io.BytesIO(ground)).convert("RGB").getpixel((3, 3))) / 3
+    assert (level < 40) if theme == "Dark" else (level > 250)
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_everything_can_be_read_in_either_theme(notebook, theme):
     opened = notebook("themed.ipynb", THEMED)
-    opened.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+    opened.theme(theme)
     opened.run()
     opened.settle()
     found = opened.page.evaluate(CONTRAST)

@@ -75,6 +75,11 @@ class Notebook:
         if not HERE.match(request.url):
             self.noted.append(f"request to another host: {request.url}"[:200])
 
+    def theme(self, name: str) -> None:
+        """Of the lab: "Light" or "Dark"."""
+        self.page.evaluate("theme => window.jupyterapp.commands.execute("
+                           "'apputils:change-theme', {theme})", f"JupyterLab {name}")
+
     def command(self, name: str) -> None:
         """Start a command of the lab, without waiting: `evaluate` has no timeout."""
         self.page.evaluate("name => { window.lpkitDone = false; "

@@ -96,6 +96,7 @@ class Figure(Stored, anywidget.AnyWidget):
     """
 
     _esm = Path(__file__).with_name("figure.js")
+    _css = Path(__file__).with_name("figure.css")
     spec = traitlets.Dict().tag(sync=True)
     config = traitlets.Dict(CONFIG).tag(sync=True)
     clicked = traitlets.Dict().tag(sync=True)
