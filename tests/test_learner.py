@@ -16,8 +16,8 @@ from lpkit.course.judge import Exercise
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by, rivals
 from lpkit.ui import Explorer, Guess, Pick, progress_figure
+from lpkit.ui.calibration import Scored
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
-from lpkit.ui.progress import Scored
 from lpkit.ui.questions import TIED
 
 

@@ -17,8 +17,8 @@ from traitlets import TraitError
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, read_text, write_atomically
+from lpkit.ui.calibration import Scored, progress_figure
 from lpkit.ui.figure import Figure
-from lpkit.ui.progress import Scored, progress_figure
 from lpkit.ui.questions import Question
 from lpkit.values import Checked, Count, Positive, Text
 

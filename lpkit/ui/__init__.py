@@ -14,7 +14,7 @@ _NAMES = {
     "lpkit.ui.waiting": "progress",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened optimum_figure "
     "option_figure plan_view published_figure",
-    "lpkit.ui.progress": "progress_figure",
+    "lpkit.ui.calibration": "progress_figure",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun LiveRuns gap_figure race_figure training_figure",
     "lpkit.ui.terms": "casts_table kept_table terms_opened terms_table",
