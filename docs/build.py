@@ -31,12 +31,22 @@ DOCS = Path(__file__).resolve().parent
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = """\
-<div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div>
+<div class="lpkit-scroll"><div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div></div>
 <script type="application/json" id="{name}-spec">{spec}</script>
 <script>
 window.addEventListener("load", () => {{
   const spec = JSON.parse(document.getElementById("{name}-spec").textContent);
-  Plotly.newPlot("{name}", spec.data, spec.layout, {{displaylogo: false, responsive: true}});
+  const phone = matchMedia("(max-width: 720px)").matches, layout = spec.layout;
+  if (phone) {{     // a finger scrolls, and does not zoom; a title as wide as the page takes two lines
+    const title = document.createElement("p");
+    title.className = "lpkit-title";
+    title.innerText = (layout.title?.text ?? "").replace(/<[^>]*>/g, " ");
+    document.getElementById("{name}").parentElement.before(title);
+    delete layout.title;
+    layout.dragmode = false;
+  }}
+  const config = {{displaylogo: false, responsive: true, displayModeBar: phone ? false : "hover"}};
+  Plotly.newPlot("{name}", spec.data, layout, config);
 }});
 </script>"""
 ASLEEP = '<p class="lpkit-control"><em>Controls work in JupyterLab: start it with <code>make lab</code>.</em></p>'
@@ -49,7 +59,8 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
         spec = {key: data[PLOTLY].get(key, {}) for key in ("data", "layout")}
         shown = FIGURE.format(name=html.escape(name), height=int(spec["layout"].get("height") or 400),
                               spec=json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c"))
-        return new_output("display_data", {"text/html": shown})
+        awake = not data.get("text/plain", "").startswith("Explorer:")
+        return new_output("display_data", {"text/html": shown if awake else f"{ASLEEP}\n{shown}"})
     if WIDGET in data:
         if re.search(r"\bFigure(Widget)?\(", data.get("text/plain", "")):
             raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lpkit.ui's Figure "
@@ -67,7 +78,7 @@ def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
             continue
         outputs = [drawn(output, f"figure-{stem}-{number}-{i}") for i, output in enumerate(cell.outputs)]
         cell.outputs = [output for i, output in enumerate(outputs)
-                        if not (i and "lpkit-control" in str(output) and "lpkit-control" in str(outputs[i - 1]))]
+                        if not (i and output == outputs[i - 1] and "lpkit-control" in str(output))]
     return book
 
 
@@ -92,6 +103,9 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         for file in folder.iterdir():
             if file.suffix in (".md", ".svg", ".png", ".json") or file.name == "conf.py":
                 shutil.copy(file, source / folder.relative_to(pages))
+    shutil.copy(pages / "site.css", source / "_static")
+    with (source / "index.md").open("a", encoding="utf-8") as file:
+        file.write(way(executed))
     with (source / "notebooks.md").open("a", encoding="utf-8") as file:
         file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:
@@ -101,6 +115,23 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
     shutil.copy(files("lpkit.ui").joinpath("figure.css"), source / "_static")
+
+
+def way(executed: list[Path]) -> str:
+    """The notebooks in order, with the questions of the README and what each takes."""
+    from lpkit.course.exercises import EXERCISES
+
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))
+    rows, sums = ["", "|  | notebook | runs in | exercises |", "|---|---|---|---|"], [0.0, 0]
+    for path in executed:
+        record = json.loads(path.with_suffix(".json").read_text())
+        minutes = sum(exercise.minutes for key, exercise in EXERCISES.items() if key.startswith(path.stem[:2] + "."))
+        question = questions.get(path.stem, path.stem)
+        rows.append(f"| {path.stem[:2]} | [{question}](notebooks/{path.name}) | {record['seconds']:.0f}\u00a0s | {minutes}\u00a0min |")
+        sums = [sums[0] + record["seconds"], sums[1] + minutes]
+    return "\n".join([*rows, "", f"All of them ran in {sums[0] / 60:.0f} minutes on the machine that made this site; the exercises "
+                      f"take about {sums[1] / 60:.0f} hours.", ""])
 
 
 def claims(executed: list[Path]) -> str:

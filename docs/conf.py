@@ -12,10 +12,11 @@ suppress_warnings = ["mystnb.unknown_mime_type"]     # a widget's own mime besid
 html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}
 html_static_path = ["_static"]
-html_css_files = ["figure.css"]         # the one of the widgets: figures follow the theme
+html_css_files = ["figure.css", "site.css"]      # the first is the widgets' own: figures follow the theme
 html_show_sourcelink = False
 html_copy_source = False
-html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "navigation_with_keys": False}
+html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "navigation_with_keys": False,
+                      "footer_content_items": []}
 
 
 def setup(app):

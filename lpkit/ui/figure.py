@@ -67,7 +67,7 @@ class Stored:
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
-        return {"text/plain": describe(self.figure.spec), WIDGET_MIME: view,
+        return {"text/plain": describe(self.figure.spec, type(self).__name__), WIDGET_MIME: view,
                 PLOTLY_MIME: {**self.figure.spec, "config": CONFIG}}
 
     def _ipython_display_(self, update: bool = False) -> None:
@@ -188,10 +188,10 @@ def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
     return pick(trace)
 
 
-def describe(spec: Mapping[str, Any]) -> str:
-    """One sentence for where nothing can be drawn."""
+def describe(spec: Mapping[str, Any], kind: str = "Figure") -> str:
+    """One sentence for where nothing can be drawn. The site knows an Explorer by it."""
     layout = spec["layout"]
-    words = f"Figure: {layout.get('title', {}).get('text') or 'untitled'}"
+    words = f"{kind}: {layout.get('title', {}).get('text') or 'untitled'}"
     if names := [trace["name"] for trace in spec["data"] if trace.get("name")]:
         words += f" ({', '.join(names)})"
     titles = [layout.get(axis, {}).get("title") for axis in ("xaxis", "yaxis")]
