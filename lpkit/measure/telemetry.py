@@ -392,31 +392,52 @@ def read(path: str | Path) -> list[Sample]:
     return sorted(last.values(), key=lambda sample: sample.step)
 
 
-def lost(sample: Sample) -> float:
-    """Share of elements that the cast did not keep: now zero, saturated, or NaN or Inf before."""
-    return 1.0 if sample.own is None else sample.own.underflow + sample.own.saturated
-
-
 def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
-    """(layer, by how much), the worst first: what a layer loses beyond the median layer of the same
-    role and step, in the role where that is most, averaged over the steps."""
-    alike: dict[tuple[int, str], list[Sample]] = defaultdict(list)
+    """(layer, by how much), the worst first: what the casts of a layer lost (to zero or by
+    saturation) beyond the median layer of the same role and step, in the role where that is most,
+    averaged over the steps. The layer that made the first NaN or Inf has lost all; what was handed
+    one says nothing."""
+    samples = list(samples)
+    alike: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for sample in samples:
-        alike[sample.step, sample.role].append(sample)
+        if sample.own is not None:
+            lost = sample.own.underflow + sample.own.saturated
+            alike[sample.step, sample.role][sample.layer] = lost
     excess: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for layers in alike.values():
-        usual = statistics.median(map(lost, layers))
-        for sample in layers:
-            excess[sample.layer, sample.role].append(lost(sample) - usual)
+    for (_, role), layers in alike.items():
+        usual = statistics.median(layers.values())
+        for layer, lost in layers.items():
+            excess[layer, role].append(lost - usual)
     worst: dict[str, float] = {}
     for (layer, _), values in excess.items():
         mean = statistics.fmean(values)
         worst[layer] = max(mean, worst.get(layer, mean))
+    if made := source_of_nonfinite(samples):
+        worst[made] = 1.0
     return sorted(worst.items(), key=lambda item: -item[1])
 
 
+def source_of_nonfinite(samples: Iterable[Sample]) -> str:
+    """The layer that made the first NaN or Inf; empty: there was none, or it came between two
+    looks.
+
+    Samples are in the order of execution: x and w from the first layer to the last, dy from the
+    last to the first. A layer that is handed a NaN was handed it by the one before it in that
+    order; its weights are its own."""
+    before = None
+    for sample in samples:
+        if sample.nonfinite:
+            if before is None or before.step != sample.step:
+                return ""       # the step began with it
+            return sample.layer if sample.role.startswith("w") else before.layer
+        before = sample
+    return ""
+
+
 def nonfinite_report(samples: Iterable[Sample]) -> str:
-    """Where NaN or Inf was met first, by layer; empty when it never was."""
+    """Where NaN or Inf was met first, by layer, and which layer made it; empty when it never
+    was."""
+    samples = list(samples)
     bad = [sample for sample in samples if sample.nonfinite]
     if not bad:
         return ""
@@ -424,4 +445,6 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
     named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}"
                       for sample in first[:3])
     more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
-    return f"NaN or Inf at step {first[0].step}: {named}{more}"
+    made = source_of_nonfinite(samples)
+    who = f"; made by {made}" if made else "; already there when the step began"
+    return f"NaN or Inf at step {first[0].step}: {named}{more}{who}"

@@ -1,28 +1,25 @@
 """Which layer and product lose the loss: promote halves to 16 bits and keep the half that brings it
 back.
 
-    print(bisect(config, "nvfp4"))                                              # a recipe
-    print(bisect(config, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
+    starts = Starts(config, steps=200)
+    print(bisect(starts, "nvfp4"))                                              # a recipe
+    print(bisect(starts, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
 
-A fresh model's loss hardly depends on its layers, so each seed is first trained for `warm_steps` in
-16 bits. All runs continue from there, on the same batches, and differ in what is promoted to 16
-bits alone. Deterministic.
+A fresh model's loss hardly depends on its layers, so each seed is first trained for a while in
+fp32. All runs continue from there, on the same batches, and differ in what is promoted to 16 bits
+alone. A run that breaks counts as one that knows nothing. Deterministic.
 """
 
 import functools
 import math
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
-from lpkit.measure import telemetry
-from lpkit.measure.telemetry import Sample
-from lpkit.precision.linear import scaled_linears
 from lpkit.studies import faults
 from lpkit.studies.faults import FAULTS, Injection, Unit, layers_of, low_precision_products, named
 from lpkit.techniques.recipes import RECIPES
@@ -200,8 +197,43 @@ def _halves(which: Units) -> tuple[Units, Units]:
 
 # On real runs.
 
-def bisect(config: Config, suspect: str | Injection, *, seeds: int = 3, warm_steps: int = 120,
-           steps: int = 8) -> Finding:
+class Starts:
+    """Models that were trained in fp32 for `steps` steps, one a seed, each when it is first asked
+    for; runs under any recipe begin there."""
+
+    def __init__(self, config: Config, *, steps: int):
+        self.steps = steps
+        self.config = config.replace({"precision.backend": "auto", "schedule": "constant",
+                                      "system.compile": False,
+                                      # a copy of a training has no hooks, streams and files
+                                      "memory.activation_offload": "device",
+                                      "memory.optimizer_state": "device",
+                                      "memory.optimizer_step": "after"})
+        self.trained, self._under = functools.cache(self._train), functools.cache(self._move)
+
+    def under(self, recipe: str, seed: int = 0) -> Training:
+        """A training of one's own. `seed`: beside the config's."""
+        return self._under(recipe, seed).copy()
+
+    def build(self, recipe: str, seed: int = 0) -> Training:
+        """As it is before the first step."""
+        return Training.build(self.config.replace({"seed": self.config.seed + seed,
+                                                   "precision.recipe": recipe}))
+
+    def _train(self, seed: int) -> Training:
+        training = self.build("fp32", seed)
+        train(training, 0, self.steps)
+        return training
+
+    def _move(self, recipe: str, seed: int) -> Training:
+        training, trained = self.build(recipe, seed), self.trained(seed)
+        # a recipe may have state of its own
+        training.model.load_state_dict(trained.model.state_dict(), strict=False)
+        training.optimizer.load_state_dict(trained.optimizer.state_dict())
+        return training
+
+
+def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: int = 8) -> Finding:
     """`suspect`: a recipe, a fault (in every layer), or an Injection; a fault brings its own
     recipe. `steps` of each run.
 
@@ -215,66 +247,29 @@ def bisect(config: Config, suspect: str | Injection, *, seeds: int = 3, warm_ste
     if isinstance(suspect, Injection):
         recipe = pick(FAULTS, suspect.fault, "fault").recipe
         name = f"{suspect.fault} in {recipe}"
-    config = config.replace({"precision.recipe": recipe, "precision.backend": "auto",
-                             "steps": warm_steps + steps, "schedule": "constant",
-                             "system.compile": False,
-                             # a copy of a training has no hooks, streams and files of its own
-                             "memory.activation_offload": "device",
-                             "memory.optimizer_state": "device",
-                             "memory.optimizer_step": "after"})
-
-    @functools.cache
-    def start(seed: int) -> Training:
-        """After `warm_steps` with every product in 16 bits."""
-        training = Training.build(config.replace({"seed": config.seed + seed}))
-        low = {layer: layer.recipe for layer in scaled_linears(training.model)}
-        faults.run_in_high_precision(training.model, low_precision_products(training.model))
-        train(training, 0, warm_steps)
-        for layer, recipe_of_layer in low.items():
-            layer.recipe = recipe_of_layer
-        return training
-
-    candidates = low_precision_products(start(0).model)
+    candidates = low_precision_products(starts.build(recipe).model)
     if not candidates:
         raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a "
                           f"recipe of 8 or 4 bits")
 
     def loss(promoted: Units, seed: int, nudge: int) -> float:
-        training = start(seed).copy()
+        training = starts.under(recipe, seed)
         if nudge:
             for p in training.model.parameters():
                 p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)
         if isinstance(suspect, Injection):
             faults.inject(training.model, suspect)
         faults.run_in_high_precision(training.model, promoted)
-        nothing = math.log(config.model.vocab)  # what a run that breaks is worth: it knows nothing
-        losses = train(training, warm_steps, warm_steps + steps)
-        return statistics.fmean(loss if loss < nothing else nothing for loss in losses)
+        losses = train(training, starts.steps, starts.steps + steps)
+        return statistics.fmean(bounded(losses, starts.config.model.vocab))
 
     return search(name, candidates, loss, seeds=seeds)
 
 
-def train_with_telemetry(config: Config, injection: Injection, *, every: int = 5) -> list[Sample]:
-    """Train `config` with a fault in it, under the fault's recipe, and return what the telemetry
-    saw; no other trace."""
-    training = _under(config, injection.fault)
-    faults.inject(training.model, injection)
-    seen = telemetry.attach(training, every=every)
-    train(training, 0, config.steps)
-    return seen.samples
-
-
-def hidden_injection(config: Config, fault: str, seed: int) -> Injection:
-    """`fault` in one low-precision Linear of `config`'s model that only `seed` knows. Raises
-    ConfigError for an unknown fault."""
-    layers = [layer.name for layer in scaled_linears(_under(config, fault).model)]
-    return Injection(fault=fault, layers=(random.Random(seed).choice(layers),))
-
-
-def _under(config: Config, fault: str) -> Training:
-    """Under the recipe of the fault."""
-    recipe = pick(FAULTS, fault, "fault").recipe
-    return Training.build(config.replace({"precision.recipe": recipe, "system.compile": False}))
+def bounded(losses: Iterable[float], vocab: int) -> list[float]:
+    """A run that breaks, or is worse than that, knows nothing: ln(vocab)."""
+    nothing = math.log(vocab)
+    return [loss if loss < nothing else nothing for loss in losses]
 
 
 def train(training: Training, first: int, last: int) -> list[float]:

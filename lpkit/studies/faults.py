@@ -4,8 +4,9 @@
                                                                     # look at the telemetry
 
 A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or
-its operands. None of them changes what the layer computes in exact arithmetic, so the same model in
-bf16 does not have it. `lpkit.studies.bisect` searches for where it is.
+its operands, and the recipe under which that layer is well again. None of them changes what the
+layer computes in exact arithmetic, so the same model in bf16 does not have it.
+`lpkit.studies.bisect` searches for where it is, `lpkit.studies.case` makes a riddle of it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch.nn.utils import parametrize
 
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
-from lpkit.precision.linear import ScaledLinear, scaled_linears
+from lpkit.precision.linear import ROLES, ScaledLinear, scaled_linears
 from lpkit.precision.scaled import TRANSFORMS, Scaled, spread
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
 
-# times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8
-OUTLIER = 2.0**18
+# times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8, so
+# that of features within 2^5 of each other nothing is left
+OUTLIER = 2.0**24
 STALE = 64.0            # times smaller was the tensor whose amax is still used
 Put = Callable[[ScaledLinear], None]        # changes the layer in place
 
@@ -41,6 +43,10 @@ class Fault:
     # the role and the number of the telemetry that move, and whither: +1 or -1
     shows: tuple[str, str, int]
     symptom: str
+    cure: str                               # the row of `recipes` that this layer then runs under
+    remedy: str                             # why that helps
+    # why a tiny model's loss does not show it in a few steps; empty: it does
+    unseen: str = ""
     source: str
 
 
@@ -57,15 +63,17 @@ def _recast(setting: str, **values: str) -> Put:
 
 
 def _stale(layer: ScaledLinear) -> None:
-    """The history stops after the first micro-batch, as if the tensors had been STALE times smaller
-    then."""
-    def advance(self: ScaledLinear) -> None:
-        seen = self.amax_history
-        if not seen[:, 1:].any():
-            seen[:, 1:] = seen[:, :1] / STALE
-        seen[:, 0] = 0
+    """The history holds what the first micro-batch would have put there, had its tensors been STALE
+    times smaller, and stops."""
+    def cast(self: ScaledLinear, product: str, role: str, x: Tensor, dtype: torch.dtype,
+             **how: Any) -> Scaled:
+        seen = self.amax_history[ROLES.index(role)]
+        if not seen.any():
+            seen[1:] = x.abs().amax() / STALE
+        return ScaledLinear.cast(self, product, role, x, dtype, **how)
 
-    layer.advance = MethodType(advance, layer)
+    layer.cast = MethodType(cast, layer)
+    layer.advance = MethodType(lambda self: None, layer)
 
 
 def _forgetful(layer: ScaledLinear) -> None:
@@ -118,41 +126,51 @@ FAULTS: dict[str, Fault] = {
         what=f"delayed scaling whose history no longer moves, from a time when the tensors were "
              f"{STALE:g} times smaller",
         recipe="fp8-delayed", put=_stale, shows=("x", "saturated", +1), source=_TE,
-        symptom="much saturates, at once and in every role; the amax itself is as ever"),
+        symptom="much saturates, at once and in every role; the amax itself is as ever",
+        cure="fp8-tensorwise", remedy="the scale of the tensor at hand needs no history"),
     "short-history": Fault(
         what="delayed scaling that remembers one micro-batch",
         recipe="fp8-delayed", put=_forgetful, shows=("dy", "saturated", +1), source=_TE,
-        symptom="a little saturates whenever a tensor has grown since the last step; the loss "
-                "hardly notices"),
+        symptom="a little saturates whenever a tensor has grown since the last step",
+        cure="fp8-tensorwise", remedy="the scale of the tensor at hand needs no history",
+        unseen="from step to step a tensor hardly grows"),
     "swapped-roles": Fault(
         what="E5M2 for activations and weights, E4M3 for gradients",
-        recipe="fp8-tensorwise", put=_recast("format", x="e5m2", w="e5m2", g="e4m3fn"),
+        recipe="fp8-delayed", put=_recast("format", x="e5m2", w="e5m2", g="e4m3fn"),
         shows=("x", "sqnr_db", -1),
         symptom="6 dB less for x and w, one mantissa bit; more of dy underflows, for want of range",
+        cure="fp8-delayed", remedy="E4M3 for x and w, E5M2 for dy",
+        unseen="25 dB of signal over noise in one layer are enough",
         source="Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"),
     "outlier-channel": Fault(
         what=f"one input feature {OUTLIER:g} times as large as the others, its weights so much "
              f"smaller",
-        recipe="fp8-tensorwise", put=_outlier, shows=("x", "underflow", +1),
+        recipe="fp8-delayed", put=_outlier, shows=("x", "underflow", +1),
         symptom="one scale for the tensor: what is not the outlier underflows; blocks keep the "
                 "damage to one of them",
+        cure="bf16", remedy="an exponent of 8 bits has room for both",
         source="Dettmers et al. 2022, https://arxiv.org/abs/2208.07339"),
     "no-stochastic-rounding": Fault(
         what="gradients in FP4 rounded to nearest", recipe="nvfp4",
         put=_recast("rounding", x="nearest-even", w="nearest-even", g="nearest-even"),
         shows=("dy", "sqnr_db", +1), source=_NVFP4,
         symptom="the SQNR of dy rises, and that is the trap: the error is smaller, but no longer "
-                "zero on average, so over many steps it adds up"),
+                "zero on average, so over many steps it adds up",
+        cure="nvfp4", remedy="rounding at random is right on average",
+        unseen="a bias takes thousands of steps to add up"),
     "no-hadamard": Fault(
         what="the operands of the weight gradient in FP4 cast unmixed", recipe="nvfp4",
         put=_recast("transform", x="none", w="none", g="none"),
         shows=("dy.T", "worst_block_db", -1), source=_NVFP4,
         symptom="blocks of the weight gradient's operands that hold an outlier lose everything "
-                "else"),
+                "else",
+        cure="nvfp4", remedy="mixed, an outlier is shared by the sixteen of a block",
+        unseen="a tiny model has no outliers yet"),
     "zero-amax-block": Fault(
         what="a block of weights that is all zero, and a cast that divides by its amax",
         recipe="mxfp8", put=_zero_block, shows=("w", "zero_blocks", +1),
         symptom="0 / 0: NaN in everything that comes after, from the first step",
+        cure="fp8-tensorwise", remedy="a whole tensor is not zero",
         source="OCP Microscaling 1.0, section 6.3, leaves the scale of a zero block to the "
                "implementation"),
 }
@@ -182,6 +200,14 @@ def inject(model: nn.Module, what: Injection) -> nn.Module:
                 raise ConfigError(f"{layer.name} scales by what is there and has no history to "
                                   f"spoil; set precision.recipe=fp8-delayed")
             fault.put(layer)
+    return model
+
+
+def cure(model: nn.Module, what: Injection) -> nn.Module:
+    """Put its layers under the recipe that the fault's row knows against it, in place."""
+    for layer in scaled_linears(model):
+        if any(fnmatchcase(layer.name, pattern) for pattern in what.layers):
+            layer.recipe = RECIPES[FAULTS[what.fault].cure]
     return model
 
 

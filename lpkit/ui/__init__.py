@@ -5,6 +5,7 @@ from importlib import import_module
 
 _NAMES = {
     "lpkit.tables": "html_table",
+    "lpkit.ui.case": "Accusation case_figure search_figure",
     "lpkit.ui.comparison": "comparison_figure roofline_figure",
     "lpkit.ui.controls": "Bits Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
@@ -18,8 +19,7 @@ _NAMES = {
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun LiveRuns gap_figure race_figure training_figure",
     "lpkit.ui.terms": "casts_table kept_table terms_opened terms_table",
-    "lpkit.ui.telemetry": "heat_map quality_table search_figure telemetry_explorer "
-    "telemetry_of_runs",
+    "lpkit.ui.telemetry": "heat_map quality_table telemetry_explorer telemetry_of_runs",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_WHERE)

@@ -9,7 +9,7 @@ from typing import Any
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.controls import Explorer
-from lpkit.ui.draw import NAMES, axis, bars, box, columns, figure, heat, note, rule
+from lpkit.ui.draw import NAMES, axis, box, columns, figure, heat, note, rule
 from lpkit.ui.style import COLOURS, DECIBELS, WARNING
 
 AS_RUN = "as it ran"
@@ -67,10 +67,12 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
         if value is not None:
             values[row][column] = in_unit(value)
             hover[row][column] = f"{in_unit(value):{form}}"
-        words[row][column] = "NaN" if sample.nonfinite else ""
+        if sample.nonfinite:
+            words[row][column] = hover[row][column] = "NaN"
     # the bar stands between the panels: outside, plotly moves the titles
     cells_of = heat([str(at) for at in steps], layers, values, ends=ends, text=words,
                     bar={"x": 0.565, "xanchor": "left"}, texttemplate="%{text}", customdata=hover,
+                    hoverongaps=True,
                     hovertemplate=f"%{{y}}, step %{{x}}<br>{what}: %{{customdata}}"
                     f"<extra></extra>")
     shown = _chosen(list(cells.values()), layer, step)
@@ -135,27 +137,6 @@ def quality_table(sample: Any) -> str:
     drawn = f"{sample.sampled_rows:,} of {sample.total_rows:,} rows"
     return html_table(("cast", "SQNR (dB)", "to zero", "saturated"), rows,
                       caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
-
-
-def search_figure(finding: Any, *, title: str = "") -> dict:
-    """The plotly spec of a `Finding`'s path, the first run on top: what was promoted, and what
-    share of the loss it brought back."""
-    def words(trial: Any) -> str:
-        layers = list(dict.fromkeys(layer for layer, _ in trial.promoted))
-        if len(layers) > 1:
-            return f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
-        products = ", ".join(product for _, product in trial.promoted)
-        return f"{layers[0]}: {products}" if layers else "nothing"
-
-    names = [f"{i}. {words(trial)}" for i, trial in enumerate(finding.path, 1)]
-    names[-1:] = [f"{len(names)}. everything but the culprit"] if names else []
-    shares = [100 * trial.recovery for trial in finding.path]
-    return figure([bars(names, shares, colour=[COLOURS[0 if share > 50 else 3] for share in shares],
-                        textposition="outside", cliponaxis=False,
-                        text=[f"{share:.0f}%" for share in shares], hover="%{y}: %{x:.1f}%")],
-                  title, height=140 + 30 * len(names), showlegend=False, yaxis=NAMES,
-                  xaxis=axis("of the lost loss that comes back (%)",
-                             range=[min([0, *shares]) - 20, 120]))
 
 
 def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = None,
