@@ -1,6 +1,9 @@
 """What every notebook must look like. (That they run is `make test`: nbval over copies at the smoke size.)"""
 
 import ast
+import html
+import itertools
+import math
 import re
 from pathlib import Path
 
@@ -8,12 +11,19 @@ import nbformat
 import pytest
 from papermill.inspection import inspect_notebook
 
+import lpkit
 from lpkit.course import notebooks
+from lpkit.precision.formats import listed
+from lpkit.predict import CATALOGUE, memory, quantity
+from lpkit.predict.plan import plan
+from lpkit.studies import outliers
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 HEADINGS = ["Predict", "Run", "Reconcile", "By hand", "Exercise", "Further reading"]
 MAX_CELL_LINES, MAX_LINES_BY_HAND = 15, 25
 MAX_BYTES = 100_000
+# docs/notation.md: letters and terms, and what they mean
+GLOSSARY = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", (BOOKS[0].parents[1] / "docs" / "notation.md").read_text(), re.MULTILINE))
 
 
 @pytest.fixture(params=BOOKS, ids=lambda path: path.stem)
@@ -134,3 +144,121 @@ def test_nothing_of_a_machine_and_no_other_host(book):
             assert not re.search(r"!\[|<img|<script|<iframe", cell.source), "pictures are drawn by cells"
             assert not re.search(r"\$[^$\n]+\$", cell.source), "write formulas as code: the site ships no MathJax"
     assert "https://" in text_of(book).split("## Further reading")[-1]
+
+
+# prose
+
+def test_notebooks_are_mentioned_by_links(book):
+    """In every notebook of the course, whoever is meant is one click away. (The site's builder fails for a link without a target.)"""
+    names = {path.name for path in BOOKS}
+    assert set(re.findall(r"\]\(([^)\s]+\.ipynb)", text_of(book))) <= names
+    bare = re.findall(r"Next: `(\d\d_\w+)", text_of(book))
+    assert not bare, f"write [{bare[0][:2]} Title]({bare[0]}.ipynb)"
+
+
+def marks(text):
+    return re.findall(r'<abbr title="([^"]*)">(.+?)</abbr>', text)
+
+
+def test_terms_are_explained_once_and_as_the_glossary_has_them(book):
+    seen = set()
+    for cell in book.cells:
+        if cell.cell_type != "markdown":
+            continue
+        for what, words in marks(cell.source):
+            term = next((term for term in GLOSSARY if words.lower() in (term.lower(), f"{term.lower()}s")), None)
+            assert term, f"{words!r} is not in docs/notation.md"
+            assert html.unescape(what) == GLOSSARY[term], f"docs/notation.md explains {term} otherwise"
+            assert term not in seen, f"{term} is explained twice"
+            seen.add(term)
+            before = re.sub(r"`[^`]*`|<abbr.*?</abbr>", "", cell.source[:cell.source.index(f">{words}</abbr>")])
+            if len(term) > 1:
+                assert not re.search(rf"(?<!\w){re.escape(words)}(?!\w)", before.rsplit("<abbr", 1)[0]), f"explain {term} where it is mentioned first"
+
+
+def test_every_term_of_the_glossary_is_explained_somewhere():
+    explained = {words.lower() for path in BOOKS for _, words in marks(text_of(nbformat.read(path, as_version=4)))}
+    terms = [term for term in GLOSSARY if len(term) > 2 and term not in ("letter", "term", "---", "M, N, K")]
+    missing = [term for term in terms if not {term.lower(), f"{term.lower()}s"} & explained]
+    assert len(terms) > 15 and not missing, missing
+
+
+def test_what_to_look_for_has_its_answers(book):
+    """As many as questions, folded, soon after the list; bounded, so that a figure may stand between."""
+    for i, cell in enumerate(book.cells):
+        if cell.cell_type != "markdown" or "Things to look for:" not in cell.source:
+            continue
+        asked = len(re.findall(r"^- ", cell.source.split("Things to look for:")[1], re.MULTILINE))
+        found = [after.source for after in book.cells[i + 1:i + 4] if "<summary>Answers</summary>" in after.source]
+        assert len(found) == 1 and len(re.findall(r"^\d+\. ", found[0], re.MULTILINE)) == asked
+
+
+def answers_of(stem):
+    [path] = [path for path in BOOKS if path.stem == stem]
+    [cell] = [cell for cell in nbformat.read(path, as_version=4).cells if "<summary>Answers</summary>" in cell.source]
+    return " ".join(cell.source.split())
+
+
+def test_answers_about_memory_are_those_of_the_explorer():
+    def held(model, **changes):
+        config = lpkit.preset(model).replace({"global_batch": 8 * changes.pop("sequences", 1), "grad_accum_steps": 1})
+        return memory(config, CATALOGUE["h200"], 8, **{"precision": "bf16", "optimizer": "adamw", "zero": 0, "recompute": "none", **changes})
+
+    def row(found, name):
+        return quantity(found.at(found.peak_moment)[name], "bytes")
+
+    said, plain, fp8 = answers_of("01_memory_math"), held("llama-8b"), held("llama-8b", precision="fp8-tensorwise")
+    for words in (row(plain, "optimizer state"), row(plain, "activations"), row(fp8, "activations").removesuffix(" GB"), row(fp8, "low-precision weights"),
+                  quantity(fp8.peak_bytes, "bytes"), quantity(held("llama-8b", precision="fp8-tensorwise", zero=3).peak_bytes, "bytes"),
+                  row(held("llama-1b", recompute="block"), "logits' gradients"), row(held("llama-1b", recompute="block"), "activations")):
+        assert words in said, words
+    assert held("llama-8b", zero=1).peak_bytes == held("llama-8b", zero=2).peak_bytes and "119 GB with both" in said
+    for sequences in (2, 8):
+        found = held("llama-1b", recompute="block", sequences=sequences)
+        assert max(found.at(found.peak_moment).items(), key=lambda item: item[1])[0] == "logits' gradients"
+
+
+def test_answers_about_outliers_are_those_of_the_explorer():
+    def zeroed(recipe, size):
+        return sum(kind == 2 for line in outliers.look(recipe, float(size), 9, 40, 0)["kinds"] for kind in line)
+
+    def in_row(size):
+        return outliers.look("int8", float(size), 9, 40, 0)["kinds"][9].count(2)
+
+    said = answers_of("04_scaling_recipes")
+    assert (in_row(300), in_row(708), in_row(709), in_row(1000)) == (87, 126, 127, 127) and "87 of the 127" in said and "709" in said
+    assert zeroed("fp8-tensorwise", 1000) == 11 and "11 become zero" in said
+    assert zeroed("nvfp4", 1e6) == 3537 and "3,537" in said and zeroed("mxfp8", 1e6) == 31 and "31 others" in said
+    for recipe, size, words in (("fp8-tensorwise", 1000, "32.0 dB"), ("fp8-tensorwise", 3, "31.2 with"), ("mxfp8", 300, "31.5")):
+        assert words in said and f"{outliers.look(recipe, float(size), 9, 40, 0)['sqnr_db']:.1f}" in words
+
+
+def test_answers_about_a_plan_are_the_plan():
+    said = answers_of("09_predict_before_you_rent")
+
+    def soonest(devices, machine="h200", **limits):
+        return plan(lpkit.preset("llama-70b"), 1e12, machine, devices=devices, **limits)
+
+    eight, some, many, old = soonest(8), soonest(64), soonest(4096), soonest(512, "a100-40")
+    assert "miss by 18.4 GB" in eight.refusals["memory"].nearest and "18.4 GB" in said
+    assert some.refusals["memory"].layouts == 3 and some.counted == 22 and len(some.options) == 16 and "other 16" in said
+    shares = {row.name: row.seconds / many.options[0].time.step_seconds for row in many.options[0].time.rows}
+    for name in ("tensor: gathers and scatters", "pipeline: bubble"):
+        assert f"{shares[name]:.1%}" in said
+    assert f"{many.options[0].time.mfu:.0%}" in ("38%", "39%") and "38%" in said and f"{many.options[0].bill.seconds / 86_400:.2f} days" in said
+    assert "$657,445" in soonest(512, budget=250_000.0).refusals["budget"].nearest and "657,445 dollars" in said
+    again = next(row for row in old.options[0].time.rows if row.name == "recomputation")
+    assert f"{again.seconds / old.options[0].time.step_seconds:.1%}" in said and f"{old.options[0].bill.seconds / 86_400:.1f} days" in said
+
+
+def test_answers_about_formats_are_their_values():
+    said, found = answers_of("03_number_formats"), listed()
+    for name in ("e5m2", "e4m3fn"):
+        odd = [code for code, value in enumerate(found[name].values) if not math.isfinite(value)]
+        assert f"{odd[0]}" in said and f"{odd[-1]}" in said and len(odd) == {"e5m2": 8, "e4m3fn": 2}[name]
+    sizes = sorted({abs(value) for value in found["e2m1"].values})
+    assert "{}, {}, {}, {}, {}, {}, {} and {},".format(*(f"{size:g}" for size in sizes)) in said
+    e4m3 = sorted({abs(value) for value in found["e4m3fn"].values if math.isfinite(value) and value})
+    gaps = {value: above / value - 1 for value, above in itertools.pairwise(e4m3)}
+    low = [f"{gap:.0%}" for value, gap in gaps.items() if value < 2.0**-6]
+    assert low[::-1][:3] == ["14%", "17%", "20%"] and low[0] == "100%" and "14%, 17%, 20%, up to 100%" in said
