@@ -303,6 +303,22 @@ Explorer(refuses, size=[1, 2])
     "check(EXERCISES['03.cast'], lambda *_: None)", "check(EXERCISES['00.uniform_loss'], EXERCISES['00.uniform_loss'].spec)",
     "show, controls = layouts_view(plan(lpkit.preset('llama-8b'), 1e12, 'h200', devices=64))\nExplorer(show, **controls)", *LIVE]
 
+PROSE = """# md <details><summary>Answers</summary>
+
+1. Under the <abbr title="from which on">ridge</abbr>, see [02 Where](02_where.ipynb).
+
+</details>"""
+
+
+def test_answers_fold_and_terms_have_their_words(notebook):
+    """The lab cleans markdown before it shows it: a folded answer, a term's explanation and a link stay."""
+    page = notebook("prose.ipynb", [PROSE]).page
+    term = page.locator(".jp-RenderedMarkdown abbr")
+    assert term.get_attribute("title") == "from which on" and not term.is_visible()
+    page.get_by_text("Answers", exact=True).click()
+    assert term.is_visible() and page.locator(".jp-RenderedMarkdown li a").inner_text() == "02 Where"
+
+
 DRAWN = ["""
 import lpkit
 from lpkit.predict import CATALOGUE, memory
