@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import nbformat
+import ziamath
 from nbformat.v4 import new_output
 
 from lpkit.cli import COMMANDS
@@ -49,6 +50,7 @@ window.addEventListener("load", () => {{
   Plotly.newPlot("{name}", spec.data, layout, config);
 }});
 </script>"""
+FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # of a Markdown cell, as JupyterLab draws it
 ASLEEP = '<p class="lpkit-control"><em>Controls work in JupyterLab: start it with <code>make lab</code>.</em></p>'
 
 
@@ -70,11 +72,19 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
     return output
 
 
+def typeset(latex: str) -> str:
+    """A formula as a drawing: no script, no font, and the colour of the text around it."""
+    ziamath.config.math.color, ziamath.config.svg2 = "currentColor", False
+    drawing = ziamath.Latex(" ".join(latex.split()), size=19).svg()
+    return f'<div class="lpkit-formula" role="img" aria-label="{html.escape(latex)}" style="overflow-x:auto">{drawing}</div>'
+
+
 def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
-    """The executed notebook for the site: figures drawn, consecutive notes about controls said once."""
+    """The executed notebook for the site: formulas and figures drawn, consecutive notes about controls said once."""
     book.metadata.pop("widgets", None)
     for number, cell in enumerate(book.cells):
         if cell.cell_type != "code":
+            cell.source = FORMULA.sub(lambda found: typeset(found[1]), cell.source)
             continue
         outputs = [drawn(output, f"figure-{stem}-{number}-{i}") for i, output in enumerate(cell.outputs)]
         cell.outputs = [output for i, output in enumerate(outputs)

@@ -36,7 +36,7 @@ build = load("build")
 
 def write(path: Path, cells: dict[str, str] = CELLS) -> Path:
     book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
-    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens."),
+    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens for $5:\n\n$$\n\\frac{1}{2} B T\n$$\n\nand $6."),
                   *(new_code_cell(source, metadata={"tags": [tag]}) for tag, source in cells.items())]
     nbformat.write(book, path)
     return path
@@ -81,6 +81,28 @@ def test_every_figure_is_drawn(site):
     assert re.search(r'<script src="\.\./_static/plotly\.min\.js[^"]*">', text)
     assert "plotly.min.js" not in (site / "notation.html").read_text(), "5 MB only where a figure needs them"
     assert (site / "_static" / "plotly.min.js").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+def test_formulas_are_drawn_and_need_no_script(site):
+    text = (site / "notebooks" / "05_small.html").read_text()
+    drawing, = re.findall(r'<div class="lpkit-formula"[^>]+>(.+?)</div>', text, re.DOTALL)
+    assert drawing.startswith("<svg") and "currentColor" in drawing and "$$" not in text and "mathjax" not in text.lower()
+    assert 'aria-label="\\frac{1}{2} B T"' in text and "tokens for $5:" in text and "and $6." in text
+
+
+FORMULAS = [(path.stem, found) for path in sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
+            for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown" for found in build.FORMULA.findall(cell.source)]
+
+
+@pytest.mark.parametrize("stem, latex", FORMULAS, ids=[f"{stem}-{i}" for i, (stem, _) in enumerate(FORMULAS)])
+def test_every_formula_of_the_course_can_be_typeset(stem, latex):
+    """What the library does not know, it would draw as its name."""
+    drawing = build.typeset(latex)
+    assert drawing.count("<path") > 3 and not re.search(r"<text|NaN|&lt;m", drawing.partition("<svg")[2])
+    commands = set(re.findall(r"\\([a-zA-Z]+)", latex))
+    assert commands <= {"underbrace", "text", "frac", "tfrac", "left", "right", "max", "ge", "le", "int", "sum", "log", "ln", "sqrt", "sigma",
+                        "lfloor", "rfloor", "min", "qquad"}, "look at it on the site, and then name it here"
 
 
 @pytest.mark.parametrize("shown", ["FigureWidget({'data': []})", "VBox(children=(IntSlider(), Figure(spec={})))"])

@@ -3,7 +3,9 @@
 import html
 import re
 from dataclasses import replace
+from pathlib import Path
 
+import nbformat
 import pytest
 
 from lpkit.predict.activations import kept
@@ -59,6 +61,17 @@ def test_parameters_and_flops_in_letters(model):
         assert evaluated(str(parameters(Lettered(model))[part]), sizes(model)) == count, part
     for said, plain in zip(products(Lettered(model), batch=letter("B", 3)), products(model, batch=3), strict=True):
         assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops == said.flops
+
+
+def test_the_parameters_of_01_are_the_codes():
+    """Of its two formulas that are typeset, and so written by hand."""
+    book = nbformat.read(Path(__file__).parents[1] / "notebooks/01_memory_math.ipynb", as_version=4)
+    cell = next(cell for cell in book.cells if cell.id == "memory-formula-0")
+    found = re.findall(r"^N = (.+)$", cell.source, re.MULTILINE)
+    for latex, name in zip(found, ("gpt2-124m", "llama-8b"), strict=True):
+        text = re.sub(r"\\underbrace{(.+?)}_{\\text{.+?}}", r"\1", latex).replace(r"\,", "").replace("^2", "²")
+        model = preset(name).model
+        assert evaluated(text, sizes(model)) == parameter_count(model)
 
 
 def test_written_as_one_would():

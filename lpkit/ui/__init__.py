@@ -5,21 +5,22 @@ from importlib import import_module
 
 _NAMES = {
     "lpkit.tables": "html_table",
+    "lpkit.ui.calibration": "progress_figure",
     "lpkit.ui.case": "Accusation case_figure search_figure",
     "lpkit.ui.comparison": "comparison_figure roofline_figure",
     "lpkit.ui.controls": "Bits Explorer",
+    "lpkit.ui.drawings": "number_line_figure products_figure products_view recompute_figure",
     "lpkit.ui.figure": "Figure without_widgets",
     "lpkit.ui.formats": "bits_figure exponents_figure landing_figure losses_figure lost_figure "
     "outlier_figure outlier_map ranges_figure scaling_view value_figure",
     "lpkit.ui.memory": "bought_figure memory_figure memory_view timeline_figure timelines_view",
-    "lpkit.ui.waiting": "progress",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened optimum_figure "
     "option_figure plan_view published_figure",
-    "lpkit.ui.calibration": "progress_figure",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun LiveRuns gap_figure race_figure training_figure",
-    "lpkit.ui.terms": "casts_table kept_table terms_opened terms_table",
     "lpkit.ui.telemetry": "heat_map quality_table telemetry_explorer telemetry_of_runs",
+    "lpkit.ui.terms": "casts_table kept_table terms_opened terms_table",
+    "lpkit.ui.waiting": "progress",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_WHERE)
