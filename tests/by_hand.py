@@ -98,7 +98,8 @@ class Reader:
         rows = self.terms("memory-formula-1")
         return sum(rows.values()) - (rows["head"] if self.q["tied"] and self.q["style"] == "llama" else 0)
 
-    @printed("memory-formula-2", r"\underbrace{4 N}_{\text{weights}} + \underbrace{4 N}_{\text{gradients}} + \underbrace{4 s N}_{\text{optimizer}}",
+    @printed("memory-formula-2",
+             r"\underbrace{4 N}_{\text{weights}} + \underbrace{4 N}_{\text{gradients}} + \underbrace{4 s N}_{\text{optimizer}}",
              "AdamW 2, Lion and\nmomentum 1, plain SGD 0")
     def states(self) -> float:
         return 4 * self.N + 4 * self.N + 4 * self.slots * self.N
@@ -129,9 +130,11 @@ class Reader:
 
     # 03, 04 and 06
 
-    @printed("formats-formula-0", r"\int_{|x| < s/2} x^2 \, p(x) \, dx + \int_{|x| \ge s/2} \frac{d(x)^2}{12} \, p(x) \, dx",
-             r"d(x) = 2^{\max( \lfloor \log_2 |x| \rfloor, \; e_{\min}) - m}", r"s = 2^{e_{\min} - m}", r"\sigma = \frac{\text{largest}}{\text{crest}}",
-             "sqrt(2 ln n)", "E4M3 has `m` = 3 mantissa bits, a least exponent of -6 and 448", "E5M2 has 2, -14 and 57,344")
+    @printed("formats-formula-0",
+             r"\int_{|x| < s/2} x^2 \, p(x) \, dx + \int_{|x| \ge s/2} \frac{d(x)^2}{12} \, p(x) \, dx",
+             r"d(x) = 2^{\max( \lfloor \log_2 |x| \rfloor, \; e_{\min}) - m}", r"s = 2^{e_{\min} - m}",
+             r"\sigma = \frac{\text{largest}}{\text{crest}}", "sqrt(2 ln n)",
+             "E4M3 has `m` = 3 mantissa bits, a least exponent of -6 and 448", "E5M2 has 2, -14 and 57,344")
     def cast_noise(self, fmt: str, crest: float) -> float:
         m, least, largest = {"e4m3fn": (3, -6, 448), "e5m2": (2, -14, 57_344)}[fmt]
         sigma, smallest, steps, total = largest / crest, 2.0 ** (least - m), 4000, 0.0
@@ -160,7 +163,8 @@ class Reader:
 
     # 09, and casts of 06
 
-    @printed("rent-formula-0", r"t_{\text{product}} = \max\left( \max\left( \frac{2 M N K}{P}, \; \frac{2 (M K + K N)}{Q} \right) + \frac{2 M N}{Q}, \; k \right)")
+    @printed("rent-formula-0",
+             r"t_{\text{product}} = \max\left( \max\left( \frac{2 M N K}{P}, \; \frac{2 (M K + K N)}{Q} \right) + \frac{2 M N}{Q}, \; k \right)")
     def product(self, M: int, N: int, K: int, peak: float, itemsize: int = 2) -> float:
         return max(max(2 * M * N * K / peak, itemsize * (M * K + K * N) / self.Q) + 2 * M * N / self.Q, self.k)
 
@@ -169,9 +173,12 @@ class Reader:
         M = self.q["B"] * self.q["T"]
         return [self.product(*sizes, peak, itemsize) for sizes in ((M, N, K), (M, K, N), (N, K, M))]
 
-    @printed("fp8-formula-1", r"\frac{1}{\text{share}} \sum_{y, \, dx, \, dw} t_{\text{product}} + \sum_{\text{passes}} \max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
-             "`x` (M, K) and `dy` (M, N) are read with 2 bytes a number,\n`w` (N, K) with 4", "One cast for both layouts reads once and writes twice",
-             "If more than 65,536 numbers share a scale", "one of\n  0 bytes", "32 times the length of a block", "operands are a byte a number, their results two")
+    @printed("fp8-formula-1", r"\frac{1}{\text{share}} \sum_{y, \, dx, \, dw} t_{\text{product}} + \sum_{\text{passes}}",
+             r"\max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
+             "`x` (M, K) and `dy` (M, N) are read with 2 bytes a number,\n`w` (N, K) with 4",
+             "One cast for both layouts reads once and writes twice",
+             "If more than 65,536 numbers share a scale", "one of\n  0 bytes", "32 times the length of a block",
+             "operands are a byte a number, their results two")
     def fp8_linear(self, K: int, N: int) -> float:
         M, recipe = self.q["B"] * self.q["T"], self.recipe()
         passes = []
@@ -189,8 +196,10 @@ class Reader:
         casts = sum(max(nbytes / self.Q, self.k) for nbytes in passes)
         return sum(self.three(K, N, self.fp8_share * self.q["fp8_flops"], 1)) / recipe["share"] + casts
 
-    @printed("rent-formula-0", "`4 B T² D` FLOPs over half of the pairs, `(T + 1) / 2 T`", "backward 2.5 times that", "backward moves 1.5 times as much",
-             "`2 (2 + 4)` bytes a weight", "of each block that runs again, products, attention and passes of its forward once more", "`12 + 8 s` bytes a parameter")
+    @printed("rent-formula-0", "`4 B T² D` FLOPs over half of the pairs, `(T + 1) / 2 T`", "backward 2.5 times that",
+             "of each block that runs again, products, attention and passes of its forward once more",
+             "backward moves 1.5 times as much",
+             "`2 (2 + 4)` bytes a weight", "`12 + 8 s` bytes a parameter")
     def seconds(self, *, fp8: bool) -> float:
         q, words = self.q, {row[0]: float(row[1]) for row in self.tables["rent-formula-1"].tables[0]}
         peak, self.fp8_share, attention, bandwidth, fused, kernel = words.values()

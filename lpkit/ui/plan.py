@@ -13,10 +13,11 @@ import ipywidgets as widgets
 from lpkit.config import Config
 from lpkit.predict.compare import Row, percent
 from lpkit.predict.frontier import Point, frontier
-from lpkit.predict.ledger import MOMENTS
+from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
+from lpkit.predict.time import StepTime
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, INK, html_table, opened_rows
 from lpkit.techniques.machines import Machine
@@ -171,20 +172,29 @@ def _ranked(found: Plan) -> str:
 def opened(option: Option) -> str:
     """HTML: the rows of a layout's memory and time; a click opens formula and source. The largest
     are open already."""
-    held, step = option.memory, option.time
-    sizes, memory, time = held.at(held.peak_moment), [], []
+    return opened_memory(option.memory) + opened_time(option.time)
+
+
+def opened_memory(held: Memory) -> str:
+    """As `opened`, of what a device holds."""
+    sizes, rows = held.at(held.peak_moment), []
     for row in held.rows:
         moments = ", ".join(row.at) if len(row.at) < len(MOMENTS) else "every moment"
-        memory.append((row.name, row.bytes, quantity(row.bytes, "bytes"),
-                       "" if row.name in sizes else "not at the peak",
-                       (row.formula, row.source, f"lives at: {moments}")))
+        rows.append((row.name, row.bytes, quantity(row.bytes, "bytes"),
+                     "" if row.name in sizes else "not at the peak",
+                     (row.formula, row.source, f"lives at: {moments}")))
+    return opened_rows(f"memory of a device: {quantity(held.peak_bytes, 'bytes')} at most", rows,
+                       held.peak_bytes)
+
+
+def opened_time(step: StepTime) -> str:
+    """As `opened`, of a step's seconds."""
+    rows = []
     for row in step.rows:
         hidden = f"and {duration(row.hidden_seconds)} hidden behind other rows"
-        time.append((row.name, row.seconds, duration(row.seconds),
+        rows.append((row.name, row.seconds, duration(row.seconds),
                      hidden if row.hidden_seconds else "", (row.formula, row.source)))
-    peak, seconds = quantity(held.peak_bytes, "bytes"), duration(step.step_seconds)
-    return (opened_rows(f"memory of a device: {peak} at most", memory, held.peak_bytes)
-            + opened_rows(f"time of a step: {seconds}", time, step.step_seconds))
+    return opened_rows(f"time of a step: {duration(step.step_seconds)}", rows, step.step_seconds)
 
 
 # What a budget buys.

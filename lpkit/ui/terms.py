@@ -5,21 +5,25 @@ from collections.abc import Mapping
 
 from lpkit.config import ModelConfig
 from lpkit.predict.casts import on_hardware
+from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.terms import Term, kept_terms
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table, opened_rows
 from lpkit.techniques.recipes import RECIPES
 
-# what a MicroBatch has to say of three precisions
-KEPT = {"fp32": {"kind": "cpu", "compute_bytes": 4}, "bf16": {"kind": "cpu", "compute_bytes": 2},
-        "fp8, on a GPU": {"kind": "gpu", "compute_bytes": 2, "operand_bytes": 1}}
+KEPT = {    # a row of PRECISIONS, and the kind of machine
+    "fp32": ("fp32", "cpu"), "bf16": ("bf16", "cpu"), "fp8, on a GPU": ("fp8-tensorwise", "gpu")}
 
 
 def kept_table(model: ModelConfig, style: str) -> str:
-    """HTML: bytes that autograd keeps, by operation and precision, with fused attention: one block's
-    and those outside the blocks."""
-    columns = {name: kept_terms(model, 8, attention="sdpa", residual_bytes=4, **of)
-               for name, of in KEPT.items()}
+    """HTML: bytes that autograd keeps, by operation and precision, with fused attention: those of
+    one block, and those outside the blocks."""
+    columns = {}
+    for name, (precision, kind) in KEPT.items():
+        p = PRECISIONS[precision]
+        columns[name] = kept_terms(
+            model, 8, attention="sdpa", kind=kind, compute_bytes=p.compute_bytes,
+            residual_bytes=p.residual_bytes, operand_bytes=p.low and p.low.bits / 8)
     both = [{name: terms[i] for name, terms in columns.items()} for i in (0, 1)]
     return (terms_table(both[0], rows="operation", caption=f"{style}: bytes that one block keeps")
             + terms_table(both[1], rows="operation", caption=f"{style}: outside the blocks"))
@@ -56,8 +60,8 @@ def casts_table(model: ModelConfig) -> str:
         rows.append((name, recipe.y[0].format, dy.format, _block(x.block), _block(w.block),
                      f"{x.scale_bytes:g}", " and ".join(both).replace("x", "x, dy") or "none",
                      f"{made.product_share:g}"))
-    return html_table(("recipe", "x and w", "dy", "a scale for: of x, dy", "of w", "bytes of a scale",
-                       "one cast for both layouts", "products at"), rows)
+    return html_table(("recipe", "x and w", "dy", "a scale for: of x, dy", "of w",
+                       "bytes of a scale", "one cast for both layouts", "products at"), rows)
 
 
 def _block(sides: tuple[int, int]) -> str:
