@@ -114,7 +114,7 @@ def rivals(values: Mapping[str, float], within: float) -> list[str]:
 
 def off_by(value: float | None, truth: float | None, unit: str) -> str:
     """An error in its own unit: a difference of what is a logarithm or a share, else in percent,
-    and from twice or half on as a factor.
+    and as a factor from 1.5 on.
 
     >>> off_by(30.2, 31.5, "dB"), off_by(40, 12.5, "%"), off_by(1.1, 1.0, "s")
     ('-1.3 dB', '+28 points', '+10.0%')
@@ -126,9 +126,9 @@ def off_by(value: float | None, truth: float | None, unit: str) -> str:
         return ""
     if unit in DIFFERENCES and value != truth:
         return f"{float(f'{value - truth:.2g}'):+g} {DIFFERENCES[unit]}"
-    if 1 <= error < math.inf:
+    if 0.5 <= error < math.inf:
         return f"{1 + error:.2g} times too high"
-    if -1 < error <= -0.5:
+    if -1 < error <= -1 / 3:
         return f"{1 / (1 + error):.2g} times too low"
     return percent(error)
 

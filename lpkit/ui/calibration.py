@@ -1,14 +1,16 @@
 """How far a learner has come: exercises by notebook, and guesses beside what became of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from lpkit.tables import FAINT, GRID
-from lpkit.ui.draw import NAMES, bars, figure, note, rule, scatter
+from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 MOST = 100.0        # a guess that is off by more is drawn there
+TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
 
 
@@ -20,6 +22,10 @@ class Scored:
     factor: float
     ratio: float
     held: bool
+
+
+def clipped(ratio: float) -> float:
+    return min(max(ratio, 1 / MOST), MOST)
 
 
 def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: Mapping[str, int],
@@ -35,6 +41,9 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
             for name in names]
     # its text ends the whole bar
     parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=said))
+    # as far to the left as to the right
+    width = 0.1 + max([math.log10(max(one.factor, clipped(one.ratio), 1 / clipped(one.ratio)))
+                       for one in scored], default=1.0)
     held = sum(one.held for one in scored)
     below = "guesses that you lock in appear here with what was measured: do 90% of intervals hold?"
     if scored:
@@ -45,7 +54,7 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
             parts.append(scatter([1 / one.factor, one.factor], [escape(one.name)] * 2, "", FAINT,
                                  hover=None, line={"width": 5}, opacity=0.45, showlegend=False,
                                  xaxis="x2", yaxis="y2"))
-        parts.append(scatter([min(max(one.ratio, 1 / MOST), MOST) for one in ours],
+        parts.append(scatter([clipped(one.ratio) for one in ours],
                              [escape(one.name) for one in ours], words, colour, mode="markers",
                              marker={"size": 10}, hover="%{y}: %{x:.3g} times the guess",
                              showlegend=bool(ours), xaxis="x2", yaxis="y2"))
@@ -54,13 +63,14 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
     height = upper + between + lower
     cut = lower / height
     most = max(total.values(), default=1)
+    order = {"categoryorder": "array", "type": "category"}
     return figure(
-        parts, "Your progress", height=height + 150, barmode="stack", bargap=0.3,
-        xaxis={"title": {"text": "exercises"}, "range": [0, 1.5 * most], "dtick": 1,
-               "anchor": "y"},
-        yaxis={**NAMES, "domain": [cut + between / height, 1]},
-        xaxis2={"title": {"text": "measured, over your guess"}, "type": "log",
-                "range": [-1.1, 1.1] if not scored else None, "anchor": "y2"},
-        yaxis2={**NAMES, "domain": [0, cut], "anchor": "x2", "showticklabels": bool(scored)},
+        parts, "Your progress", height=height + 150, barmode="stack",
+        xaxis=axis("exercises", range=[0, 1.5 * most], tickvals=list(range(most + 1))),
+        yaxis={**NAMES, **order, "categoryarray": names, "domain": [cut + between / height, 1]},
+        xaxis2=axis("measured, over your guess", type="log", anchor="y2", tickvals=TICKS,
+                    ticktext=[f"{tick:g}" for tick in TICKS], range=[-width, width]),
+        yaxis2={**NAMES, **order, "categoryarray": [escape(one.name) for one in scored],
+                "domain": [0, cut], "anchor": "x2", "showticklabels": bool(scored)},
         shapes=[{**rule(x=1, layer="below"), "xref": "x2", "yref": "y2 domain"}],
         annotations=[note(below, 0, cut, xref="paper", yref="paper", yshift=4)])

@@ -132,7 +132,7 @@ class Guess(Question):
         self.sure = widgets.Dropdown(options=[(f"{f:g}", f) for f in FACTORS], value=2.0,
                                      description="90% sure within a factor of",
                                      style={"description_width": "initial"},
-                                     layout={"width": "260px"})
+                                     layout={"width": "260px", "margin": "2px 2px 2px 24px"})
         super().__init__(question, [self.slider, self.field, widgets.Label(unit), self.sure], value)
         self.slider.observe(self._moved, names="value")
         widgets.link((self, "value"), (self.field, "value"))
