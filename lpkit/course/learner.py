@@ -177,4 +177,5 @@ def progress(exercises: Iterable[str]) -> Figure:
         guesses=by_notebook(guess.name for guess in learner.guesses),
         scored=[Scored(name=guess.name, factor=guess.factor, ratio=guess.measured / guess.value,
                        held=guess.held)
-                for guess in learner.guesses if guess.factor and guess.measured is not None]))
+                for guess in sorted(learner.guesses, key=lambda guess: guess.name)
+                if guess.factor and guess.measured is not None]))

@@ -45,7 +45,7 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
     width = 0.1 + max([math.log10(max(one.factor, clipped(one.ratio), 1 / clipped(one.ratio)))
                        for one in scored], default=1.0)
     held = sum(one.held for one in scored)
-    below = "guesses that you lock in appear here with what was measured: do 90% of intervals hold?"
+    below = "guesses that you lock in appear here"
     if scored:
         below = f"your 90% intervals hold {held / len(scored):.0%} of {len(scored)}"
     for words, kept, colour in (("held", True, RIGHT), ("did not hold", False, WRONG)):
