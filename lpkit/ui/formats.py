@@ -41,15 +41,15 @@ def value_figure(listed: Any, code: int) -> dict:
         near = [grid[i] for i in sides if 0 <= i < len(grid)]
     middle = math.log10([*chosen, *near, 1.0][0])
 
-    data = [scatter(grid[:-1], gaps, "every value", COLOURS[3], mode="markers",
-                    hover="%{x:.6g}: the next is %{y:.1%} larger<extra></extra>")]
-    for name, points, colour in (("its neighbours", near, COLOURS[1]),
-                                 ("this value", chosen, COLOURS[2])):
+    data = [scatter(grid[:-1], gaps, "every value", FORMAT_COLOURS[fmt.name],
+                    mode="markers", hover="%{x:.6g}: the next is %{y:.1%} larger<extra></extra>")]
+    for name, points, colour in (("its neighbours", near, FAINT), ("this value", chosen, INK)):
         data.append(scatter(points, [gap_at[v] for v in points], name, colour, mode="markers",
                             marker={"size": 12}, hover="%{x:.6g}"))
-    for points, colour, mode, place in ((grid, COLOURS[3], "markers", "bottom center"),
-                                        (near, COLOURS[1], "markers+text", "bottom center"),
-                                        (chosen, COLOURS[2], "markers+text", "top center")):
+    for points, colour, mode, place in (
+            (grid, FORMAT_COLOURS[fmt.name], "markers", "bottom center"),
+            (near, FAINT, "markers+text", "bottom center"),
+            (chosen, INK, "markers+text", "top center")):
         line = {"width": 3, "color": colour}
         data.append(scatter(points, [0] * len(points), mode=mode, xaxis="x2", yaxis="y2",
                             text=list(map(_words, points)), textposition=place, showlegend=False,
@@ -198,7 +198,7 @@ def landing_figure(landings: Iterable[Any]) -> tuple[dict, str]:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:+.2g}%".replace("+", "") if whole else "-"
+    return f"{float(f'{100 * part / whole:.2g}'):g}%" if whole else "-"
 
 
 # Recipes around an outlier.
