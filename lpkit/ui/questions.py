@@ -92,7 +92,7 @@ class Question(widgets.VBox):
         self.button.disabled = self.locked or self.value is None
         self.button.description = "Locked" if self.locked else "Lock in"
         if self.late:
-            words = "The result was shown before this was locked in: it does not count."
+            words = "What it asks was shown before it was locked in: it does not count."
         elif self.locked:
             words = f"You said {self.said}.{self._outcome()}"
         else:
@@ -208,7 +208,7 @@ class Pick(Question):
     def _outcome(self) -> str:
         if not self.result:
             return ""
-        return " That is right." if self.result["held"] else f" Right is: {self.result['measured']}."
+        return " That is right." if self.result["held"] else f" Right: {self.result['measured']}."
 
 
 class Reveal(widgets.VBox):
