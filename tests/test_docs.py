@@ -16,9 +16,13 @@ from lpkit.errors import ConfigError
 DOCS = Path(__file__).parents[1] / "docs"
 CELLS = {
     "parameters": 'from typing import Literal\n\ntier: Literal["smoke", "cpu", "gpu"] = "cpu"  # how large\nsteps: int = 3  # updates',
-    "imports": "import ipywidgets\nimport plotly.graph_objects as go\n\nfrom lpkit.ui.figure import Figure",
+    "imports": "import ipywidgets\nimport plotly.graph_objects as go\nfrom IPython.display import HTML\n\nfrom lpkit.tables import html_table\n"
+               "from lpkit.ui import Explorer, Figure",
     "kit": "Figure({'data': [{'y': [1, 3, 2], 'name': '</script><b>'}], 'layout': {'title': {'text': 'the kit draws'}}})",
     "plotly": "Figure(go.Figure(go.Scatter(y=list(range(steps)))))",
+    "explorer": "Explorer(lambda width: {'data': [{'y': [width, 2], 'name': f'line {n}'} for n in range(8)],\n"
+                "    'layout': {'title': 'a title that is longer than the page of a phone is wide, and then some'}}, width=[1, 2])",
+    "table": "HTML(html_table(['a head of many words'] * 6, [['unbreakable_' * 3] * 6], caption='numbers ' * 20))",
     "control": "ipywidgets.IntSlider(description='width')",
     "claim": "# Three steps are three\nassert steps == 3",
 }
@@ -36,7 +40,12 @@ build = load("build")
 
 def write(path: Path, cells: dict[str, str] = CELLS) -> Path:
     book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+<<<<<<< HEAD
     book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens for $5:\n\n$$\n\\frac{1}{2} B T\n$$\n\nand $6."),
+=======
+    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens, from "
+                                    f"https://elsewhere.example/{'a' * 80}.pdf and `{'name_' * 20}`.\n\n## `{'heading_' * 6}`"),
+>>>>>>> 43f9a2f (What the help says holds on every machine, and the log has what papermill cannot read)
                   *(new_code_cell(source, metadata={"tags": [tag]}) for tag, source in cells.items())]
     nbformat.write(book, path)
     return path
@@ -75,9 +84,12 @@ def test_every_figure_is_drawn(site):
     text = (site / "notebooks" / "05_small.html").read_text()
     names = re.findall(r'<div class="lpkit-figure" id="(.+?)"', text)
     specs = dict(re.findall(r'<script type="application/json" id="(.+?)-spec">(.+?)</script>', text, re.DOTALL))
-    assert len(names) == 2 and list(specs) == names
+    assert len(names) == 3 and list(specs) == names
     assert json.loads(specs[names[0]])["data"][0] == {"y": [1, 3, 2], "name": "</script><b>"}
-    assert text.count("Controls work in JupyterLab") == 1
+    notes = [text.index("Controls work in JupyterLab")]
+    notes.append(text.index("Controls work in JupyterLab", notes[0] + 1))
+    assert text.count("Controls work in JupyterLab") == 2
+    assert text.index(f'id="{names[1]}"') < notes[0] < text.index(f'id="{names[2]}"') < notes[1], "where the sliders were"
     assert re.search(r'<script src="\.\./_static/plotly\.min\.js[^"]*">', text)
     assert "plotly.min.js" not in (site / "notation.html").read_text(), "5 MB only where a figure needs them"
     assert (site / "_static" / "plotly.min.js").stat().st_size > 1e6
@@ -122,6 +134,43 @@ def test_nothing_comes_from_another_host(site):
     for sheet in site.rglob("*.css"):
         outside = re.findall(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)", sheet.read_text())
         assert not outside, f"{sheet.name} loads {outside}"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site):
+    from lpkit.bench.browser import chromium, chromium_path
+
+    if chromium_path() is None:
+        pytest.skip("there is no chromium, chromium-browser or google-chrome on PATH")
+    pytest.importorskip("playwright", reason="the browser is driven by playwright")
+    with chromium(width=390, height=844) as context:
+        page, errors = context.new_page(), []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        for name in ("index", "notebooks", "commands", "techniques", "recipes/nvfp4", "notebooks/05_small"):
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") == 390, name
+        page.wait_for_function("[...document.querySelectorAll('.lpkit-figure')].every(f => f.querySelector('.main-svg'))")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390 and not errors
+        box = "e => [e.clientWidth <= 390, e.scrollWidth > e.clientWidth, getComputedStyle(e).overflowX]"
+        boxes = [*page.locator(".lpkit-scroll").all(), page.locator(".output:has(table)")]
+        assert [one.evaluate(box) for one in boxes] == [[True, True, "auto"]] * 4
+        titles = page.locator(".lpkit-title").all()
+        assert titles[-1].inner_text() == "a title that is longer than the page of a phone is wide, and then some"
+        assert all(0 <= title.bounding_box()["x"] and title.evaluate("e => e.getBoundingClientRect().right <= 390") for title in titles)
+        assert page.locator(".modebar").count() == 0
+        legend = page.locator(".lpkit-figure").last.evaluate("""figure => ['.legend', '.plot'].map(part =>
+            figure.querySelector(part).getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])""")
+        assert legend[0][3] <= legend[1][1], "the legend lies above the axes"
+
+
+@pytest.mark.slow
+def test_the_first_page_shows_the_way(site):
+    text = (site / "index.html").read_text()
+    assert 'href="notebooks/05_small.html"' in text and "first_run.svg" in text
+    assert re.search(r"All of them ran in \d+ minutes", text)
+    rows = build.way([site.parent / "executed" / "05_small.ipynb"])
+    assert "| 05 | [05_small](notebooks/05_small.ipynb) |" in rows, "a notebook that the README does not know"
 
 
 @pytest.mark.slow

@@ -29,10 +29,10 @@ from lpkit.commands import a_folder
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     from lpkit.course.lab import LOCAL, PORT
-    from lpkit.files import data_dir
 
-    parser.add_argument("--course", type=a_folder, metavar="DIR", help="your work folder (default "
-                        f"{data_dir('course')})")
+    parser.add_argument("--course", type=a_folder, metavar="DIR", help="your work folder (default: "
+                        "lpkit/course in your data directory, which is ~/.local/share or "
+                        "$XDG_DATA_HOME)")
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--update", action="store_true", help="bring what is new in the course, and "
                        "open nothing")
