@@ -21,7 +21,7 @@ from lpkit.config import ModelConfig
 from lpkit.predict.activations import OUTSIDE, kept
 from lpkit.techniques.blocks import MicroBatch, operations
 
-ORDER = "LBHGTEDFVMNK"      # of letters in a product
+ORDER = "LBHGTVEDFMNK"      # of letters in a product
 POWERS = {2: "²", 3: "³"}
 Monomial = tuple[tuple[str, int], ...]      # letters with their powers, sorted
 

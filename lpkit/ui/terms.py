@@ -32,7 +32,8 @@ def kept_table(model: ModelConfig, style: str) -> str:
 def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",
                 caption: str = "") -> str:
     """HTML, in letters: a column for each, by row. `rows`: what the rows are."""
-    names = dict.fromkeys(name for terms in columns.values() for name in terms)
+    longest = max(columns.values(), key=len)
+    names = dict.fromkeys((*longest, *(name for terms in columns.values() for name in terms)))
     return html_table((rows, *columns), [
         (name, *(str(terms.get(name, "")) for terms in columns.values())) for name in names],
         caption=caption)
