@@ -112,3 +112,9 @@ def test_an_attempt_that_raises_is_shown():
     score = mark(draw(0), lambda sheet: sheet["nothing"])
     assert "it raised KeyError: 'nothing'" in str(score) and "KeyError" in score._repr_html_()
     assert str(mark(draw(0), lambda sheet: None)).startswith("0 of 8: it raised TypeError")
+
+
+def test_other_cases_by_the_same_function(reader):
+    assert capstone.check(reader, range(3)) == "8.0 of 8 on average, 3 of 3 cases whole"
+    assert re.fullmatch(r"\d\.\d of 8 on average, 0 of 3 cases whole; first missed: seed 5, \d of 8; not within tolerance: .*peak.*",
+                        capstone.check(folklore, range(5, 8)))
