@@ -40,12 +40,8 @@ build = load("build")
 
 def write(path: Path, cells: dict[str, str] = CELLS) -> Path:
     book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
-<<<<<<< HEAD
-    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens for $5:\n\n$$\n\\frac{1}{2} B T\n$$\n\nand $6."),
-=======
-    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens, from "
+    book.cells = [new_markdown_cell("# A small notebook\n\n## Predict\n\nWith `B * T` tokens for $5:\n\n$$\n\\frac{1}{2} B T\n$$\n\nand $6, from "
                                     f"https://elsewhere.example/{'a' * 80}.pdf and `{'name_' * 20}`.\n\n## `{'heading_' * 6}`"),
->>>>>>> 43f9a2f (What the help says holds on every machine, and the log has what papermill cannot read)
                   *(new_code_cell(source, metadata={"tags": [tag]}) for tag, source in cells.items())]
     nbformat.write(book, path)
     return path
