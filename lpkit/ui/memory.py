@@ -121,7 +121,7 @@ def timeline_figure(points: Points, *, formula: Memory | None = None, title: str
     annotations.append(_peak(points, totals))
     return figure(
         data, title, height=470, shapes=shapes, annotations=annotations,
-        xaxis=axis("what is made and freed in one step, in order, and the block at work",
+        xaxis=axis("allocations and frees of one step, in order, and the block at work",
                    showgrid=False, range=[0, len(points) - 1], zeroline=False, **_ticks(places)),
         yaxis=axis("live bytes", **BYTES, range=[0, 1.16 * (highest or top)]))
 
