@@ -304,6 +304,7 @@ def test_a_format_has_one_colour_and_a_line_is_told_from_white():
     assert lines["fp8-tensorwise"]["color"] == lines["fp8-delayed"]["color"] == FORMAT_COLOURS["e4m3fn"]
     assert lines["bf16 weights"]["color"] == FORMAT_COLOURS["bf16"] != lines["mine"]["color"] != lines["yours"]["color"]
     assert len({(line["color"], line["dash"]) for line in lines.values()}) == len(lines)
+    assert lines_of(["float32 master"])["float32 master"]["color"] == FORMAT_COLOURS["fp32"]
 
 
 # controls

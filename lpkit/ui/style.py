@@ -28,12 +28,17 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 DECIBELS = (0.0, 45.0)      # of every map in colour: from nothing left to INT8 at its best
 
 
+def _format(name: str) -> str:
+    """What a run's name begins with: "bf16 weights, stochastic", "float32 master"."""
+    return re.split("[ ,:]", name)[0].replace("float", "fp")
+
+
 def lines_of(names: Iterable[str]) -> dict[str, dict]:
     """A line for each name: in the colour of the format or recipe that it begins with, others in
     the next of COLOURS. What comes again in one colour is dashed."""
     spare, seen, lines = itertools.cycle(COLOURS), collections.Counter(), {}
     for name in names:
-        colour = FORMAT_COLOURS.get(re.split("[ ,:]", name)[0]) or next(spare)
+        colour = FORMAT_COLOURS.get(_format(name)) or next(spare)
         lines[name] = {"color": colour, "width": 2, "dash": DASHES[seen[colour] % len(DASHES)]}
         seen[colour] += 1
     return lines
