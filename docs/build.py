@@ -76,7 +76,8 @@ def typeset(latex: str) -> str:
     """A formula as a drawing: no script, no font, and the colour of the text around it."""
     ziamath.config.math.color, ziamath.config.svg2 = "currentColor", False
     drawing = ziamath.Latex(" ".join(latex.split()), size=19).svg()
-    return f'<div class="lpkit-formula" role="img" aria-label="{html.escape(latex)}" style="overflow-x:auto">{drawing}</div>'
+    style = "overflow-x:auto;margin:1em 0;text-align:center"
+    return f'<div class="lpkit-formula" role="img" aria-label="{html.escape(latex)}" style="{style}">{drawing}</div>'
 
 
 def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:

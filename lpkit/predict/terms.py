@@ -191,8 +191,8 @@ class Lettered:
 
 
 def sizes(model: ModelConfig, **more: int) -> dict[str, int]:
-    """Numbers by letter: those of a model, and `more`, such as B."""
-    return {name: getattr(model, name) for name in "LHGTEDFV"} | more
+    """Numbers by letter: `more`, such as B, and those of a model."""
+    return more | {name: getattr(model, name) for name in "TLDHGEFV"}
 
 
 # Rows of a model, in letters: of one block, and of what is outside the blocks.

@@ -106,7 +106,7 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
             if products:
                 values[row][column] = 100 * trial.recovery
                 words[row][column] = "" if len(products) == 3 else ", ".join(products)
-    cells = heat(runs, list(layers), values, bar={"title": {"text": "%"}}, zmin=0, zmax=100,
+    cells = heat(runs, list(layers), values, ends=(0, 100), bar={"title": {"text": "%"}},
                  text=words, texttemplate="%{text}",
                  hovertemplate="%{y} in 16 bits: %{z:.0f}% back<extra></extra>")
     return figure([cells], title, height=140 + 26 * len(layers), showlegend=False,

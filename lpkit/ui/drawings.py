@@ -11,7 +11,7 @@ from lpkit.techniques.recipes import PRODUCTS, SIDE_WORDS, SIDES, Cast, Recipe
 from lpkit.ui.draw import axis, bars, box, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
-HIDDEN = {"visible": False}
+HIDDEN = {"visible": False, "constrain": "domain"}
 TICKS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[4])
 
 
@@ -52,7 +52,7 @@ DRAWN = {"x": COLOURS[1], "w": COLOURS[0], "g": COLOURS[2]}     # as roles are c
 WORDS = {"x": "x", "w": "w", "g": "dy"}
 NUMBERS = {"M": 256, "K": 384, "N": 512}        # tokens, features in, features out
 MOST_LINES = 24     # in a grid of blocks: more would be a grey face
-SPACE, GAP, LEFT = 130, 130, 400     # between panels, between matrices, for words; in numbers
+SPACE, GAP, LEFT = 200, 130, 60     # between panels and between matrices, margin; in numbers
 
 
 def products_figure(recipe: Recipe, *, title: str = "") -> dict:
@@ -69,10 +69,8 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         high, inner, out = NUMBERS[rows], NUMBERS[summed], NUMBERS[columns]
         tall = max(high, inner)
         middle, left = top - tall / 2, LEFT
-        notes.append(note(f"<b>{EQUATIONS[product]}</b>", 0, middle, "left middle",
-                          font={"size": 16}))
-        notes.append(note(f"sums over {SIDE_WORDS[summed]}", 0, middle - 60, "left middle",
-                          font={"size": 12, "color": FAINT}))
+        notes.append(note(f"<b>{EQUATIONS[product]}</b>   sums over {SIDE_WORDS[summed]}", 0,
+                          top + 65, font={"size": 14}))
         names = [WORDS[tensor] for tensor in PRODUCTS[product]]
         turned = ("ᵀ" if product == "dw" else "", "ᵀ" if product == "y" else "")
         for i, (tensor, cast, (down, across), labels) in enumerate(zip(
@@ -96,9 +94,9 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         for tensor, cast in zip(PRODUCTS[product], casts)))
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
-            f"a scale for: {share}; the thick side is summed over", 0, 90, font={"color": FAINT})],
-        margin={"l": 12, "r": 12, "t": 48, "b": 12}, xaxis={**HIDDEN, "range": [-10, wide + 20]},
-        yaxis={**HIDDEN, "range": [top + SPACE - 20, 150], "scaleanchor": "x"})
+            f"a scale for: {share}; the thick side is summed over", 0, 170, font={"color": FAINT})],
+        margin={"l": 12, "r": 12, "t": 48, "b": 12}, xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},
+        yaxis={**HIDDEN, "range": [top + SPACE - 20, 230], "scaleanchor": "x"})
 
 
 def products_view(recipes: Mapping[str, Recipe]) -> Any:
