@@ -236,7 +236,7 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     page.locator(".widget-dropdown select").select_option("1.25")
     page.get_by_role("button", name="Lock in").click()
     text("the formula says 110 MB").wait_for()
-    text("You said 80 MB, 90% sure of 64 to 100.").wait_for()
+    text("You said 80 MB, 90% sure of 64 MB to 100 MB.").wait_for()
     assert field.is_disabled() and not text("Lock in your guess first").count()
     page.locator(".jp-Cell .jp-InputPrompt").last.click()
     opened.command("notebook:run-cell-and-select-next")
@@ -288,6 +288,7 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
 THEMED = ["""
 import lpkit
 from lpkit.course.exercises import EXERCISES, check
+from lpkit.course.claims import claim
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
@@ -299,7 +300,9 @@ def refuses(size):
     raise ConfigError("no size will do")
 
 Explorer(refuses, size=[1, 2])
-""", "Guess('How many bytes?', unit='GB', low=0.1, high=10)", "Comparison((Row(name='peak', formula=1.0, measured=1.1, unit='GB', where='here'),))",
+""", "guess = Guess('How many bytes?', unit='GB', low=0.1, high=10)\nguess", "guess.reveal('text')",
+    "locked = Guess('How many?', unit='GB', low=0.1, high=10)\nlocked.lock()\nlocked", "locked.reveal('what was hidden')",
+    "with claim('it is so'):\n    assert True", "Comparison((Row(name='peak', formula=1.0, measured=1.1, unit='GB', where='here'),))",
     "check(EXERCISES['03.cast'], lambda *_: None)", "check(EXERCISES['00.uniform_loss'], EXERCISES['00.uniform_loss'].spec)",
     "show, controls = layouts_view(plan(lpkit.preset('llama-8b'), 1e12, 'h200', devices=64))\nExplorer(show, **controls)", *LIVE]
 

@@ -141,8 +141,9 @@ class Guess(Question):
 
     @property
     def said(self) -> str:
-        ends = f"{self.value / self.factor:.3g} to {self.value * self.factor:.3g}"
-        return f"{self.value:g} {self.unit}, 90% sure of {ends}"
+        said, low, high = (quantity(value, self.unit) for value in (
+            self.value, self.value / self.factor, self.value * self.factor))
+        return f"{said}, 90% sure of {low} to {high}"
 
     def scored(self, row: Row, scale: float = 1.0) -> Row:
         """`row` with the guess in it, if one counts; one that is not locked by now never will. Its
