@@ -12,6 +12,7 @@ layer computes in exact arithmetic, so the same model in bf16 does not have it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -143,8 +144,8 @@ FAULTS: dict[str, Fault] = {
         unseen="25 dB of signal over noise in one layer are enough",
         source="Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"),
     "outlier-channel": Fault(
-        what=f"one input feature {OUTLIER:g} times as large as the others, its weights so much "
-             f"smaller",
+        what=f"one input feature 2^{math.log2(OUTLIER):.0f} times as large as it was, its weights "
+             f"so much smaller",
         recipe="fp8-delayed", put=_outlier, shows=("x", "underflow", +1),
         symptom="one scale for the tensor: what is not the outlier underflows; blocks keep the "
                 "damage to one of them",

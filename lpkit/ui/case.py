@@ -100,7 +100,7 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
     runs = []
     values, words = ([[gap] * len(finding.path) for _ in layers] for gap in (None, ""))
     for column, trial in enumerate(finding.path):
-        runs.append(f"{column + 1}<br>{trial.recovery:.0%}")
+        runs.append(f"{column + 1}<br>{round(100 * trial.recovery)}%")     # no -0%
         for row, layer in enumerate(layers):
             products = [product for name, product in trial.promoted if name == layer]
             if products:
