@@ -40,8 +40,8 @@ PLACES = [f"blocks.{i}.{part}" for i in range(2) for part in ("attention.qkv", "
 
 @pytest.fixture(scope="module")
 def starts():
-    """Two models of 120 steps, for every case of this file."""
-    return Starts(LLAMA, steps=120)
+    """Two models of 121 steps, for every case of this file: what is looked at first is the first step after that."""
+    return Starts(LLAMA, steps=121)
 
 
 def training_with(fault: str | None, recipe: str, *, cured: bool = False, **settings):
@@ -142,7 +142,8 @@ def test_a_nan_that_was_there_before_the_look_accuses_nobody():
 # ---- the case ----------------------------------------------------------------------------------------------------------------
 
 def solved(case: Case):
-    well, ill, cured = case.run(6, faulty=False), case.run(6, every=2), case.run(6, cured=True)
+    well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True)
+    assert {sample.step for sample in ill.samples} == {1, 6}
     finding = bisect(case.starts, case.injection, seeds=2, steps=3)
     return standing_out(ill.samples), finding, case.recovered(well, ill, cured), case.outcome(well, ill, cured)
 
@@ -205,16 +206,16 @@ def test_an_accusation_is_a_click_a_choice_and_a_button(starts):
     accusation.button.click()
     assert accusation.answer is None            # neither a layer nor a fault yet
     # the first row, which the menu shows already, can be accused as well
-    accusation.figure.clicked = {"curve": 0, "x": "121", "y": PLACES[0]}
+    accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[0]}
     assert accusation.value == (PLACES[0], "")
     accusation.figure.clicked = {"curve": 1, "x": 3, "y": 3}       # a bar of the histogram is no layer
-    accusation.figure.clicked = {"curve": 0, "x": "121", "y": case.layer}
+    accusation.figure.clicked = {"curve": 0, "x": "1", "y": case.layer}
     accusation.button.click()
     assert accusation.answer is None and "say what was done" in accusation.words.value
     accusation.fault.value = "zero-amax-block"
     accusation.button.click()
     assert accusation.answer == (case.layer, "zero-amax-block") == accusation.value and accusation.button.disabled
-    accusation.figure.clicked = {"curve": 0, "x": "121", "y": PLACES[-1]}      # looking on changes nothing
+    accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[-1]}      # looking on changes nothing
     assert accusation.answer == accusation.value == (case.layer, "zero-amax-block")
     assert case.judge(accusation.answer) == "You named the layer and the fault."
     assert case.judge((case.layer, "stale-amax")) == "You named the layer, not the fault."
@@ -222,10 +223,10 @@ def test_an_accusation_is_a_click_a_choice_and_a_button(starts):
 
 
 def test_a_run_that_breaks_says_so_in_the_figure():
-    spec = case_figure({"well": [3.0, 2.9], "ill": [3.0, math.nan]}, first_step=120)
+    spec = case_figure({"well": [3.0, 2.9], "ill": [3.0, math.nan]})
     assert [trace["y"] for trace in spec["data"]] == [[3.0, 2.9], [3.0, None]]
     (said,) = spec["layout"]["annotations"]
-    assert said["text"] == "ill: NaN from step 122 on"
+    assert said["text"] == "ill: NaN from step 2 on"
 
 
 def test_the_path_of_the_search_is_drawn_as_it_was_walked():

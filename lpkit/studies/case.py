@@ -12,8 +12,7 @@ import statistics
 from dataclasses import dataclass
 
 from lpkit.errors import pick
-from lpkit.measure import telemetry
-from lpkit.measure.telemetry import Sample
+from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.precision.linear import scaled_linears
 from lpkit.studies import faults
 from lpkit.studies.bisect import Starts, bounded, train
@@ -56,16 +55,17 @@ class Case:
 
     def run(self, steps: int, *, faulty: bool = True, cured: bool = False, every: int = 0) -> Run:
         """The same steps on the same batches: with the fault or without, under its cure or not.
-        Telemetry every so many steps; 0: none."""
+        Telemetry every so many steps, from its first on; 0: none."""
         training = self.starts.under(self.fault.recipe)
         if faulty:
             faults.inject(training.model, self.injection)
         if cured:
             faults.cure(training.model, self.injection)
         first = self.starts.steps
-        seen = telemetry.attach(training, every=every) if every else None
-        losses = train(training, first, first + steps)
-        return Run(losses=losses, samples=seen.samples if seen else [])
+        seen = Telemetry(model=training.model, every=every or 1)
+        if every:   # the first step always: after it a NaN is everywhere
+            training.watchers.append(lambda step: seen.watch(step - first))
+        return Run(losses=train(training, first, first + steps), samples=seen.samples)
 
     def recovered(self, well: Run, ill: Run, cured: Run) -> float:
         """The share of the lost loss that the cure brings back."""

@@ -18,14 +18,13 @@ from lpkit.ui.style import COLOURS, WARNING
 NOTHING = "what was done"      # an answer that is none
 
 
-def case_figure(losses: Mapping[str, Sequence[float]], *, first_step: int = 0,
-                title: str = "") -> dict:
-    """The plotly spec of losses (nats per token) by the name of their run, from `first_step` on. A
-    run that broke ends where it did, with a word."""
+def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
+    """The plotly spec of losses (nats per token) by the name of their run. A run that broke ends
+    where it did, with a word."""
     lines, notes = [], []
     for i, (name, curve) in enumerate(losses.items()):
         whole = [loss if math.isfinite(loss) else None for loss in curve]
-        steps = [first_step + 1 + at for at in range(len(whole))]
+        steps = list(range(1, 1 + len(whole)))
         lines.append(scatter(steps, whole, escape(name), COLOURS[(0, 2, 4)[i % 3]],
                              mode="lines+markers", marker={"size": 5}, line={"width": 2},
                              hover="step %{x}: %{y:.3f} nats"))
