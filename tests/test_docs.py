@@ -155,7 +155,7 @@ def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site):
         assert titles[-1].inner_text() == "a title that is longer than the page of a phone is wide, and then some"
         assert all(0 <= title.bounding_box()["x"] and title.evaluate("e => e.getBoundingClientRect().right <= 390") for title in titles)
         assert page.locator(".modebar").count() == 0
-        legend = page.locator(".lpkit-figure").last.evaluate("""figure => ['.legend', '.plot'].map(part =>
+        legend = page.locator(".lpkit-figure").last.evaluate("""figure => ['.legend', '.nsewdrag'].map(part =>
             figure.querySelector(part).getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])""")
         assert legend[0][3] <= legend[1][1], "the legend lies above the axes"
 
