@@ -37,7 +37,8 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
-    lines, data, reach = range(len(rows)), [], _place(SHOWN)
+    lines, names = range(len(rows)), list(map(_name, rows))
+    data, reach = [], _place(SHOWN)
     for answer, (field, colour, symbol, beside) in ANSWERS.items():
         values = [getattr(row, field) for row in rows]
         if not any(value is not None for value in values):
@@ -51,11 +52,12 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
         data.append(scatter(places, lines, answer, colour, mode="markers+text", text=words,
                             textposition=beside, marker={"symbol": symbol, "size": 11},
                             textfont={"size": 12}, cliponaxis=False, hover="%{text}"))
+    high = max(30 + 16 * len(data), *(17 * (2 + name.count("<br>")) for name in names))
     units = dict.fromkeys(DIFFERENCES.get(row.unit, "%") for row in rows)
     return figure(
-        data, title, height=120 + len(rows) * (30 + 16 * len(data)),
+        data, title, height=120 + high * len(rows),
         xaxis=axis(f"off from what was measured, {' or '.join(units)}", **_powers(reach)),
-        yaxis={"ticks": "", "tickvals": list(lines), "ticktext": list(map(_name, rows)),
+        yaxis={"ticks": "", "tickvals": list(lines), "ticktext": names,
                "range": [len(rows) - 0.4, -0.6], "zeroline": False},
         shapes=[rule(x=0, colour=ANSWER_COLOURS["measured"], width=2, dash="solid",
                      layer="below")])
