@@ -319,7 +319,8 @@ def frontier_figure(points: Sequence[Point], *, title: str = "") -> dict:
                 xaxis="x", yaxis=axes["yaxis"], showlegend=goal == "loss", legendgroup=where))
     return figure(
         data, title, height=760, showlegend=True, margin={"b": 130},
-        legend={"yref": "container", "y": 0, "yanchor": "bottom"}, xaxis={**GOALS["dollars"], "anchor": "y2"},
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"},
+        xaxis={**GOALS["dollars"], "anchor": "y2"},
         yaxis={**GOALS["loss"], "domain": [0.54, 1]},
         yaxis2={**GOALS["days"], "domain": [0, 0.48], "anchor": "x"},
         coloraxis=_shades("days", 0.77), coloraxis2=_shades("loss", 0.24))
