@@ -1,11 +1,11 @@
-"""What a wheel holds: the package, and inside it the notebooks and the measured figures that lie beside it here.
+"""What a wheel holds: the package, and inside it the notebooks, and the measured and published figures, that lie beside it here.
 
 Everything else is in pyproject.toml. `lpkit.files.resource` finds either place.
 """
 
 from setuptools import find_packages, setup
 
-BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.data.measured": "data/measured"}
+BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
 
 setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],
@@ -14,6 +14,7 @@ setup(
         "lpkit": ["kernels/*.c", "ui/*.js", "ui/*.css"],
         "lpkit.notebooks": ["*.ipynb"],
         "lpkit.data.measured": ["*.json"],
+        "lpkit.data.published": ["*.csv"],
     },
     include_package_data=False,
 )

@@ -23,8 +23,8 @@ LONGEST_NAME = 200      # bytes; most filesystems allow 255, and temporary names
 
 
 def resource(name: str) -> Path:
-    """The folder `notebooks` or `data/measured`. An installed wheel has it inside the package,
-    where setup.py puts it; a checkout has it beside the package."""
+    """The folder `notebooks`, `data/measured` or `data/published`. An installed wheel has it inside
+    the package, where setup.py puts it; a checkout has it beside the package."""
     packed = PACKAGE / name
     return packed if packed.is_dir() else PACKAGE.parent / name
 
