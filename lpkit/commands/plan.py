@@ -163,7 +163,7 @@ def text(result: dict[str, Any]) -> str:
                      f"{quantity(one['tokens'], 'tokens')}, loss {one['loss']:.3f} ({one['note']})")
     if result["show"] is not None:
         lines += ["", *_opened(result["plans"][result["show"] - 1], result["show"])]
-    calibrated = "not calibrated; published large runs took up to 25% longer (docs/plan.md)"
+    calibrated = "not calibrated; most published runs took longer than they should (docs/plan.md)"
     if result["factor"] != 1:
         calibrated = f"calibrated, all of them times {result['factor']:.3f}"
     return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",

@@ -1,0 +1,198 @@
+"""How far off the seconds of a step are, on runs that others published (data/published).
+
+For each run that `lpkit.predict.time` takes: its speed over the published one. Beside it a flat
+MFU, the median of the same runs' own, which knows nothing but the machine's peak: a formula that
+does not beat it is not worth its rows. Runs of sources that are held out are counted apart, and
+nothing may be fitted to them. `lpkit bench published --out data/measured` records all of it, and
+`python -m lpkit.bench.published` makes docs/plan.md from the record.
+"""
+
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lpkit.bench.harness import ROUNDS, Result, paired
+from lpkit.errors import ConfigError
+from lpkit.files import resource
+from lpkit.predict.compare import percent
+from lpkit.predict.published import (
+    Run,
+    calibrated,
+    published,
+    published_table,
+    row,
+    runs,
+    seconds,
+    sources,
+    step,
+)
+from lpkit.predict.recipes import PRECISIONS
+from lpkit.tables import markdown_table
+from lpkit.techniques.machines import CATALOGUE
+
+NAME, DEVICE = "published", "formulas"
+RECORD = resource("data/measured") / f"{NAME}-{DEVICE}.json"
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+SECTION, NEXT = "## Published runs, beside the formula\n", "\n## Loss\n"
+SPLITS = {"held out": True, "may be fitted": False}
+GROUPS = ("machine", "precision", "layout", "stack", "kernels", "source")
+HEADS = ("", "by", "", "runs", "said over published", "median error", "quartiles", "worst",
+         "flat MFU's")
+# machines, precision, and the relative error that is asked for
+CLAIMS = {"A100 and H100, 16 bits": (("a100", "h100"), "16 bits", 0.15),
+          "8 bits": ("", "8 bits", 0.2), "B200 and GB200": (("b200", "gb200"), "", 0.25),
+          "MI300X": ("mi300x", "", 0.25), "all": ("", "", None)}
+RECORDED = ("source", "at", "unit", "published", "formula", "error")
+
+
+def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for each run that the formula takes, and for each that it does not, with the reason."""
+    taken, left_out = [], []
+    for run in runs():
+        of = {"source": run.source.name, "at": run.at}
+        try:
+            ratio, beside = run.published_seconds / seconds(run), row(run)
+        except ConfigError as error:
+            left_out.append({**of, "why": re.split(r"[;,?] ", str(error))[0]})
+            continue
+        made = step(run)
+        taken.append({**of, "unit": beside.unit, "published": beside.measured,
+                      "formula": beside.formula, "error": ratio - 1,
+                      "published_mfu": made.mfu / ratio, "held_out": run.source.held_out,
+                      "machine": _machine(run), "layout": _layout(run),
+                      "precision": f"{_bits(made.precision)} bits",
+                      "stack": re.sub(r" [\d.]+$", "", run.stack),
+                      "kernels": run.kernels or "not stated"})
+    return taken, left_out
+
+
+def _bits(precision: str) -> int:
+    low = PRECISIONS[precision].low
+    return low.bits if low else 16
+
+
+def _machine(run: Run) -> str:
+    limited = run.watts and run.watts < CATALOGUE[run.machine].watts
+    return f"{run.machine} at {run.watts:g} W" if limited else run.machine
+
+
+def _layout(run: Run) -> str:
+    split = {"tensor": run.tensor, "pipeline": run.pipeline, "context": run.context_parallel}
+    words = [axis for axis, ranks in split.items() if (ranks or 1) > 1]
+    alone = "one device" if run.devices == 1 else f"ZeRO {run.zero}" if run.zero else "replicas"
+    return " + ".join(words) or alone
+
+
+def run(rounds: int = ROUNDS) -> list[Result]:
+    """Formulas do not vary: `rounds` is not used."""
+    taken, left_out = table()
+    facts = {"table": [{key: one[key] for key in RECORDED} for one in taken],
+             "not_taken": left_out, "breakdown": [HEADS, *breakdown(taken)]}
+    results = []
+    for split, held_out in SPLITS.items():
+        for claim, (machines, precision, target) in CLAIMS.items():
+            off = [abs(one["error"]) for one in taken if one["held_out"] == held_out
+                   and one["machine"].startswith(machines) and precision in one["precision"]]
+            results.append(paired(
+                NAME, ours=off, peer=[1.0] * len(off), peer_name="the published speed",
+                case=f"{split}, {claim}, {len(off)} runs, median", better="lower", packages=(),
+                unit="relative error", target=target if held_out else None, device=DEVICE,
+                facts=facts))
+    return results
+
+
+def breakdown(taken: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each split and group, as HEADS."""
+    return [[split, by, group, *_line(some)] for split, held_out in SPLITS.items()
+            for by, group, some in _groups([one for one in taken if one["held_out"] == held_out])]
+
+
+def _groups(taken: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    yield "", "all", taken
+    for by in GROUPS:
+        for group in sorted({one[by] for one in taken}):
+            yield by, group, [one for one in taken if one[by] == group]
+
+
+def _line(some: list[dict[str, Any]]) -> list[str]:
+    errors = [one["error"] for one in some]
+    off = [abs(error) for error in errors]
+    # quantiles want two
+    low, middle, high = statistics.quantiles([*off, *off[:1]] if len(off) == 1 else off, n=4,
+                                             method="inclusive")
+    flat = statistics.median(one["published_mfu"] for one in some)
+    others = [abs(flat / one["published_mfu"] - 1) for one in some]
+    return [str(len(some)), f"{1 + statistics.median(errors):.2f}", f"{middle:.0%}",
+            f"{low:.0%} to {high:.0%}", f"{max(errors, key=abs):+.0%}",
+            f"{statistics.median(others):.0%}"]
+
+
+# The page.
+
+TEXT = """
+{runs} runs of {sources} pages are in `data/published`, each with its line or table; none was
+measured by this project. The formula takes {taken} of them, and is too hopeful about {fast} of
+those: on the {held} that are held out, which nothing may ever be fitted to, it says {held_ratio}
+times the published speed at the median and is off by {held_error} (half of the runs by more); on
+the other {open}, {open_ratio} times and {open_error}. Nothing is fitted to either yet. A flat MFU,
+the median of the same runs' own, is what the formula has to beat: where its error is the smaller,
+do not rely on the formula. `lpkit bench published` prints this table anew.
+
+{table}
+
+"Said over published" is the median of predicted over published speed: above 1, the formula is too
+hopeful. Errors are of speed, without a sign but for the worst. A flat MFU has the advantage of
+having seen each group. What the formula does not take:
+
+{reasons}
+
+Given to it is what the pages state. What they do not is said in `lpkit.predict.published`; among it
+that a micro-batch is one sequence and that nothing is recomputed. Llama 3's paper does not say how
+it counts attention's FLOPs; the pairs that a mask leaves make its rows agree with one another.
+Power limits, asynchronous tensor parallelism and H100s of a lower bandwidth have no row. Notebook
+09 draws these:
+
+| run | published | formula | off | where |
+|---|---|---|---|---|
+{rows}
+
+**One measured step calibrates the rest.** With one factor from Llama 3's first row
+(`lpkit.predict.time.calibrate`, or `--factor` on the command line), the other two are off by
+{after} instead of {before}. That is why a short run on a few nodes is worth its money. Without a
+factor, expect a run to take longer than printed, by as much as its kind above.
+"""
+
+
+def page() -> str:
+    """docs/plan.md, its section on published runs made anew from what `lpkit bench published --out
+    data/measured` wrote."""
+    before, _, after = PAGE.read_text().partition(SECTION)
+    _, _, after = after.partition(NEXT)
+    return before + SECTION + _section(json.loads(RECORD.read_text())) + NEXT + after
+
+
+def _section(record: dict[str, Any]) -> str:
+    taken, left_out, (heads, *lines) = (record[key] for key in ("table", "not_taken", "breakdown"))
+    held, open_ = (next(line for line in lines if line[:3] == [split, "", "all"])
+                   for split in SPLITS)
+    why = Counter((one["why"], one["source"]) for one in left_out)
+    plain = {row.name: row.error for row in published()}
+    others = list(calibrated())
+    return TEXT.format(
+        runs=len(taken) + len(left_out), taken=len(taken), sources=len(sources()),
+        fast=f"{statistics.mean(one['error'] > 0 for one in taken):.0%}", held=held[3],
+        held_ratio=held[4], held_error=held[5], open=open_[3], open_ratio=open_[4],
+        open_error=open_[5], table=markdown_table(heads, lines),
+        reasons=markdown_table(("runs", "source", "reason"),
+                               [(count, name, said) for (said, name), count in why.most_common()]),
+        rows=published_table().rstrip("\n"),
+        after=" and ".join(percent(row.error) for row in others),
+        before=" and ".join(percent(plain[row.name]) for row in others))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
