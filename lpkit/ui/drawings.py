@@ -95,7 +95,8 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
             f"a scale for: {share}; the thick side is summed over", 0, 170, font={"color": FAINT})],
-        margin={"l": 12, "r": 12, "t": 48, "b": 12}, xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},
+        margin={"l": 12, "r": 12, "t": 48, "b": 12},
+        xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},
         yaxis={**HIDDEN, "range": [top + SPACE - 20, 230], "scaleanchor": "x"})
 
 
