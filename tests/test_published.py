@@ -36,7 +36,7 @@ def ledger(tmp_path):
 
 
 def test_a_row_is_read_as_its_columns_say(ledger):
-    (run,) = runs(ledger())
+    (run,) = runs(folder=ledger())
     assert run.source.title == "A page" and not run.source.held_out
     assert (run.layers, run.published, run.tensor, run.watts, run.note) == (2, 10.0, None, None, "")
     assert run.layout == Layout(data=2, zero=0) and run.published_seconds == 4 * 32 / 10 / 2
@@ -60,7 +60,7 @@ def test_a_row_is_read_as_its_columns_say(ledger):
 ])
 def test_a_bad_cell_is_named_by_file_row_and_field(ledger, changes, said):
     with pytest.raises(ConfigError) as found:
-        runs(ledger(**changes))
+        runs(folder=ledger(**changes))
     assert str(found.value).startswith("mine.csv, row 1: ") and said in str(found.value)
     assert len(str(found.value).splitlines()) == 1
 
@@ -74,10 +74,10 @@ def test_a_bad_file_is_named(ledger):
                        ("", "mine.csv has the columns of nothing; it needs model, layers")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=re.escape(said)):
-            runs(folder)
+            runs(folder=folder)
     file.unlink()
     with pytest.raises(ConfigError, match=r"cannot read mine\.csv"):
-        runs(folder)
+        runs(folder=folder)
 
 
 def test_the_ledger_is_as_large_and_as_wide_as_claimed():
@@ -135,6 +135,21 @@ def test_a_run_is_priced_as_step_time_prices_it():
     assert row(run).formula == pytest.approx(made.tokens_per_second / 1024, rel=1e-3)
     pax = next(run for run in RUNS if run.unit == "sequences/s")
     assert row(pax).formula == pytest.approx(pax.global_batch / seconds(pax))
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"machine": "a9000"}, "there is no machine 'a9000'"), ({"style": "mamba"}, "there is no style 'mamba'"),
+    ({"vocab": "", "context": ""}, "not stated: vocab, context"), ({"global_batch": ""}, "not stated: global_batch"),
+    ({"data": ""}, "not stated: the layout"), ({"schedule": "zbv", "interleave": "2"}, "there is no schedule 'zbv'"),
+    ({"schedule": "interleaved"}, "not stated: the chunks of the interleaved schedule"),
+    ({"recompute": "some"}, "there is no memory.recompute 'some'"), ({"precision": "fp5"}, "there is no precision 'fp5'"),
+    ({"data": "", "tensor": "2", "heads": "3"}, "model.heads=3 does not split over tensor=2 ranks"),
+])
+def test_what_the_formula_cannot_take_is_read_and_says_why(ledger, changes, said):
+    (run,) = runs(folder=ledger(**changes))
+    with pytest.raises(ConfigError) as found:
+        seconds(run)
+    assert said in str(found.value)
 
 
 def test_what_is_shown_has_a_name_of_its_own():

@@ -35,6 +35,8 @@ STYLES = {"gpt": {}, "llama": {"norm": "rmsnorm", "position": "rope", "mlp": "sw
                                "bias": False, "tied": False}}
 SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does not state them
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
+RECOMPUTE = {None: "none", "selective-op": "selective"}
+AGAIN = {"selective-op": 1 / 3 / 2}             # of the products: every second one, forward
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",
               "selective-op": "selective op"}
 EFFICIENCIES = {"eager": replace(ASSUMED, fused=1.0)}
@@ -153,9 +155,10 @@ class Run(Checked):
             value * 1e12 * self.devices)
 
 
-def runs(folder: Path = FOLDER) -> tuple[Run, ...]:
-    """All of them, in the order of sources.csv. Raises ConfigError with file, row and field."""
-    return tuple(run for source in sources(folder)
+def runs(*names: str, folder: Path = FOLDER) -> tuple[Run, ...]:
+    """Of the named sources or of all, in the order of sources.csv. Raises ConfigError with file,
+    row and field."""
+    return tuple(run for source in sources(folder) if source.name in names or not names
                  for run in _read(folder / f"{source.name}.csv", Run, source=source))
 
 
@@ -168,10 +171,11 @@ def step(run: Run, calibration: Calibration | None = None) -> StepTime:
     layout, schedule = run.layout, run.schedule or "1f1b"
     if layout is None:
         raise ConfigError("not stated: the layout")
-    if not (run.interleave or pick(SCHEDULES, schedule, "schedule")):
+    chunks = pick(SCHEDULES, schedule, "schedule")
+    if not (run.interleave or chunks):
         raise ConfigError(f"not stated: the chunks of the {schedule} schedule")
-    recompute = "selective" if run.recompute == "selective-op" else run.recompute or "none"
-    return step_time(run.config, run.machine, layout, recompute=recompute, calibration=calibration,
+    return step_time(run.config, run.machine, layout, calibration=calibration,
+                     recompute=RECOMPUTE.get(run.recompute, run.recompute),
                      precision=PRECISIONS.get(run.precision, run.precision),
                      efficiency=EFFICIENCIES.get(run.kernels, ASSUMED))
 
@@ -179,11 +183,8 @@ def step(run: Run, calibration: Calibration | None = None) -> StepTime:
 def seconds(run: Run, calibration: Calibration | None = None) -> float:
     """Of a step, by the formula. Raises ConfigError as `step`."""
     made = step(run, calibration)
-    again = 0.0
-    if run.recompute == "selective-op":
-        linears = [row for row in made.rows if row.name.startswith(("attention.", "mlp."))]
-        again = sum(row.seconds for row in linears) / 3 / 2
-    return made.step_seconds + again
+    linears = sum(one.seconds for one in made.rows if one.name.startswith(("attention.", "mlp.")))
+    return made.step_seconds + AGAIN.get(run.recompute, 0) * linears
 
 
 def row(run: Run, calibration: Calibration | None = None) -> Row:
@@ -199,7 +200,7 @@ def row(run: Run, calibration: Calibration | None = None) -> Row:
 
 def published() -> Comparison:
     """Those of SHOWN that the formula takes."""
-    return Comparison(tuple(_rows(_of(*SHOWN))))
+    return Comparison(tuple(_rows(runs(*SHOWN))))
 
 
 def published_table() -> str:
@@ -211,14 +212,10 @@ def published_table() -> str:
 
 def calibrated() -> Comparison:
     """Llama 3's other two rows, with one factor from the first, as of a short measured run."""
-    first, *others = _of("llama-3")
+    first, *others = runs("llama-3")
     factor = Calibration(predicted_seconds=seconds(first),
                          measured_seconds=first.published_seconds)
     return Comparison(tuple(row(run, factor) for run in others))
-
-
-def _of(*names: str) -> list[Run]:
-    return [run for run in runs() if run.source.name in names]
 
 
 def _rows(some: Iterable[Run]) -> Iterator[Row]:
