@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
-from lpkit.tables import FONT, TEXT
+from lpkit.tables import FAINT, FONT, TEXT
 from lpkit.ui.controls import WIDE, Explorer
 from lpkit.ui.draw import NAMES, axis, figure, heat, note, scatter
 from lpkit.ui.figure import Stored
@@ -108,7 +108,10 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
     cells = heat(runs, list(layers), values, ends=(0, 100), bar={"title": {"text": "%"}},
                  text=words, texttemplate="%{text}",
                  hovertemplate="%{y} in 16 bits: %{z:.0f}% back<extra></extra>")
+    nothing = note("there was no loss to search for", 0.5, 0.5, "center middle", xref="paper",
+                   yref="paper", font={"color": FAINT})
     return figure([cells], title, height=140 + 26 * len(layers), showlegend=False,
+                  annotations=[] if finding.path else [nothing],
                   xaxis=axis("run, and the share of the lost loss that came back",
                              type="category", showgrid=False, ticks=""),
                   yaxis={**NAMES, "type": "category"})
