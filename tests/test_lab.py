@@ -162,16 +162,6 @@ def test_terminals_begin_in_the_course(server, project):
     assert ask(server, "/api/terminals/1", token=server.token, method="DELETE")[0] == 204
 
 
-def test_a_notebook_runs_in_the_work_folder_where_its_runs_belong(server, project):
-    words = {"path": lab.FIRST, "name": lab.FIRST, "type": "notebook", "kernel": {"name": "python3"}}
-    status, body = ask(server, "/api/sessions", token=server.token, method="POST", body=json.dumps(words))
-    session = json.loads(body)
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    (kernel,) = [process for process in family if any(session["kernel"]["id"] in word for word in process.cmdline())]
-    assert status == 201 and Path(kernel.cwd()) == project
-    assert ask(server, f"/api/sessions/{session['id']}", token=server.token, method="DELETE")[0] == 204
-
-
 def test_the_token_is_in_no_arguments(server):
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     assert len(family) > 1
@@ -247,6 +237,16 @@ def test_a_kernel_starts_without_a_warning(server):
                 "disable the check", "404 GET /api/contents", "Not Found", "deprecated")
     complaints = [line for line in server.log().splitlines() if "warn" in line.lower() or line.startswith(("[W", "[E"))]
     assert [line for line in complaints if not any(words in line for words in refusals)] == []
+
+
+def test_a_notebook_runs_in_the_work_folder_where_its_runs_belong(server, project):
+    words = {"path": lab.FIRST, "name": lab.FIRST, "type": "notebook", "kernel": {"name": "python3"}}
+    status, body = ask(server, "/api/sessions", token=server.token, method="POST", body=json.dumps(words))
+    session = json.loads(body)
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    (kernel,) = [process for process in family if any(session["kernel"]["id"] in word for word in process.cmdline())]
+    assert status == 201 and Path(kernel.cwd()) == project
+    assert ask(server, f"/api/sessions/{session['id']}", token=server.token, method="DELETE")[0] == 204
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
