@@ -143,7 +143,7 @@ def test_a_run_is_priced_as_step_time_prices_it():
     ({"data": ""}, "not stated: the layout"), ({"schedule": "zbv", "interleave": "2"}, "there is no schedule 'zbv'"),
     ({"schedule": "interleaved"}, "not stated: the chunks of the interleaved schedule"),
     ({"recompute": "some"}, "there is no memory.recompute 'some'"), ({"precision": "fp5"}, "there is no precision 'fp5'"),
-    ({"data": "", "tensor": "2", "heads": "3"}, "model.heads=3 does not split over tensor=2 ranks"),
+    ({"data": "", "tensor": "2", "kv_heads": "1"}, "model.kv_heads=1 does not split over tensor=2 ranks"),
 ])
 def test_what_the_formula_cannot_take_is_read_and_says_why(ledger, changes, said):
     (run,) = runs(folder=ledger(**changes))

@@ -183,7 +183,8 @@ def _section(record: dict[str, Any]) -> str:
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
     return TEXT.format(
-        runs=len(taken) + len(left_out), taken=len(taken), sources=len(sources()),
+        runs=len(taken) + len(left_out), taken=len(taken),
+        sources=len({source.url for source in sources()}),
         fast=f"{statistics.mean(one['error'] > 0 for one in taken):.0%}", held=held[3],
         held_ratio=held[4], held_error=held[5], open=open_[3], open_ratio=open_[4],
         open_error=open_[5], table=markdown_table(heads, lines),
