@@ -68,9 +68,10 @@ def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[
         html += (f"<details{' open' if name == largest else ''} "
                  f"style='border-bottom:1px solid {LINE}'>"
                  f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>")
-        for text, width, side in ((name, "15em", "left"), (says, "6em", "right"),
+        for text, width, side in ((name, "15em", "left"), (says, "8em", "right"),
                                   (f"{value / whole:.1%}", "4.5em", "right")):
-            html += (f"<span style='display:inline-block;width:{width};text-align:{side}'>"
+            html += (f"<span style='display:inline-block;width:{width};text-align:{side};"
+                     f"white-space:nowrap'>"
                      f"{escape(text)}</span>")
         inside = "<br>".join(re.sub(r"https://[^\s,;)]+", link, escape(line))
                              for line in lines if line)
