@@ -30,9 +30,9 @@ def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> di
                              hover="step %{x}: %{y:.3f} nats"))
         if None in whole:
             at = whole.index(None)
-            notes.append(note(f"{escape(name)}: NaN from step {steps[at]} on", 0.02,
-                              0.04 + 0.08 * len(notes), xref="x domain", yref="y domain",
-                              font={"color": WARNING}))
+            notes.append(note(f"{escape(name)}: NaN from step {steps[at]} on", 1,
+                              1.02 + 0.08 * len(notes), "right bottom", xref="paper",
+                              yref="paper", font={"color": WARNING}))
     return figure(lines, title, height=340, annotations=notes, xaxis=axis("step"),
                   yaxis=axis("loss (nats per token)"))
 
