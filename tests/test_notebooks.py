@@ -185,12 +185,13 @@ def test_every_term_of_the_glossary_is_explained_somewhere():
 
 
 def test_what_to_look_for_has_its_answers(book):
-    """As many as questions, folded, soon after the list; bounded, so that a figure may stand between."""
+    """As many as questions, folded, before the next heading."""
     for i, cell in enumerate(book.cells):
         if cell.cell_type != "markdown" or "Things to look for:" not in cell.source:
             continue
         asked = len(re.findall(r"^- ", cell.source.split("Things to look for:")[1], re.MULTILINE))
-        found = [after.source for after in book.cells[i + 1:i + 4] if "<summary>Answers</summary>" in after.source]
+        section = itertools.takewhile(lambda after: not after.source.startswith("## "), book.cells[i + 1:])
+        found = [after.source for after in section if "<summary>Answers</summary>" in after.source]
         assert len(found) == 1 and len(re.findall(r"^\d+\. ", found[0], re.MULTILINE)) == asked
 
 
