@@ -76,7 +76,7 @@ class Case:
         """The same in words."""
         row, cost = self.fault, self._mean(ill) - self._mean(well)
         if row.unseen:
-            return (f"{self.injection.fault} costs {cost:+.3f} nats per token here, which is "
+            return (f"{self.injection.fault} costs {cost:+.1g} nats per token here, which is "
                     f"chance: {row.unseen}. There is nothing that a cure could bring back.")
         return (f"{self.injection.fault} costs {cost:.3f} nats per token. With {self.layer} in "
                 f"{row.cure}, {self.recovered(well, ill, cured):.0%} of that comes back: "
