@@ -13,6 +13,7 @@ from papermill.inspection import inspect_notebook
 
 import lpkit
 from lpkit.course import notebooks
+from lpkit.course.exercises import EXERCISES
 from lpkit.precision.formats import listed
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
@@ -264,3 +265,12 @@ def test_answers_about_formats_are_their_values():
     gaps = {value: above / value - 1 for value, above in itertools.pairwise(e4m3)}
     low = [f"{gap:.0%}" for value, gap in gaps.items() if value < 2.0**-6]
     assert low[::-1][:3] == ["14%", "17%", "20%"] and low[0] == "100%" and "14%, 17%, 20%, up to 100%" in said
+
+
+def test_minutes_stand_below_the_title(book):
+    """Those of the exercises are the exercises' own; the whole leaves time to read."""
+    tasks = sum(exercise.minutes for name, exercise in EXERCISES.items() if name.startswith(book.cells[0].source[2:4] + "."))
+    whole, *of = map(int, re.search(r"^\*About (\d+) minutes(?:, (\d+) of them for the exercises)?\.\*$",
+                                    book.cells[0].source, re.MULTILINE).groups(default=0))
+    words = sum(len(cell.source.split()) for cell in book.cells if cell.cell_type == "markdown")
+    assert of == [tasks] and whole >= tasks + words / 250
