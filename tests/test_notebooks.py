@@ -191,7 +191,7 @@ def test_what_to_look_for_has_its_answers(book):
         if cell.cell_type != "markdown" or "Things to look for:" not in cell.source:
             continue
         asked = len(re.findall(r"^- ", cell.source.split("Things to look for:")[1], re.MULTILINE))
-        section = itertools.takewhile(lambda after: not after.source.startswith("## "), book.cells[i + 1:])
+        section = itertools.takewhile(lambda after: not re.match("## |.*Things to look for:", after.source, re.DOTALL), book.cells[i + 1:])
         found = [after.source for after in section if "<summary>Answers</summary>" in after.source]
         assert len(found) == 1 and len(re.findall(r"^\d+\. ", found[0], re.MULTILINE)) == asked
 
