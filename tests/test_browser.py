@@ -403,3 +403,24 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
     found = opened.page.evaluate(CONTRAST)
     assert len(found) > 40 and any("no size will do" in said for _, said in found) and any(said == "wrong" for _, said in found)
     assert found[0][0] >= 4.5, found[:5]
+
+
+SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for longer than anywidget waits
+    const late = new AbortController();
+    setTimeout(() => late.abort());
+    return late.signal } }"""
+
+
+def test_a_figure_follows_on_a_page_that_is_slow_to_load_it(lab):
+    """anywidget's own model loses every update there: the figure stayed empty, and no slider moved it."""
+    open_notebook, folder = lab
+    write_notebook(folder / "slow.ipynb", [EXPLORER[0], "explorer.set(devices=5, optimizer='Lion')"])
+    opened = open_notebook("slow.ipynb")
+    opened.page.evaluate(SLOW)
+    opened.run()
+    opened.settle()
+    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.2')", timeout=20_000)
+    opened.page.locator(".noUi-handle").first.press("ArrowLeft")        # refused
+    opened.page.locator(".noUi-handle").first.press("ArrowLeft")
+    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.333')", timeout=20_000)
+    opened.close()

@@ -447,7 +447,7 @@ def test_a_live_run_shows_every_step_in_the_end_and_few_redraws_on_the_way():
     live = LiveRun(handle, throttle=throttle_on(time))
     assert "running" in live.status.value and "50 steps planned" in live.status.value
     redraws = []
-    live.figure.observe(lambda change: redraws.append(len(change["new"]["data"][0]["y"])), names="spec")
+    live.figure.shown.observe(lambda change: redraws.append(len(change["new"]["data"][0]["y"])), names="spec")
     handle.play(30)
     assert redraws == [1]
     time.move(1)

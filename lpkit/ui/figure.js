@@ -36,16 +36,15 @@ function inTurn(work, rests) {
 }
 
 async function render({ model, el }) {
+  const part = name => model.widget_manager.get_model(model.get(name).replace("IPY_MODEL_", ""));
+  const shown = await part("shown");
   const place = document.createElement("div");
   place.className = "lpkit-figure";
   place.style.width = "100%";
-  place.style.minHeight = `${model.get("spec").layout?.height ?? 360}px`; // the page does not jump when it is drawn
+  place.style.minHeight = `${shown.get("spec").layout?.height ?? 360}px`; // the page does not jump when it is drawn
   el.style.width = "100%";
   el.append(place);
-
-  const manager = model.widget_manager;
-  const library = await manager.get_model(model.get("library").replace("IPY_MODEL_", ""));
-  const Plotly = await plotly(library);
+  const Plotly = await plotly(await part("library"));
 
   let waits = false, gone = false;
   async function draw() { // of the specs that arrive while it waits for its turn only the last is drawn
@@ -54,7 +53,7 @@ async function render({ model, el }) {
     await inTurn(async () => {
       waits = false;
       if (gone) return;
-      const { data, layout } = structuredClone(model.get("spec")); // plotly writes into what it is given
+      const { data, layout } = structuredClone(shown.get("spec")); // plotly writes into what it is given
       await Plotly.react(place, data, { ...layout, autosize: true }, model.get("config"));
       place.style.minHeight = "";
       place.dataset.drawn = Number(place.dataset.drawn ?? 0) + 1;
@@ -63,7 +62,7 @@ async function render({ model, el }) {
   const resized = new ResizeObserver(() => {
     if (place.dataset.drawn && place.offsetWidth) Plotly.Plots.resize(place);
   });
-  model.on("change:spec", draw);
+  shown.on("change:spec", draw);
   await draw();
   place.on?.("plotly_click", ({ points: [{ curveNumber, x, y }] }) => {
     model.set("clicked", { curve: curveNumber, x, y });
@@ -72,7 +71,7 @@ async function render({ model, el }) {
   resized.observe(place);
   return () => {
     gone = true;
-    model.off("change:spec", draw);
+    shown.off("change:spec", draw);
     resized.disconnect();
     Plotly.purge(place);
   };

@@ -58,6 +58,13 @@ def library() -> Library:
     return Library.current
 
 
+class Shown(widgets.Widget):
+    """What a figure shows, in a model of ipywidgets' own: anywidget's forgets for good what it is
+    told where its code takes a busy browser more than two seconds to load."""
+
+    spec = traitlets.Dict().tag(sync=True)
+
+
 class Stored:
     """Mixin for widgets that show `figure`: their stored output can be drawn without a kernel, and,
     because it has an id, brought up to date."""
@@ -97,21 +104,30 @@ class Figure(Stored, anywidget.AnyWidget):
 
     _esm = Path(__file__).with_name("figure.js")
     _css = Path(__file__).with_name("figure.css")
-    spec = traitlets.Dict().tag(sync=True)
+    shown = traitlets.Instance(Shown).tag(sync=True, **widgets.widget_serialization)
     config = traitlets.Dict(CONFIG).tag(sync=True)
     clicked = traitlets.Dict().tag(sync=True)
     library = traitlets.Instance(Library).tag(sync=True, **widgets.widget_serialization)
 
     def __init__(self, spec: Any = None, *, max_hz: float = 8.0):
         self._updates = Throttle(self.show, max_hz=max_hz)
-        super().__init__(spec=plain(spec or {}), library=library(), layout={"width": "100%"})
+        super().__init__(shown=Shown(spec=plain(spec or {})), library=library(),
+                         layout={"width": "100%"})
 
     @property
     def figure(self) -> "Figure":
         return self
 
+    @property
+    def spec(self) -> dict:
+        return self.shown.spec
+
     def show(self, spec: Any) -> None:
-        self.spec = plain(spec)
+        self.shown.spec = plain(spec)
+
+    def close(self) -> None:
+        self.shown.close()
+        super().close()
 
     def update(self, spec: Any) -> None:
         self._updates(spec)
