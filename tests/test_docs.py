@@ -96,7 +96,7 @@ def test_formulas_are_drawn_and_need_no_script(site):
     text = (site / "notebooks" / "05_small.html").read_text()
     drawing, = re.findall(r'<div class="lpkit-formula"[^>]+>(.+?)</div>', text, re.DOTALL)
     assert drawing.startswith("<svg") and "currentColor" in drawing and "$$" not in text and "mathjax" not in text.lower()
-    assert 'aria-label="\\frac{1}{2} B T"' in text and "tokens for $5:" in text and "and $6." in text
+    assert 'aria-label="\\frac{1}{2} B T"' in text and "tokens for $5:" in text and "and $6," in text
 
 
 FORMULAS = [(path.stem, found) for path in sorted((DOCS.parent / "notebooks").glob("*.ipynb"))

@@ -25,7 +25,7 @@ FORMAT_COLOURS = {      # and of the recipes that cast to them
     "tf32": "#9a9a9a", "e3m2": "#8c5a2b", "e2m3": "#8c5a2b", "e8m0": "#cc79a7", "int4": "#b88a00",
 }
 DASHES = ("solid", "dash", "dot", "dashdot")
-DECIBELS = (0.0, 45.0)      # of every map in colour: from nothing left to INT8 at its best
+DECIBELS = (0.0, 60.0)      # of every map in colour: from nothing left to bf16 at its best
 
 
 def _format(name: str) -> str:
