@@ -168,7 +168,7 @@ def test_what_is_no_spec_is_refused(bad):
 
 def test_update_is_one_message_that_carries_the_spec_and_nothing_else(monkeypatch):
     figure, sent = Figure(spec(), max_hz=1e6), []
-    monkeypatch.setattr(figure.comm, "publish_msg", lambda kind, data=None, **rest: sent.append((kind, data, rest)))
+    monkeypatch.setattr(figure.shown.comm, "publish_msg", lambda kind, data=None, **rest: sent.append((kind, data, rest)))
     figure.update(spec((4, 5, 6)))
     figure.flush()
     [(kind, data, rest)] = sent
