@@ -125,10 +125,6 @@ class Figure(Stored, anywidget.AnyWidget):
     def show(self, spec: Any) -> None:
         self.shown.spec = plain(spec)
 
-    def close(self) -> None:
-        self.shown.close()
-        super().close()
-
     def update(self, spec: Any) -> None:
         self._updates(spec)
 
