@@ -125,7 +125,12 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true",
                         help="print one JSON object on standard output")
     command.arguments(parser)
-    args = parser.parse_args(argv[1:])
+    pending: list[int] = []
+    # argparse's reading of mixed arguments cannot be interrupted: its own clearing up would fail
+    with heard_by(lambda number, _frame: pending.append(number)):
+        args = parser.parse_args(argv[1:])
+    for number in pending:
+        signal.raise_signal(number)
     result = command.run(args)
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
     say(json.dumps(result, allow_nan=False) if args.json else printable(command.text(result)))

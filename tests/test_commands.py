@@ -1,6 +1,9 @@
 """`key=value` and `--set key=value` are two spellings of one thing, on every command that takes either."""
 
+import argparse
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,17 @@ def test_a_run_that_goes_on_takes_a_setting_without_a_target(answer):
     code, _, err = answer("train", "--resume", "--out", "nowhere", "steps=3")
     assert code == 2 and "'nowhere' holds no run" in err
     assert "cannot read a=b.yaml" in answer("train", "a=b.yaml")[2], "a file's name may hold an ="
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, capsys):
+    """argparse asks for the usage just before it marks what it restores: interrupted there, it would restore nothing it has."""
+    usage = argparse.ArgumentParser.format_usage
+
+    def interrupted(parser):
+        os.kill(os.getpid(), number)
+        return usage(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "format_usage", interrupted)
+    assert cli.main(["predict", "cpu-3m", "--json"]) == 128 + number
+    assert capsys.readouterr().err.splitlines()[-1].startswith("lpkit: ")
