@@ -52,7 +52,8 @@ def busy() -> Iterator[None]:
     """With BUSY processes beside this one that never rest."""
     with contextlib.ExitStack() as stack:
         for _ in range(BUSY):
-            child = stack.enter_context(subprocess.Popen([sys.executable, "-c", SPIN]))
+            child = stack.enter_context(subprocess.Popen(       # as somebody else's: Linux shares
+                [sys.executable, "-c", SPIN], start_new_session=True))      # out by session
             stack.callback(child.kill)
         yield
 
