@@ -52,8 +52,10 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
                   f"1.1x")
 
 
-def threads_choice(asked: int | None, *, flops: float, before: str | None = None) -> Choice:
-    """How many threads a run computes with on a CPU, whose largest product takes `flops`.
+def threads_choice(asked: int | None, device: torch.device, *, flops: float,
+                   before: str | None = None) -> Choice:
+    """How many threads a run computes with on the CPU, whose largest product takes `flops`. Those
+    that it has, where a GPU computes.
 
     Threads wait for one another after every operation, spinning. Where a product is small, that is
     all that they do; and where others keep the cores busy, each of them waits for one that does not
@@ -70,6 +72,8 @@ def threads_choice(asked: int | None, *, flops: float, before: str | None = None
         return used(asked, "asked for")
     if before:
         return used(before, "as this run was begun")
+    if device.type != "cpu":
+        return used(torch.get_num_threads(), f"{device.type} computes")
     if most == 1:
         return used(1, "this process may use one core")
     if flops < SMALL_FLOPS:

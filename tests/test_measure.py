@@ -67,7 +67,7 @@ def test_a_gpu_is_chosen_by_its_capability(monkeypatch, capability, used):
     assert choice.used == used and f"compute capability {capability[0]}.{capability[1]}" in choice.why
 
 
-LARGE = 10 * SMALL_FLOPS
+LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
 
 
 @pytest.mark.parametrize("asked, flops, before, busy, used, why", [
@@ -81,7 +81,7 @@ def test_threads_by_size_and_load(monkeypatch, asked, flops, before, busy, used,
     monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(hardware, "others", lambda: lambda: busy)
-    choice = threads_choice(asked, flops=flops, before=before)
+    choice = threads_choice(asked, CPU, flops=flops, before=before)
     assert choice.used == used and why in choice.why, choice
 
 
@@ -90,7 +90,13 @@ def test_threads_are_never_more_than_allowed(monkeypatch, allowed, used):
     monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", allowed)
     monkeypatch.setattr(hardware, "others", lambda: lambda: 0.0)
-    assert threads_choice(None, flops=LARGE).used == used
+    assert threads_choice(None, CPU, flops=LARGE).used == used
+
+
+def test_a_gpu_asks_nobody_for_threads(monkeypatch):
+    monkeypatch.setattr(hardware, "others", lambda: pytest.fail("a GPU run waited for the load"))
+    choice = threads_choice(None, torch.device("cuda"), flops=LARGE)
+    assert choice.used == str(torch.get_num_threads()) and "cuda" in choice.why
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an affinity is Linux's")

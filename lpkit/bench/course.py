@@ -3,7 +3,7 @@
 Each notebook runs at tier cpu in a process of its own, as `lpkit notebook` runs it: alone, then
 with the others. A minute is the budget alone, and six times its own time beside them. All
 definitions of the exercises go through the judge within two minutes. A row against a budget is the
-share of it that is used. A round takes ten minutes, so there is one for every nine asked.
+share of it that is used. A round takes twenty minutes, so there is one for every nine asked.
 """
 
 import contextlib

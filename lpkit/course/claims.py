@@ -8,7 +8,7 @@ from traceback import extract_tb
 
 from IPython.display import display
 
-from lpkit.course.judge import MARKS
+from lpkit.course.judge import MARKS, badge
 from lpkit.tables import FONT, TEXT
 
 
@@ -22,11 +22,11 @@ class Card:
             f"holds: {self.sentence}"
 
     def _repr_html_(self) -> str:
-        colour, sign = MARKS["wrong" if self.why else "right"]
+        status = "wrong" if self.why else "right"
         why = self.why and f"<div style='margin-top:4px'>Because: {escape(self.why)}</div>"
-        return (f"<div style='border-left:3px solid {colour};padding:6px 12px;font:14px {FONT};"
-                f"color:{TEXT};line-height:1.5'><span style='background:{colour};color:#fff;"
-                f"padding:0 4px'>{sign}</span> <b>{'does not hold' if self.why else 'holds'}</b>: "
+        return (f"<div style='border-left:3px solid {MARKS[status][0]};padding:6px 12px;"
+                f"font:14px {FONT};color:{TEXT};line-height:1.5'>{badge(status)} "
+                f"<b>{'does not hold' if self.why else 'holds'}</b>: "
                 f"{escape(self.sentence)}{why}</div>")
 
 

@@ -73,6 +73,12 @@ def adding_to(table: dict[str, Exercise]) -> Callable[..., Callable[[Callable], 
     return exercise
 
 
+def badge(status: str) -> str:
+    """HTML: the sign, white on its colour, which can be read in a dark theme, too."""
+    colour, sign = MARKS[status]
+    return f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span>"
+
+
 @dataclass(frozen=True)
 class Verdict:
     status: str             # of MARKS
@@ -87,10 +93,7 @@ class Verdict:
         return f"{MARKS[self.status][1]} {self.status}{self._more}"
 
     def _repr_html_(self) -> str:
-        colour, sign = MARKS[self.status]
-        # white on a colour can be read in a dark theme, too
-        said = (f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span> "
-                f"<b>{self.status}</b>{html.escape(self._more)}")
+        said = f"{badge(self.status)} <b>{self.status}</b>{html.escape(self._more)}"
         if self.solution:
             said += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
                      f"</pre></details>")

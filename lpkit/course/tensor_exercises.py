@@ -492,12 +492,6 @@ def chunked_loss(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[Ten
     return loss, dh
 
 
-def _stored(v: Tensor, block: int) -> Tensor:
-    blocks = v.split(block)
-    scales = [2.0 ** math.ceil(math.log2(max(b.max().item(), 1e-30) / 255)) for b in blocks]
-    return torch.cat([(b / scale).round() * scale for b, scale in zip(blocks, scales)])
-
-
 def _moments(r: Random) -> tuple[Tensor, Tensor, float, int]:
     """Dyadic and few bits: the new moment is the same in whatever order one calculates."""
     n = r.randint(1, 20)
@@ -510,9 +504,9 @@ def _moments(r: Random) -> tuple[Tensor, Tensor, float, int]:
           (torch.tensor([64.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.25]), 0.5, 2),
           (torch.zeros(5), torch.zeros(5), 0.5, 4), draw=_moments, tolerance=0, stars=2, minutes=12,
           mistakes={"each block has a scale of its own": lambda v, g, beta, block:
-                        _stored(beta * v + (1 - beta) * g * g, len(v)),
+                        moment(v, g, beta, len(v)),
                     "the second moment averages squares": lambda v, g, beta, block:
-                        _stored(beta * v + (1 - beta) * g.abs(), block),
+                        moment(beta * v + (1 - beta) * g.abs(), 0 * g, 1.0, block),
                     "what is stored has eight bits": lambda v, g, beta, block:
                         beta * v + (1 - beta) * g * g})
 def moment(v: Tensor, g: Tensor, beta: float, block: int) -> Tensor:

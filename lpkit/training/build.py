@@ -114,8 +114,8 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
     asked = config.precision.recipe
     begun = {key: choice["used"] for key, choice in (before or {}).get("chosen", {}).items()}
     m, tokens = config.model, config.micro_batch * config.model.T
-    threads = hardware.threads_choice(config.system.threads, flops=2 * tokens * m.D * m.F,
-                                      before=begun.get("threads"))
+    threads = hardware.threads_choice(config.system.threads, device, before=begun.get("threads"),
+                                      flops=2 * tokens * m.D * m.F)
     torch.set_num_threads(int(threads.used))        # also for the race of dtypes
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used

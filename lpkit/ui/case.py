@@ -115,4 +115,3 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
                   xaxis=axis("run, and the share of the lost loss that came back",
                              type="category", showgrid=False, ticks=""),
                   yaxis={**NAMES, "type": "category"})
-

@@ -63,10 +63,6 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
                      layer="below")])
 
 
-def _base(row: Row) -> float:
-    return row.formula if row.measured is None else row.measured
-
-
 def _name(row: Row) -> str:
     what = "not measured" if row.measured is None else quantity(row.measured, row.unit)
     name = "<br>".join(map(escape, wrap(row.name, NAME_LETTERS))) or "here"
@@ -75,7 +71,7 @@ def _name(row: Row) -> str:
 
 def _deviation(value: float, row: Row) -> float:
     """In the unit of `DIFFERENCES`; infinite beside nothing."""
-    base = _base(row)
+    base = row.truth
     if row.unit in DIFFERENCES or value == base:
         return value - base
     return 100 * (value / base - 1) if base else math.copysign(math.inf, value)

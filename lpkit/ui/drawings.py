@@ -9,7 +9,7 @@ from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, INK
 from lpkit.techniques.recipes import PRODUCTS, SIDE_WORDS, SIDES, Cast, Recipe
 from lpkit.ui.draw import axis, bars, box, figure, note, rule, scatter
-from lpkit.ui.style import COLOURS
+from lpkit.ui.style import COLOURS, ROLE_COLOURS
 
 HIDDEN = {"visible": False, "constrain": "domain"}
 TICKS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[4])
@@ -48,7 +48,6 @@ def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
 # Products.
 
 EQUATIONS = {"y": "y = x wᵀ", "dx": "dx = dy w", "dw": "dw = dyᵀ x"}
-DRAWN = {"x": COLOURS[1], "w": COLOURS[0], "g": COLOURS[2]}     # as roles are coloured elsewhere
 WORDS = {"x": "x", "w": "w", "g": "dy"}
 NUMBERS = {"M": 256, "K": 384, "N": 512}        # tokens, features in, features out
 MOST_LINES = 24     # in a grid of blocks: more would be a grey face
@@ -76,7 +75,8 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         for i, (tensor, cast, (down, across), labels) in enumerate(zip(
                 PRODUCTS[product], casts, ((high, inner), (inner, out)),
                 ((rows, summed), (summed, columns)))):
-            shapes += _operand(left, middle, down, across, DRAWN[tensor], cast, second=bool(i))
+            shapes += _operand(left, middle, down, across, ROLE_COLOURS[WORDS[tensor]],
+                               cast, second=bool(i))
             notes += _sizes(left, middle, down, across, *labels)
             notes.append(note(names[i] + turned[i], left + across / 2, middle, "center middle",
                               font={"size": 17, "color": INK}, bgcolor="rgba(255,255,255,0.75)"))
