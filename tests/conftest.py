@@ -65,13 +65,22 @@ def doctors_report(cells):
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory):
-    """(open, folder): `open(name)` opens a notebook of `folder` in a served JupyterLab, in a real browser."""
-    from lpkit.bench.browser import Notebook, chromium, chromium_path, served
+def context():
+    """A context of a real browser. Playwright can be open only once in a process."""
+    from lpkit.bench.browser import chromium, chromium_path
 
     if chromium_path() is None:
         pytest.skip("there is no chromium, chromium-browser or google-chrome on PATH")
     pytest.importorskip("playwright", reason="the browser is driven by playwright")
+    with chromium() as context:
+        yield context
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, context):
+    """(open, folder): `open(name)` opens a notebook of `folder` in a served JupyterLab, in a real browser."""
+    from lpkit.bench.browser import Notebook, served
+
     folder = tmp_path_factory.mktemp("lab")
-    with served(folder, tmp_path_factory.mktemp("state")) as server, chromium() as context:
+    with served(folder, tmp_path_factory.mktemp("state")) as server:
         yield lambda name: Notebook(context, server, name), folder

