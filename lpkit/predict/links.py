@@ -68,11 +68,11 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     if missing:
         raise ConfigError(f"{axis}={size} on {machine.title} needs {missing}, and it says none; "
                           f"use one device, or describe the machine in YAML with it")
-    rate, words = wire, f"{machine.link or 'link'} in one node"
+    rate, words = wire * efficiency.links, f"{machine.link or 'link'} in one node"
     if nodes > 1:
-        rate = local * machine.network_bytes_per_second
-        rate = min(rate, wire) if local > 1 else rate
+        pulling = 1 + efficiency.pooled * (local - 1)
+        beyond = pulling * machine.network_bytes_per_second * efficiency.network
+        rate = min(beyond, rate) if local > 1 else beyond
         words = f"network, {nodes} nodes, {local} rank(s) in each"
     hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
-    return Link(size=size, bytes_per_second=max(rate, 1.0) * efficiency.links, hops_seconds=hops,
-                words=words)
+    return Link(size=size, bytes_per_second=max(rate, 1.0), hops_seconds=hops, words=words)

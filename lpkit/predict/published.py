@@ -11,7 +11,7 @@ product again, which is added to "selective".
 """
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -19,13 +19,14 @@ from typing import Literal
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
+from lpkit.predict import evidence
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.flops import recomputed_flops, training_flops
 from lpkit.predict.params import parameter_count
-from lpkit.predict.roofline import ASSUMED
 from lpkit.predict.time import Calibration, StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import Machine, find
 from lpkit.values import Checked, Count, CountOrZero, Positive, Text
 
 FOLDER = resource("data/published")
@@ -37,9 +38,11 @@ SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does no
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
 RECOMPUTE = {None: "none", "selective-op": "selective"}
 AGAIN = {"selective-op": 1 / 3 / 2}             # of the products: every second one, forward
+REPEATED = 20 / 36                      # of a GPT block's pointwise bytes: norms and additions
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",
               "selective-op": "selective op"}
-EFFICIENCIES = {"eager": replace(ASSUMED, fused=1.0)}
+STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
+          "Transformer Engine": "megatron", "DeepSpeed ZeRO-3": "deepspeed-2021"}
 COUNTED = {     # FLOPs of a step, as the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
@@ -51,12 +54,26 @@ COUNTED = {     # FLOPs of a step, as the page counts them
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Checked):
-    """A page. `name` is its file in data/published."""
+    """A page. `name` is its file in data/published. What its cluster or its stack had is here, where
+    that is not the catalogue's: links in a node, both ways, the network of a device, one way, and
+    tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
 
     name: Text
     title: Text
     url: Text
     held_out: bool
+    link_gigabytes: Positive | None = None
+    network_gigabits: Positive | None = None
+    sequence_parallel: bool = True
+
+    def on(self, name: str) -> Machine:
+        """Of the catalogue, with what is stated here."""
+        machine, stated = find(name), {}
+        if self.link_gigabytes:
+            stated["link_bytes_per_second"] = self.link_gigabytes * 1e9
+        if self.network_gigabits:
+            stated["network_bytes_per_second"] = self.network_gigabits * 1e9 / 8
+        return replace(machine, **stated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +136,18 @@ class Run(Checked):
         return ", ".join(filter(None, words))
 
     @property
+    def stack_row(self) -> str:
+        """Of `evidence.STACKS`."""
+        plain = "eager" if self.kernels == "eager" else "compiled"
+        return next((row for name, row in STACKS.items() if self.stack.startswith(name)), plain)
+
+    @property
+    def limited(self) -> bool:
+        """By less power than the catalogue's machine has."""
+        rated = find(self.machine).watts
+        return "power limited" in self.note or bool(self.watts and self.watts < rated)
+
+    @property
     def layout(self) -> Layout | None:
         """None for more than one device without a word on how they share the work."""
         axes = {"data": self.data, "shard": self.shard, "tensor": self.tensor,
@@ -166,25 +195,33 @@ def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
     return tuple(_read(folder / "sources.csv", Source))
 
 
-def step(run: Run, calibration: Calibration | None = None) -> StepTime:
-    """Raises ConfigError where the formula cannot take the run, with the reason."""
+def step(run: Run, calibration: Calibration | None = None,
+         numbers: Mapping[str, float] | None = None) -> StepTime:
+    """Raises ConfigError where the formula cannot take the run, with the reason. `numbers`: instead
+    of the fitted ones of `lpkit.predict.evidence`."""
     layout, schedule = run.layout, run.schedule or "1f1b"
     if layout is None:
         raise ConfigError("not stated: the layout")
     chunks = pick(SCHEDULES, schedule, "schedule")
     if not (run.interleave or chunks):
         raise ConfigError(f"not stated: the chunks of the {schedule} schedule")
-    return step_time(run.config, run.machine, layout, calibration=calibration,
+    on = run.source.on(run.machine)
+    reached = numbers and evidence.reached(evidence.generation_of(on), run.stack_row, numbers)
+    return step_time(run.config, on, layout, calibration=calibration, stack=run.stack_row,
                      recompute=RECOMPUTE.get(run.recompute, run.recompute),
                      precision=PRECISIONS.get(run.precision, run.precision),
-                     efficiency=EFFICIENCIES.get(run.kernels, ASSUMED))
+                     efficiency=reached)
 
 
-def seconds(run: Run, calibration: Calibration | None = None) -> float:
+def seconds(run: Run, calibration: Calibration | None = None,
+            numbers: Mapping[str, float] | None = None) -> float:
     """Of a step, by the formula. Raises ConfigError as `step`."""
-    made = step(run, calibration)
+    made = step(run, calibration, numbers)
     linears = sum(one.seconds for one in made.rows if one.name.startswith(("attention.", "mlp.")))
-    return made.step_seconds + AGAIN.get(run.recompute, 0) * linears
+    more = AGAIN.get(run.recompute, 0) * linears
+    if not run.source.sequence_parallel:
+        more += REPEATED * ((run.tensor or 1) - 1) * made["norms, activations, loss"].seconds
+    return made.step_seconds + more
 
 
 def row(run: Run, calibration: Calibration | None = None) -> Row:

@@ -28,7 +28,13 @@ class Efficiency:
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
-    links: float = 0.8                  # of a link or a network, by a large collective
+    links: float = 0.8                  # of a link inside a node, by a large collective
+    network: float = 0.8                # of a network between nodes, by a large collective
+    pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
+    overlap: float = 1.0                # of a message that could hide behind work, what does
+    split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
+    weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
+    layer_seconds: float = 0.0          # between the kernels of a layer, forward and backward
     overlapped: bool = False            # a result is written while its sums are made
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
@@ -47,7 +53,7 @@ REACHED = Efficiency(
            "bandwidth are assumed")
 FLOOR = Efficiency(
     products=dict.fromkeys(DTYPES, 1.0), attention=1.0, bandwidth=1.0, casts=1.0,
-    kernel_seconds=0.0, fused=ASSUMED.fused, links=1.0, overlapped=True,
+    kernel_seconds=0.0, fused=ASSUMED.fused, links=1.0, network=1.0, overlapped=True,
     source="a floor: every ceiling is reached, each operand moves once, kernels start at once")
 
 
@@ -60,7 +66,7 @@ def flat_mfu(mfu: float) -> Efficiency:
         raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
     return Efficiency(
         products=dict.fromkeys(DTYPES, mfu), attention=mfu, bandwidth=1.0, casts=1.0,
-        kernel_seconds=0.0, fused=0.0, links=1.0, flat=mfu,
+        kernel_seconds=0.0, fused=0.0, links=1.0, network=1.0, flat=mfu,
         source=f"assumed: model FLOPs at {mfu:g} of the peak, everything else inside it "
                "(Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311)")
 

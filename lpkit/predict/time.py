@@ -11,8 +11,9 @@ phase by phase. Products, attention and pointwise work are rooflines; messages a
   computes (FSDP);
 - gradients of the whole stage, and ZeRO-1's gather of weights, hide behind one backward or forward
   pass;
-- keys and values of context ranks hide behind attention;
-- tensor-parallel and pipeline messages hide behind nothing.
+- tensor-parallel, context-parallel and pipeline messages hide behind nothing.
+
+Of what could hide, a stated share does (`Efficiency.overlap`): messages and work slow each other.
 
 Left out: stragglers, failures, checkpoints, evaluation, data, clock throttling, contention of
 overlapped kernels, launch overheads but for the least time of a kernel, moves to the host or a
@@ -29,13 +30,14 @@ from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict import flops
+from lpkit.predict import evidence, flops
 from lpkit.predict.casts import Recipe, linear_seconds, on_hardware
+from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
-from lpkit.predict.roofline import ASSUMED, FLOOR, REACHED, Efficiency
+from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import MicroBatch, Op, operations
 from lpkit.techniques.layouts import Layout, check, layers_of_stage
@@ -46,7 +48,7 @@ from lpkit.techniques.row import Settings
 
 TENSOR = "Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198"
 PIPELINE = "Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473"
-RING_ATTENTION = "Liu et al. 2023, https://arxiv.org/abs/2310.01889"
+GATHERED_KEYS = "Llama 3 team 2024, section 3.3.2, https://arxiv.org/abs/2407.21783"
 FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.roofline.product_seconds"
@@ -93,7 +95,10 @@ class StepTime:
     dtype: str                  # of the products that are not cast
     attention: str
     efficiency: Efficiency
+    machine: Machine
+    layout: Layout
     factor: float = 1.0         # of a calibration; it is in the rows already
+    calibrated: bool = False
 
     @functools.cached_property
     def phases(self) -> dict[str, float]:
@@ -107,6 +112,19 @@ class StepTime:
     @property
     def step_seconds(self) -> float:
         return sum(self.phases.values())
+
+    @functools.cached_property
+    def spread(self) -> Spread:
+        """By how much the seconds may be wrong."""
+        if self.efficiency.flat:
+            return evidence.GIVEN
+        return evidence.spread(self.machine, self.precision, self.layout,
+                               calibrated=self.calibrated)
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Of `step_seconds`."""
+        return self.spread.around(self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -155,6 +173,7 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
               precision: str | None = None, optimizer: str | None = None,
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
+              stack: str = evidence.DEFAULT,
               calibration: Calibration | None = None, recipe: Recipe | None = None) -> StepTime:
     """One update of `config`. Raises ConfigError for an invalid combination.
 
@@ -162,14 +181,15 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.
                  None: the config's recipe, where "auto" is bf16 if the machine has it
     recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
-    efficiency   what is reached of the ceilings; None: ASSUMED, or REACHED on a measured machine
+    efficiency   what is reached of the ceilings; None: by evidence, or REACHED on a measured machine
+    stack        a row of `evidence.STACKS`, for an efficiency by evidence
     recipe       casts that replace those of the precision
     """
     on, layout, m = machines.find(machine), layout or config.parallel, config.model
     check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
-    efficiency = efficiency or (REACHED if on.name == "this" else ASSUMED)
+    efficiency = efficiency or evidence.efficiency(on, stack)
     p = stored(config, precision)
     s, pieces = on_device(config, on, layout, p)
     if recipe is None and p.low is not None:
@@ -189,7 +209,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                     model_flops=flops.training_flops(m, batch=config.global_batch),
                     peak_flops=on.peak_flops(p.dtype), micro_batches=pieces, sequences=s.batch,
                     precision=precision, dtype=p.dtype, attention=s.attention,
-                    efficiency=efficiency, factor=factor)
+                    efficiency=efficiency, machine=on, layout=layout,
+                    factor=factor, calibrated=calibration is not None)
 
 
 def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
@@ -242,14 +263,16 @@ class _Rank:
         layer, outside = flops.moved_bytes(ops)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
+        self.gaps = efficiency.layer_seconds
         casts = 0.0
         if p.compute_bytes < p.weights:
-            casts = (p.compute_bytes + p.weights) / self.bandwidth
+            casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
-        self.tensor_once = self.link("tensor").all_gather_seconds(self.group_bytes)
+        self.exposed = 1 - efficiency.split_overlap
+        self.tensor_once = self.exposed * self.link("tensor").all_gather_seconds(self.group_bytes)
         # what is recomputed in backward, on average over the layers
         row = RECOMPUTE[recompute.name]
         blocks, self.again = row.again_share(m.L, recompute), row.repeats
@@ -262,12 +285,9 @@ class _Rank:
         self.forward = forward + self.attended[0] + self.pointwise
         self.backward = (backward + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
-        # context ranks: forward passes keys and values round; backward them and their gradients
+        # context ranks: keys and values gathered forward and again backward, gradients scattered
         keys = 2 * s.tokens * m.G * m.E * p.compute_bytes / layout.tensor
-        ring = self.link("context").all_gather_seconds(keys)
-        self.context_all = 3 * ring
-        self.context_shown = (max(0.0, ring - self.attended[0])
-                              + max(0.0, 2 * ring - self.attended[1]))
+        self.context_once = self.link("context").all_gather_seconds(keys)
 
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
@@ -284,7 +304,7 @@ class _Rank:
         middle = chunk * v
         ends = middle - 1 if fewer else middle
         layer = (self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
-                 + self.repeated_tensor + self.context_shown)
+                 + self.repeated_tensor + 3 * self.context_once + self.gaps)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
         last = ends * layer + (sum(self.head) + pointwise_head + 2 * self.tensor_once)
         has_head = stages == 1 or last >= middle * layer
@@ -292,7 +312,7 @@ class _Rank:
         if stages > 1:
             others = ends * layer + last + (stages - 2) * middle * layer - max(last, middle * layer)
         message = self.group_bytes / layout.tensor * self.p.residual_bytes / self.p.compute_bytes
-        send = 2 * v * self.link("pipeline").send_seconds(message)
+        send = 2 * v * self.exposed * self.link("pipeline").send_seconds(message)
         times, heads = pieces * layers, pieces * has_head
         count = f"{pieces} micro-batches x {layers} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
@@ -308,6 +328,8 @@ class _Rank:
             f"bytes moved, {rate.fused:g} of them left by fusion, at {rate.bandwidth:g} of the "
             f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
             "lpkit.predict.flops.moved_bytes", forward=moved, backward=BACKWARD_MOVES * moved)
+        row("between kernels", f"{count}, {self.gaps * 1e6:.0f} us each", rate.source,
+            forward=times * self.gaps / 3, backward=times * self.gaps * 2 / 3)
         row("weight copies",
             "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
             forward=times * self.casts, backward=times * self.casts)
@@ -321,9 +343,8 @@ class _Rank:
             communication=times * (8 * self.tensor_once + self.repeated_tensor)
             + 2 * heads * self.tensor_once)
         row("context: keys and values",
-            "round the ring once forward, with their gradients backward; attention hides the rest",
-            f"{RING_ATTENTION}; {RINGS}", hidden=times * (self.context_all - self.context_shown),
-            communication=times * self.context_shown)
+            "gathered before attention, forward and again backward; their gradients scattered",
+            f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
         row("pipeline: send and receive",
             f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
             PIPELINE, communication=pieces * send)
@@ -350,7 +371,8 @@ class _Rank:
         if layout.state_ranks > 1 and layout.zero == 3:
             gather = ring.all_gather_seconds(block * p.compute_bytes)
             scatter = ring.reduce_scatter_seconds(block * p.gradients)
-            late = max(0.0, gather - self.forward) + max(0.0, gather + scatter - self.backward)
+            late = (self.shown(gather, self.forward)
+                    + self.shown(gather + scatter, self.backward))
             said = (2 * gather + scatter) * layers * self.pieces
             shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
@@ -374,12 +396,16 @@ class _Rank:
             said = ring.all_reduce_seconds(owned * p.gradients)
             self.behind("data: all-reduce gradients", said, left, ring, RINGS)
 
+    def shown(self, said: float, window: float) -> float:
+        """What is seen of a message of `said` seconds beside work of `window` seconds."""
+        return said - self.efficiency.overlap * min(said, window)
+
     def behind(self, name: str, said: float, window: float, on: Link, source: str,
                times: int = 1) -> None:
         """A message that may take `window` seconds unseen."""
-        shown = max(0.0, said - window)
-        self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {window:.4g} s hide "
-                 f"behind a pass", source, hidden=times * (said - shown),
+        shown = self.shown(said, window)
+        self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {said - shown:.4g} s "
+                 f"hide behind a pass of {window:.4g} s", source, hidden=times * (said - shown),
                  communication=times * shown)
 
 
@@ -419,19 +445,29 @@ def _attention_words(name: str, op: Op) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a run takes. `energy_wh` is at rated power; None where the machine says none."""
+    """What a run takes. `energy_wh` is at rated power; None where the machine says none. All but the
+    tokens may be wrong by `spread`."""
 
     seconds: float
     device_hours: float
     tokens: float
     energy_wh: float | None
     cost: float | None              # US dollars
+    spread: Spread
+
+    def range_of(self, total: float | None) -> tuple[float, float] | None:
+        """Of seconds, hours, energy or cost."""
+        return None if total is None else self.spread.around(total)
 
     def per_million_tokens(self, total: float | None) -> float | None:
         return None if total is None else total / self.tokens * 1e6
 
     def to_dict(self) -> dict[str, Any]:
         return {"run_seconds": self.seconds, "days": self.seconds / 86_400,
+                "run_seconds_range": self.range_of(self.seconds),
+                "cost_range": self.range_of(self.cost),
+                "energy_wh_range": self.range_of(self.energy_wh),
+                "range_is": self.spread.words,
                 "device_hours": self.device_hours, "energy_wh": self.energy_wh,
                 "energy_how": "rated power, all of it, all the time", "cost": self.cost,
                 "cost_per_million_tokens": self.per_million_tokens(self.cost),
@@ -446,4 +482,4 @@ def bill(step: StepTime, machine: Machine, tokens: float, *,
     price = machine.price_per_hour if price_per_hour is None else price_per_hour
     return Bill(seconds=seconds, device_hours=hours, tokens=tokens,
                 energy_wh=None if machine.watts is None else machine.watts * hours,
-                cost=None if price is None else price * hours)
+                cost=None if price is None else price * hours, spread=step.spread)

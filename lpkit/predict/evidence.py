@@ -1,0 +1,196 @@
+"""What machines reach in training, and by how much a prediction of seconds may be wrong.
+
+Three kinds of numbers, kept apart:
+
+- of a datasheet, the share that published kernels reach at their best shape: GENERATIONS, each with
+  its source;
+- what no table says: the share of that which a whole step keeps, what a stack's compiler or fused
+  kernels leave, what hides of its messages, what lies between its kernels. These are fitted to
+  published runs that may be fitted (data/published/fit.json, by `python -m lpkit.bench.fit`);
+- how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
+  range of every answer.
+
+A machine whose ceilings were measured on the spot uses them (`roofline.REACHED`).
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lpkit.errors import pick
+from lpkit.files import resource
+from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import Machine
+
+FIT = resource("data/published") / "fit.json"
+BEKMAN = ("https://github.com/stas00/ml-engineering/blob/"
+          "744d01e18b79512572f64a6bbd8b5f4a725203a7/")
+MAMF = f"achievable matmul FLOPS, {BEKMAN}compute/accelerator/README.md"
+FLASH_2 = "FlashAttention-2 and 3: Shah et al. 2024, https://arxiv.org/abs/2407.08608"
+IN_STEP = f"attention in a step of 8B, {BEKMAN}insights/when-to-upgrade-gpus/README.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Shares of the datasheet's dense peaks. `attention`: of the 16-bit peak, by a flash kernel,
+    forward and backward."""
+
+    machines: tuple[str, ...]
+    sixteen: float
+    eight: float | None         # None: nobody published one, and the share of 16 bits is taken
+    attention: float
+    source: str
+
+
+# h100: FlashAttention-2 reaches 0.35, FlashAttention-3 in a step 0.45.
+GENERATIONS = {
+    "a100": Generation(machines=("a100-40", "a100-80"), sixteen=0.869, eight=None, attention=0.5,
+                       source=f"{MAMF}; attention: 50% to 73%, Dao 2023, "
+                       "https://arxiv.org/abs/2307.08691"),
+    "h100": Generation(machines=("h100", "h100-pcie", "h200", "gh200"), sixteen=0.803, eight=0.709,
+                       attention=0.4, source=f"{MAMF}; {FLASH_2}; {IN_STEP}"),
+    "b200": Generation(machines=("b200", "b300"), sixteen=0.776, eight=0.763, attention=0.37,
+                       source=f"{MAMF}; {IN_STEP}"),
+    "gb200": Generation(machines=("gb200", "gb300"), sixteen=0.729, eight=0.723, attention=0.37,
+                        source=f"{MAMF}; attention as b200's"),
+    "mi300x": Generation(machines=("mi300x",), sixteen=0.514, eight=None, attention=0.3,
+                         source=f"{MAMF}; attention assumed"),
+    "mi325x": Generation(machines=("mi325x",), sixteen=0.604, eight=None, attention=0.3,
+                         source=f"{MAMF}; attention assumed"),
+    "mi355x": Generation(machines=("mi355x",), sixteen=0.68, eight=None, attention=0.3,
+                         source=f"{MAMF}; attention assumed"),
+}
+OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
+                   source="assumed: no table says what this machine reaches")
+LIKE = {"gb200": "b200", "mi325x": "mi300x", "mi355x": "mi300x"}     # what a step keeps of it
+KEPT_BY_OTHERS = "h100"
+SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8", "fp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """How a step is programmed. What is None is fitted."""
+
+    words: str
+    attention: float | None         # of the generation's
+    fused: float | None             # of pointwise bytes, what is left
+    overlap: float | None
+    layer_seconds: float | None = 0.0
+    split_overlap: float | None = 0.0
+    pooled: float = 1.0
+    weight_copies: float = 1.0
+
+
+STACKS = {
+    "eager": Stack(words="PyTorch without a compiler", attention=None, fused=None, overlap=None,
+                   layer_seconds=None),
+    "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
+    "megatron": Stack(words="Megatron-Core with Transformer Engine: fused layers, messages that "
+                      "overlap, 16-bit weights", attention=1.1, fused=None, overlap=None,
+                      split_overlap=None, weight_copies=0.0),
+    "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it: a node's ranks do not "
+                            "pull together", attention=None, fused=None, overlap=None,
+                            layer_seconds=None, pooled=0.0),
+}
+DEFAULT = "compiled"
+TIED = {"deepspeed-2021": "eager", "compiled": "eager"}     # whose fitted numbers a stack has
+
+
+@functools.cache
+def fitted() -> Mapping[str, Any]:
+    """data/published/fit.json."""
+    return json.loads(FIT.read_text(encoding="utf-8"))
+
+
+def generation_of(machine: Machine) -> str | None:
+    return next((name for name, row in GENERATIONS.items() if machine.name in row.machines), None)
+
+
+def efficiency(machine: Machine, stack: str = DEFAULT) -> Efficiency:
+    """Of a training step. Raises ConfigError for an unknown stack."""
+    return REACHED if machine.name == "this" else _efficiency(generation_of(machine), stack)
+
+
+@functools.cache
+def _efficiency(name: str | None, stack: str) -> Efficiency:
+    return reached(name, stack, fitted()["numbers"])
+
+
+def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Efficiency:
+    """By a generation, at these `numbers`. Raises ConfigError."""
+    row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
+    kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
+    low = kept * numbers["8 bits keep"] * (row.eight or row.sixteen)
+
+    def of(field: str) -> float:
+        value = getattr(how, field)
+        return numbers[f"{TIED.get(stack, stack)} {field}"] if value is None else value
+
+    return replace(
+        ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
+                           **dict.fromkeys(EIGHT, min(1.0, low))},
+        attention=row.attention * of("attention"), fused=of("fused"), overlap=of("overlap"),
+        split_overlap=of("split_overlap"), layer_seconds=of("layer_seconds"), pooled=how.pooled,
+        weight_copies=how.weight_copies,
+        source=f"{row.source}; a step keeps {kept:.2f} of its products' share, and {how.words} was "
+        f"taken: fitted to published runs, data/published/fit.json")
+
+
+# How wrong it may be.
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Nine of ten runs of this kind took between `low` and `high` times the predicted seconds."""
+
+    low: float
+    high: float
+    words: str
+
+    def around(self, value: float) -> tuple[float, float]:
+        return self.low * value, self.high * value
+
+
+GIVEN = Spread(low=1.0, high=1.0, words="at the MFU that was given")
+UNSEEN = "no published run is of this kind"
+
+
+def kind_of(machine: Machine, precision: str) -> str:
+    """Of fit.json's kinds."""
+    low, name = PRECISIONS[precision].low, generation_of(machine)
+    if name is None:
+        return UNSEEN
+    if name.startswith("mi"):
+        return "MI300X and after"
+    if low:
+        return "8 bits or fewer"
+    return "A100, H100 and after in 16 bits"
+
+
+def shape_of(layout: Layout) -> str:
+    """What splits the model, in words: "tensor + pipeline", "ZeRO 3", "one device"."""
+    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(layout, axis) > 1]
+    alone = "replicas" if layout.data > 1 else "one device"
+    return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
+
+
+def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool = False
+           ) -> Spread:
+    """Of the seconds of a step. One measured step takes a kind's own bias away."""
+    known, kind = fitted(), kind_of(machine, precision)
+    kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
+    found, words = kinds.get(kind), f"nine of ten held-out runs, {kind}"
+    if found is None:       # nothing of this kind was published: as wide as anything was
+        found = {side: choose(one[side] for one in kinds.values())
+                 for side, choose in (("low", min), ("high", max))}
+        words = f"{UNSEEN}: as wide as any"
+    most = known["most_devices"].get(shape, 0)
+    if layout.devices > most:
+        words += (f"; extrapolated: no published run has {shape}" if not most else
+                  f"; extrapolated: published runs with {shape} have {most:,} devices at most")
+    if calibrated:
+        words += ", after one measured step"
+    return Spread(low=found["low"], high=found["high"], words=words)
