@@ -4,16 +4,18 @@ Fitted are the numbers of `lpkit.predict.evidence` that no table states, to runs
 not held out and of machines without a power limit. The loss is the median-like mean of |log(formula
 / published)|, a source's rows on a machine counting as the root of their number, none for more than
 CAP. The held-out runs give the ranges: of a kind, what nine of ten took over what was said, each
-source counting alike, before and after its first run calibrated the others.
+source counting alike; after a calibration, by the run before it on its page.
 """
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
+from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds, step
 
 CAP = 0.7               # of |log|: a run that is off by twice has other reasons
@@ -77,16 +79,16 @@ def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str
     """By "kinds" and "calibrated", what published seconds are over the formula's."""
     plain: dict = defaultdict(lambda: defaultdict(list))
     after: dict = defaultdict(lambda: defaultdict(list))
-    first: dict[tuple[str, str, str], float] = {}
+    before: dict[tuple[str, str, str], float] = {}
     for run in some:
         made = step(run, numbers=numbers)
         off = run.published_seconds / seconds(run, numbers=numbers)
         kind, name = evidence.kind_of(run.source.on(run.machine), made.precision), run.source.name
         plain[kind][name].append(off)
         same = (name, run.machine, made.precision)
-        if same in first:
-            after[kind][name].append(off / first[same])
-        first.setdefault(same, off)
+        if same in before:
+            after[kind][name].append(off / before[same])
+        before[same] = off
     return {"kinds": {kind: _range(each) for kind, each in plain.items()},
             "calibrated": {kind: _range(each) for kind, each in after.items()}}
 
@@ -115,8 +117,23 @@ def made() -> dict:
         shape = evidence.shape_of(run.layout)
         most[shape] = max(most[shape], run.devices)
     return {"command": "python -m lpkit.bench.fit", "runs": len(open_runs), "numbers": numbers,
-            **kinds(taken(True), numbers), "most_devices": dict(sorted(most.items()))}
+            **kinds(taken(True), numbers), "most_devices": dict(sorted(most.items())),
+            "best_layouts": best_layouts((*taken(False), *taken(True)))}
+
+
+def best_layouts(some: Iterable[Run]) -> list[list[int]]:
+    """Parameters and ranks of tensor, pipeline and context, of the fastest run of each model on each
+    number of devices of a page."""
+    best: dict[tuple, Run] = {}
+    for run in some:
+        same = (run.source.url, run.model, run.context, run.devices, run.precision)
+        if same not in best or run.published_seconds < best[same].published_seconds:
+            best[same] = run
+    return [list(split) for split in sorted({
+        (parameter_count(run.config.model), run.layout.tensor, run.layout.pipeline,
+         run.layout.context) for run in best.values() if run.devices > 1})]
 
 
 if __name__ == "__main__":
-    print(json.dumps(made(), indent=1))
+    text = json.dumps(made(), indent=1)
+    print(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text))

@@ -15,6 +15,7 @@ A machine whose ceilings were measured on the spot uses them (`roofline.REACHED`
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,6 +156,8 @@ class Spread:
 
 
 GIVEN = Spread(low=1.0, high=1.0, words="at the MFU that was given")
+TELLS = 0.08            # of seconds: less does not tell two layouts apart (docs/plan.md)
+ALIKE = 1.5             # times the parameters
 UNSEEN = "no published run is of this kind"
 
 
@@ -194,3 +197,12 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     if calibrated:
         words += ", after one measured step"
     return Spread(low=found["low"], high=found["high"], words=words)
+
+
+def was_best(parameters: float, layout: Layout) -> float:
+    """How far in size, as |log|, the nearest model is whose best published layout splits it so;
+    infinite where none of about its size does."""
+    split = [layout.tensor, layout.pipeline, layout.context]
+    off = [abs(math.log(parameters / size)) for size, *ranks in fitted()["best_layouts"]
+           if ranks == split]
+    return min((one for one in off if one <= math.log(ALIKE)), default=math.inf)

@@ -23,12 +23,13 @@ from typing import Annotated, Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
+from lpkit.predict import evidence
 from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
-from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
+from lpkit.predict.roofline import Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
@@ -170,9 +171,17 @@ class Plan:
             "efficiency": best and asdict(best.time.efficiency)}
 
     def rank(self, first: str) -> None:
-        """The soonest or the cheapest first."""
+        """The soonest or the cheapest first. Of those that the formula cannot tell from the first,
+        layouts that were the best of a published page come before the others, of the nearest model
+        first."""
         self.first = first
-        self.options.sort(key=attrgetter("order" if first == "soonest" else "price_order"))
+        order = attrgetter("order" if first == "soonest" else "price_order")
+        self.options.sort(key=order)
+        if self.options:
+            most = (1 + evidence.TELLS) * order(self.options[0])[0]
+            size = parameter_count(self.config.model)
+            self.options.sort(key=lambda one: (
+                evidence.was_best(size, one.layout) if order(one)[0] <= most else math.inf))
 
     def search(self, precision: str, count: int) -> None:
         """One option, the best, for each split of the devices into tensor, pipeline and context."""
@@ -334,7 +343,7 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
                               f"ask `lpkit predict` for its bytes")
     memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
     found = Plan(config, tokens, on, optimizer or config.optimizer.name,
-                 efficiency or (REACHED if on.name == "this" else ASSUMED), calibration,
+                 efficiency or evidence.efficiency(on), calibration,
                  budget=budget or math.inf, deadline=deadline_seconds or math.inf)
     asked = [precision_of(config, on, name) for name in precisions or (None,)]
     for precision in asked:

@@ -12,7 +12,7 @@ from lpkit.config import Config
 from lpkit.predict.casts import LinearCost, Recipe, linear_cost
 from lpkit.predict.flops import Product
 from lpkit.predict.recipes import BF16, FP32, PRECISIONS
-from lpkit.predict.roofline import ASSUMED, Efficiency
+from lpkit.predict.roofline import Efficiency
 from lpkit.predict.time import StepTime, rank_products, step_time
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -70,8 +70,8 @@ def amdahl(share: float, speedup: float) -> float:
     return 1 / (1 - share + share / speedup)
 
 
-def step_cost(config: Config, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
-              base: str = "bf16") -> StepCost:
+def step_cost(config: Config, recipe: Recipe, machine: Machine,
+              efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
     """One update on one `machine`. Raises ConfigError when it lacks the recipe's dtype."""
     how = {"precision": base, "efficiency": efficiency}
     plain = step_time(config, machine, Layout(), **how)
@@ -84,7 +84,7 @@ def step_cost(config: Config, recipe: Recipe, machine: Machine, efficiency: Effi
         touched[p] = calls
         seconds += plain[p.name].seconds * calls / p.calls
         costs.append(linear_cost(
-            p, recipe, machine, efficiency, base=base, itemsize=PRECISIONS[base].compute_bytes,
+            p, recipe, machine, plain.efficiency, base=base, itemsize=PRECISIONS[base].compute_bytes,
             calls=calls * plain.micro_batches))
     return StepCost(recipe=recipe.name, base=plain, cast=cast, linears=tuple(costs),
                     touched_seconds=seconds, bytes=memory_change(recipe, touched))

@@ -31,12 +31,13 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
+from lpkit.predict import evidence
 from lpkit.predict.casts import FINE_SHARE, Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
 from lpkit.predict.flops import Product
 from lpkit.predict.precision import StepCost, emulated, step_cost
-from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
+from lpkit.predict.roofline import Efficiency
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
 from lpkit.techniques import machines
@@ -279,7 +280,7 @@ def recall(on: Machine, base: str, folder: Path = MEASURED
            ) -> tuple[Efficiency, dict[str, tuple[float, str]]]:
     """What benches of this machine say: the efficiency of its products, and speed-ups of whole
     steps by `case_name`."""
-    efficiency, steps = REACHED if on.name == "this" else ASSUMED, {}
+    efficiency, steps = evidence.efficiency(on), {}
     for path in sorted(folder.glob("fp8-*.json")):
         with recorded_bench(path) as bench:
             row, cases = catalogued(bench["device"]), bench["cases"]
