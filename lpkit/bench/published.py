@@ -4,7 +4,7 @@ For each run that `lpkit.predict.time` takes: its speed over the published one, 
 inside the range that is printed. Beside it a flat MFU, which knows nothing but the machine's peak,
 and is fitted to the same runs as the formula is (the median of a generation and its bits): a
 formula that does not beat it is not worth its rows. Runs of sources that are held out are counted
-apart; nothing is fitted to them but the ranges, each source counting alike. `lpkit bench published --out data/measured` records all of it, and
+apart; nothing is fitted to them but the ranges. `lpkit bench published --out data/measured` records all of it, and
 `python -m lpkit.bench.published` makes docs/plan.md from the record.
 """
 

@@ -4,7 +4,7 @@ Three kinds of numbers, kept apart:
 
 - of a datasheet, the share that published kernels reach at their best shape: GENERATIONS, each with
   its source;
-- what no table says: the share of that which a whole step keeps, what a stack's compiler or fused
+- what no table says: the share of that and of the bandwidth which a whole step keeps, what a stack's compiler or fused
   kernels leave, what hides of its messages, what lies between its kernels. These are fitted to
   published runs that may be fitted (data/published/fit.json, by `python -m lpkit.bench.fit`);
 - how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
@@ -125,7 +125,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     """By a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
-    low = kept * numbers["8 bits keep"] * (row.eight or row.sixteen)
+    low = kept * (row.eight or row.sixteen)
 
     def of(field: str) -> float:
         value = getattr(how, field)
@@ -133,11 +133,12 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
 
     return replace(
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
-                           **dict.fromkeys(EIGHT, min(1.0, low))},
-        attention=row.attention * of("attention"), fused=of("fused"), overlap=of("overlap"),
+                           **dict.fromkeys(EIGHT, low)},
+        bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
+        kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"), fused=of("fused"), overlap=of("overlap"),
         split_overlap=of("split_overlap"), layer_seconds=of("layer_seconds"), pooled=how.pooled,
         weight_copies=how.weight_copies,
-        source=f"{row.source}; a step keeps {kept:.2f} of its products' share, and {how.words} was "
+        source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and {how.words} was "
         f"taken: fitted to published runs, data/published/fit.json")
 
 
