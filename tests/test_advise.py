@@ -9,10 +9,11 @@ import pytest
 from lpkit.cli import main
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
+from lpkit.predict import evidence
 from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.flops import Product
 from lpkit.predict.precision import amdahl, memory_change, step_cost
-from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency, product_seconds
+from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
 from lpkit.predict.time import step_time
 from lpkit.studies.advice import (
     MIN_WORTHWHILE_SPEEDUP,
@@ -109,8 +110,8 @@ def test_published_figures():
 
 
 def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
-    small = advise(gpt(12, 768), "h200", measured=tmp_path)
-    assert small.choice == "bf16" and "at these widths the casts take most of what the products save" in small.sentence
+    small = advise(gpt(12, 768), "h100", measured=tmp_path)
+    assert small.choice == "bf16" and "at these widths the casts cost more than the products save" in small.sentence
     tiny = advise(gpt(12, 256), "h100", measured=tmp_path)
     assert tiny.choice == "bf16" and "at these widths the casts cost more than the products save" in tiny.sentence
     wide = advise(gpt(26, 1664), "h200", measured=tmp_path)
@@ -205,15 +206,17 @@ def record(folder, name, device, cases):
 
 def test_a_recorded_linear_replaces_the_assumed_efficiency(tmp_path):
     M, K, N = 16_384, 4096, 16_384
-    true = replace(ASSUMED, products={**ASSUMED.products, "bf16": 0.7, "fp8": 0.5}, kernel_seconds=0)
-    on, weight_cast = CATALOGUE["h200"], 6 * N * K / (CATALOGUE["h200"].bytes_per_second * 0.92)
+    on = CATALOGUE["h200"]
+    known = evidence.efficiency(on)
+    true = replace(known, products={**known.products, "bf16": 0.7, "fp8": 0.5}, kernel_seconds=0)
+    weight_cast = 6 * N * K / (on.bytes_per_second * known.bandwidth)
     cost = linear_cost(linear(M, N, K), TENSORWISE, on, true)
     record(tmp_path, "fp8-linear", "NVIDIA H200", [{
         "case": f"{M}x{K} @ {K}x{N}", "peer": "bf16", "ours_median": cost.seconds, "peer_median": cost.base_seconds - weight_cast}])
     found, _ = recall(on, "bf16", tmp_path)
     assert found.products["bf16"] == pytest.approx(0.7, rel=1e-3) and found.products["fp8"] == pytest.approx(0.5, rel=1e-3)
     assert "recorded: fp8-linear-h200.json" in found.source
-    assert recall(CATALOGUE["h100"], "bf16", tmp_path) == (ASSUMED, {}), "another machine's file says nothing"
+    assert recall(CATALOGUE["h100"], "bf16", tmp_path) == (evidence.efficiency(CATALOGUE["h100"]), {}), "another machine's file says nothing"
 
 
 def test_a_recorded_step_of_the_same_model_is_the_answer(tmp_path):

@@ -13,7 +13,7 @@ from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict import predict
+from lpkit.predict import evidence, predict
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import MICRO_BATCH_SIZES, USABLE_MEMORY_SHARE, largest_model, plan
@@ -110,13 +110,22 @@ def test_the_search_finds_what_trying_everything_finds(memory_bytes):
     assert found.options[0].bill.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
 
 
+def ranked(found, values):
+    """In order; before it, those that cannot be told from the first and that a page had as its best."""
+    size = parameter_count(found.config.model)
+    ahead = [value for option, value in zip(found.options, values)
+             if value <= 1.08 * min(values) and evidence.was_best(size, option.layout) < math.inf]
+    rest = values[len(ahead):]
+    return sorted(values[:len(ahead)]) == sorted(ahead) and rest == sorted(rest)
+
+
 def test_options_fit_are_ranked_and_within_the_limits():
-    found = plan(LLAMA, 1e12, "h200", budget=1e6, deadline_seconds=30 * 86_400)
+    found = plan(LLAMA, 1e12, "h200", budget=1.3e6, deadline_seconds=30 * 86_400)
     assert len(found.options) > 10
     times = [option.bill.seconds for option in found.options]
-    assert times == sorted(times) and times[-1] <= 30 * 86_400
+    assert ranked(found, times) and max(times) <= 30 * 86_400
     for option in found.options:
-        assert option.bill.cost <= 1e6 and option.memory.peak_bytes <= USABLE_MEMORY_SHARE * 141e9
+        assert option.bill.cost <= 1.3e6 and option.memory.peak_bytes <= USABLE_MEMORY_SHARE * 141e9
         assert option.layout.devices == math.prod(getattr(option.layout, axis) for axis in
                                                   ("data", "shard", "tensor", "pipeline", "context"))
         check(LLAMA, option.layout)
@@ -191,7 +200,7 @@ def test_flags_win_over_the_config(capsys):
 def test_with_a_deadline_alone_the_cheapest_comes_first():
     found = plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400)
     costs = [option.bill.cost for option in found.options]
-    assert found.first == "cheapest" and costs == sorted(costs)
+    assert found.first == "cheapest" and ranked(found, costs)
     assert found.options[0].layout.devices < max(option.layout.devices for option in found.options)
 
 
@@ -332,8 +341,9 @@ def test_a_machine_of_ones_own(tmp_path, capsys):
     mine = machine(str(path))
     h100 = machines.CATALOGUE["h100"]
     assert mine.name == "mine" and mine.flops["bf16"] == h100.flops["bf16"] and mine.memory_bytes == h100.memory_bytes
-    here = step_time(LLAMA, mine, Layout(shard=64, tensor=8), precision="bf16-master").step_seconds
-    assert here == step_time(LLAMA, h100, Layout(shard=64, tensor=8), precision="bf16-master").step_seconds
+    step, theirs = (step_time(LLAMA, on, Layout(shard=64, tensor=8), precision="bf16-master") for on in (mine, h100))
+    assert step.step_seconds == pytest.approx(theirs.step_seconds, rel=0.05), "nothing is known of what it reaches: as an H100"
+    assert "no published run is of this kind" in step.spread.words and step.spread.high > theirs.spread.high
     assert cli.main([*FIRST, "--machine", str(path), "--devices", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["cost"] > 0
     assert cli.main(["predict", "gpt2-124m", "--machine", str(path), "--json"]) == 0

@@ -25,6 +25,7 @@ BEGIN = {"a100 keeps": 0.87, "h100 keeps": 0.74, "b200 keeps": 0.66, "mi300x kee
          "eager attention": 0.61, "eager fused": 1.12, "eager overlap": 0.58,
          "eager layer_seconds": 9e-4, "megatron fused": 0.26, "megatron overlap": 1.0,
          "megatron split_overlap": 1.0}
+ENOUGH = 5
 NINE_OF_TEN = (0.05, 0.95)
 Numbers = dict[str, float]
 
@@ -120,12 +121,27 @@ def made() -> dict:
         most[shape] = max(most[shape], run.devices)
     return {"command": "python -m lpkit.bench.fit", "runs": len(open_runs), "numbers": numbers,
             **kinds(taken(True), numbers), "most_devices": dict(sorted(most.items())),
+            "best_mfu": best_mfu((*taken(False), *taken(True))),
             "best_layouts": best_layouts((*taken(False), *taken(True)))}
 
 
+def best_mfu(some: Iterable[Run]) -> dict[str, float]:
+    """By generation and kind, where there are at least ENOUGH without a power limit."""
+    reached: dict[str, list[float]] = defaultdict(list)
+    for run in some:
+        made = step(run, numbers=BEGIN)
+        mfu = made.model_flops / run.published_seconds / made.devices / made.peak_flops
+        if not run.limited:
+            generation = evidence.generation_of(made.machine)
+            kind = evidence.kind_of(made.machine, made.precision)
+            reached[f"{generation}, {kind}"].append(mfu)
+    return {key: float(f"{max(each):.3g}") for key, each in sorted(reached.items())
+            if len(each) >= ENOUGH}
+
+
 def best_layouts(some: Iterable[Run]) -> list[list[int]]:
-    """Parameters and ranks of tensor, pipeline and context, of the fastest run of each model on each
-    number of devices of a page."""
+    """Parameters and ranks of tensor, pipeline and context, of the fastest run of each model on
+    each number of devices of a page."""
     best: dict[tuple, Run] = {}
     for run in some:
         same = (run.source.url, run.model, run.context, run.devices, run.precision)

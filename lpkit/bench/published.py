@@ -4,8 +4,8 @@ For each run that `lpkit.predict.time` takes: its speed over the published one, 
 inside the range that is printed. Beside it a flat MFU, which knows nothing but the machine's peak,
 and is fitted to the same runs as the formula is (the median of a generation and its bits): a
 formula that does not beat it is not worth its rows. Runs of sources that are held out are counted
-apart; nothing is fitted to them but the ranges. `lpkit bench published --out data/measured` records all of it, and
-`python -m lpkit.bench.published` makes docs/plan.md from the record.
+apart; nothing is fitted to them but the ranges. `lpkit bench published --out data/measured` records
+all of it, and `python -m lpkit.bench.published` makes docs/plan.md from the record.
 """
 
 import json
@@ -65,7 +65,8 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         made = step(run)
         slower = made.spread
         taken.append({**of, "inside": slower.low <= ratio <= slower.high,
-                      "generation": evidence.generation_of(made.machine), "unit": beside.unit, "published": beside.measured,
+                      "generation": evidence.generation_of(made.machine),
+                      "unit": beside.unit, "published": beside.measured,
                       "formula": beside.formula, "error": ratio - 1,
                       "published_mfu": made.mfu / ratio, "held_out": run.source.held_out,
                       "machine": _machine(run), "layout": evidence.shape_of(made.layout),
@@ -125,8 +126,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def after_one_step(taken: list[dict[str, Any]]) -> list[float]:
-    """Errors of held-out runs, when each is calibrated by the one before it on its page, on the same
-    machine and in the same precision: the most alike that is published."""
+    """Errors of held-out runs, when each is calibrated by the one before it on its page, on the
+    same machine and in the same precision: the most alike that is published."""
     before: dict[tuple[str, ...], float] = {}
     after = []
     for one in taken:

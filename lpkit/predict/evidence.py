@@ -4,9 +4,10 @@ Three kinds of numbers, kept apart:
 
 - of a datasheet, the share that published kernels reach at their best shape: GENERATIONS, each with
   its source;
-- what no table says: the share of that and of the bandwidth which a whole step keeps, what a stack's compiler or fused
-  kernels leave, what hides of its messages, what lies between its kernels. These are fitted to
-  published runs that may be fitted (data/published/fit.json, by `python -m lpkit.bench.fit`);
+- what no table says: the share of that and of the bandwidth which a whole step keeps, what a
+  stack's compiler or fused kernels leave, what hides of its messages, what lies between its
+  kernels. These are fitted to published runs that may be fitted (data/published/fit.json, by
+  `python -m lpkit.bench.fit`);
 - how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
   range of every answer.
 
@@ -135,11 +136,12 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
                            **dict.fromkeys(EIGHT, low)},
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
-        kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"), fused=of("fused"), overlap=of("overlap"),
+        kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
+        fused=of("fused"), overlap=of("overlap"),
         split_overlap=of("split_overlap"), layer_seconds=of("layer_seconds"), pooled=how.pooled,
         weight_copies=how.weight_copies,
-        source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and {how.words} was "
-        f"taken: fitted to published runs, data/published/fit.json")
+        source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and "
+        f"{how.words} was taken: fitted to published runs, data/published/fit.json")
 
 
 # How wrong it may be.
@@ -198,6 +200,11 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     if calibrated:
         words += ", after one measured step"
     return Spread(low=found["low"], high=found["high"], words=words)
+
+
+def best_mfu(machine: Machine, precision: str) -> float | None:
+    """The highest that was published, of the 16-bit peak; None where nothing was."""
+    return fitted()["best_mfu"].get(f"{generation_of(machine)}, {kind_of(machine, precision)}")
 
 
 def was_best(parameters: float, layout: Layout) -> float:

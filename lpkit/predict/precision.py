@@ -84,8 +84,8 @@ def step_cost(config: Config, recipe: Recipe, machine: Machine,
         touched[p] = calls
         seconds += plain[p.name].seconds * calls / p.calls
         costs.append(linear_cost(
-            p, recipe, machine, plain.efficiency, base=base, itemsize=PRECISIONS[base].compute_bytes,
-            calls=calls * plain.micro_batches))
+            p, recipe, machine, plain.efficiency, base=base,
+            itemsize=PRECISIONS[base].compute_bytes, calls=calls * plain.micro_batches))
     return StepCost(recipe=recipe.name, base=plain, cast=cast, linears=tuple(costs),
                     touched_seconds=seconds, bytes=memory_change(recipe, touched))
 

@@ -54,8 +54,8 @@ COUNTED = {     # FLOPs of a step, as the page counts them
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Checked):
-    """A page. `name` is its file in data/published. What its cluster or its stack had is here, where
-    that is not the catalogue's: links in a node, both ways, the network of a device, one way, and
+    """A page. `name` is its file in data/published. What its cluster or its stack had is here,
+    where that is not the catalogue's: links in a node, both ways, the network of a device, one way, and
     tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
 
     name: Text

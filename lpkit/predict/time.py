@@ -181,7 +181,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.
                  None: the config's recipe, where "auto" is bf16 if the machine has it
     recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
-    efficiency   what is reached of the ceilings; None: by evidence, or REACHED on a measured machine
+    efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
     stack        a row of `evidence.STACKS`, for an efficiency by evidence
     recipe       casts that replace those of the precision
     """
@@ -189,7 +189,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
-    efficiency = efficiency or evidence.efficiency(on, stack)
+    given, efficiency = efficiency, efficiency or evidence.efficiency(on, stack)
     p = stored(config, precision)
     s, pieces = on_device(config, on, layout, p)
     if recipe is None and p.low is not None:
@@ -202,13 +202,21 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute).rows(moved)
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
+    work = flops.training_flops(m, batch=config.global_batch)
+    peak = on.peak_flops(p.dtype) * layout.devices
+    best = None if given else evidence.best_mfu(on, precision)
+    missing = work / (best * peak) - sum(row.seconds for row in rows) if best else 0.0
+    if missing > 0:
+        rows.append(TimeRow(name="promised by nobody", phases={"forward": missing / 3,
+                                                               "backward": missing * 2 / 3},
+                            formula=f"no published run on such a machine passes an MFU of {best}",
+                            source=f"data/published/{evidence.FIT.name}"))
     factor = calibration.factor if calibration else 1.0
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
-                    model_flops=flops.training_flops(m, batch=config.global_batch),
-                    peak_flops=on.peak_flops(p.dtype), micro_batches=pieces, sequences=s.batch,
-                    precision=precision, dtype=p.dtype, attention=s.attention,
+                    model_flops=work, peak_flops=on.peak_flops(p.dtype), micro_batches=pieces,
+                    sequences=s.batch, precision=precision, dtype=p.dtype, attention=s.attention,
                     efficiency=efficiency, machine=on, layout=layout,
                     factor=factor, calibrated=calibration is not None)
 
@@ -445,8 +453,8 @@ def _attention_words(name: str, op: Op) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a run takes. `energy_wh` is at rated power; None where the machine says none. All but the
-    tokens may be wrong by `spread`."""
+    """What a run takes. `energy_wh` is at rated power; None where the machine says none. All but
+    the tokens may be wrong by `spread`."""
 
     seconds: float
     device_hours: float
