@@ -13,7 +13,7 @@ from typing import Any
 from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
-from lpkit.predict.units import duration, quantity
+from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import text_table
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -135,7 +135,7 @@ def _with_batch(config: Config, tokens: float) -> Config:
 def text(result: dict[str, Any]) -> str:
     m, best = result["machine"], result["plans"][0]
     rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro",
-             "recompute", "precision", "memory", "step", "MFU", "time", "cost")]
+             "recompute", "precision", "memory", "step", "MFU", "time", "nine of ten", "cost")]
     for i, one in enumerate(result["plans"], 1):
         axes = ("devices", "data", "shard", "tensor", "pipeline", "context")
         rows.append((str(i), *(f"{one[axis]:,}" for axis in axes),
@@ -143,7 +143,7 @@ def text(result: dict[str, Any]) -> str:
                      str(one["interleave"]), f"{one['micro_batches']}x{one['sequences']}",
                      one["recompute"], one["precision"], quantity(one["peak_bytes"], "bytes"),
                      duration(one["step_seconds"]), f"{one['mfu']:.2f}",
-                     duration(one["run_seconds"]),
+                     duration(one["run_seconds"]), between(one["run_seconds_range"], duration),
                      "-" if one["cost"] is None else f"${one['cost']:,.0f}"))
     lines = [
         f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on "
@@ -163,12 +163,12 @@ def text(result: dict[str, Any]) -> str:
                      f"{quantity(one['tokens'], 'tokens')}, loss {one['loss']:.3f} ({one['note']})")
     if result["show"] is not None:
         lines += ["", *_opened(result["plans"][result["show"] - 1], result["show"])]
-    calibrated = "not calibrated; most published runs took longer than they should (docs/plan.md)"
+    calibrated = "not calibrated"
     if result["factor"] != 1:
         calibrated = f"calibrated, all of them times {result['factor']:.3f}"
     return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",
                       f"  network: {m['network']}",
-                      f"  efficiency: {result['efficiency']['source']}", f"  times: {calibrated}"])
+                      f"  efficiency: {result['efficiency']['source']}", f"  times: {calibrated}; {best['range_is']}"])
 
 
 def _opened(one: dict[str, Any], number: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Parameters, memory, FLOPs, time and cost of a training run, before it runs."""
 
 import argparse
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -8,7 +9,7 @@ from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
-from lpkit.predict.units import duration, quantity
+from lpkit.predict.units import between, duration, quantity
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +82,16 @@ def text(result: dict[str, Any]) -> str:
     line("step", duration(result["step_seconds"]),
          f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
+    line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
     line("tokens/s", quantity(result["tokens_per_second"]), "")
-    line("run", duration(result["run_seconds"]), f"{a['steps']:,} steps")
+    line("run", duration(result["run_seconds"]),
+         f"{between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")
     if result["energy_wh"] is not None:
-        line("energy", quantity(result["energy_wh"], "Wh"), "at rated power")
+        line("energy", quantity(result["energy_wh"], "Wh"),
+             f"{between(result['energy_wh_range'], partial(quantity, unit='Wh'))}, at rated power")
     if result["cost"] is not None:
         line("cost", "$" + quantity(result["cost"]),
+             f"{between(result['cost_range'], lambda value: '$' + quantity(value))}, "
              f"at {a['price_per_hour']:g} dollars per device and hour, "
              f"${result['cost_per_million_tokens']:.3g} per million tokens")
     if result["measured"]:

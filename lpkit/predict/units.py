@@ -1,6 +1,7 @@
 """Numbers for people. Base units everywhere else."""
 
 import math
+from collections.abc import Callable, Sequence
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
 _SMALL = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
@@ -28,6 +29,15 @@ def quantity(value: float | None, unit: str = "") -> str:
     whole = scale == 1 and value == round(value)
     number = f"{value:.0f}" if whole else f"{value / scale:#.3g}".rstrip(".")
     return f"{number} {prefix}{unit}".strip() if physical else f"{number}{prefix} {unit}".strip()
+
+
+def between(pair: Sequence[float], show: Callable[[float], str]) -> str:
+    """
+    >>> between((3600, 7200), duration), between((5, 5), duration)
+    ('1.00 h to 2.00 h', '5.00 s')
+    """
+    low, high = map(show, pair)
+    return low if low == high else f"{low} to {high}"
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
 from lpkit.predict.time import StepTime
-from lpkit.predict.units import duration, quantity
+from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import FAINT, INK, html_table, opened_rows
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
@@ -117,8 +117,9 @@ def option_figure(option: Option, found: Plan) -> dict:
         shapes = [rule(x=x, colour=INK, dash=dash, yref="y domain", layer="below")
                   for x, dash in ((limit, "dash"), (USABLE_MEMORY_SHARE * limit, "dot"))]
     cost = "" if option.bill.cost is None else f", {_dollars(option)}"
-    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.bill.seconds)}"
-             f"{cost}, MFU {step.mfu:.0%}")
+    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.bill.seconds)} "
+             f"({between(option.bill.range_of(option.bill.seconds), duration)}){cost}, "
+             f"MFU {step.mfu:.0%}")
     names = {**NAMES, "type": "category"}
     return figure(
         data, title, barmode="overlay", bargap=0.25, height=height + 160, shapes=shapes,
@@ -158,14 +159,17 @@ def _dollars(option: Option) -> str:
 def _ranked(found: Plan) -> str:
     rows = [(option.layout, _chunks(option), option.recompute,
              quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
-             f"{option.time.mfu:.0%}", duration(option.bill.seconds), _dollars(option))
+             f"{option.time.mfu:.0%}", duration(option.bill.seconds),
+             between(option.bill.range_of(option.bill.seconds), duration), _dollars(option))
             for option in found.options[:SHOWN]]
     caption = f"{len(found.options)} of {found.counted} layouts will do, the {found.first} first"
     energy = found.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
-    heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "cost")
+    heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "nine of ten",
+             "cost")
     price = found.machine.price_source.partition(";")[0]
+    caption += f"; nine of ten: {found.options[0].bill.spread.words}"
     return html_table(heads, rows, prose=0, caption=f"{caption}; price {price}")
 
 
