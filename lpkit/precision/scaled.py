@@ -171,7 +171,7 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     scale, tensor = MAKE_SCALES[cast.scale](torch.where(used.isfinite(), used, torch.nan), to)
     both = scale
     if tensor is not None:      # under a scale that rounded to 0 everything is 0
-        both = (scale * tensor).masked_fill(scale == 0, torch.inf)
+        both = torch.where(scale == 0, torch.inf, scale * tensor)
     fold = fold and rule.folds
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
