@@ -68,7 +68,8 @@ def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
     fmt, share = format_of(cast.format), hit_share(cast, shape)
     count = max(2, round(share * math.prod(shape)))
     # the largest of `count` Gaussian numbers, at evenly spaced probabilities
-    largest = [GAUSS.inv_cdf((1 + (u / QUANTILES) ** (1 / count)) / 2) for u in range(1, QUANTILES)]
+    shares = [(u + 0.5) / QUANTILES for u in range(QUANTILES)]
+    largest = [GAUSS.inv_cdf((1 + u ** (1 / count)) / 2) for u in shares]
     reach = _reach(fmt, cast, largest, outlier)
     others = fmean(_noise(fmt, cast, top) + _clipped(min(top, amax), amax, count)
                    for amax, top in zip(largest, reach))
