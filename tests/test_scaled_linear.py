@@ -252,8 +252,9 @@ def read_scales(data: torch.Tensor, scale: torch.Tensor, kind, *, right: bool) -
     return scale[k // 128, i // 128]
 
 
+@pytest.mark.parametrize("recipe", ["fp8-blockwise", "fp8-blockwise-pow2"])
 @pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(128, 128, 128), (128, 256, 256), (256, 128, 128), (640, 384, 256)])
-def test_blocks_of_128_say_what_they_are_also_where_one_block_is_the_whole_axis(monkeypatch, inputs, outputs, tokens):
+def test_blocks_of_128_say_what_they_are_also_where_one_block_is_the_whole_axis(monkeypatch, inputs, outputs, tokens, recipe):
     """The shapes and strides pass PyTorch's own checks (on the meta device), and what they mean is the recipe's product."""
     real, seen = torch.nn.functional.scaled_mm, []
 
@@ -268,7 +269,7 @@ def test_blocks_of_128_say_what_they_are_also_where_one_block_is_the_whole_axis(
         return (left @ right.T).to(output_dtype)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
-    emulated, native = (linear("fp8-blockwise", inputs, outputs, backend=backend) for backend in ("emulated", "scaled_mm"))
+    emulated, native = (linear(recipe, inputs, outputs, backend=backend) for backend in ("emulated", "scaled_mm"))
     with torch.no_grad():       # every block of the weight has another scale
         native.weight *= torch.logspace(-2, 2, outputs)[:, None] * torch.logspace(-1, 1, inputs)
         emulated.weight.copy_(native.weight)
