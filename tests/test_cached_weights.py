@@ -19,7 +19,8 @@ from lpkit.training.checkpoint import load_latest
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ONE_CAST = {"fp8-tensorwise": 1, "fp8-delayed": 1, "fp8-blockwise": 1, "nvfp4": 1}      # serves y and dx; others: two
+# serves y and dx; others: two
+ONE_CAST = dict.fromkeys(("fp8-tensorwise", "fp8-delayed", "fp8-blockwise", "fp8-blockwise-pow2", "nvfp4", "nvfp4-published"), 1)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

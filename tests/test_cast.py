@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -152,6 +154,56 @@ def test_nvfp4_is_torchaos(dtype):
     assert torch.equal(got.scale.to(torch.float8_e4m3fn).view(torch.uint8), want.scale.view(torch.uint8))
     assert torch.equal(got.tensor, scale)
     torch.testing.assert_close(got.dequantise(), want.dequantize().float(), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvfp4_as_published_is_transformer_engines(dtype, rows):
+    """Scales to the bit, in the order of its NVFP4QuantizerRef (transformer_engine/pytorch/custom_recipes/reference_nvfp4.py at
+    d0067d0): normal, subnormal and zero. Values too, but beside a midpoint: it multiplies by an inverse where we divide."""
+    x = (torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 256)).to(dtype)
+    blocks = x.float().view(64 // rows, rows, 16, 16)
+    encode = torch.div(torch.tensor(448.0) * 6, x.abs().max().float())
+    scale = blocks.abs().amax((1, 3)) * (encode * torch.reciprocal(torch.tensor(6.0)))
+    scale = scale.clamp(max=448).to(torch.float8_e4m3fn)
+    decode, most = torch.div(torch.tensor(1.0), encode), torch.tensor(torch.finfo(torch.float32).max)
+    factor = torch.min(torch.div(torch.tensor(1.0), scale.float() * decode), most)
+    steps = (blocks * factor[:, None, :, None]).clamp(-6, 6)
+    four = torch.from_numpy(steps.numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32))
+    want = (four * scale.float()[:, None, :, None] * decode).view(64, 256)
+
+    got = quantise(x, RECIPES["nvfp4-published"].y[rows > 1])
+    assert torch.equal(got.scale.to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8))
+    assert torch.equal(got.tensor, decode)
+    assert (scale.float() == 0).any() and ((scale.float() > 0) & (scale.float() < 2.0**-6)).any()
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    clear = ((steps.abs().flatten()[:, None] / midpoints - 1).abs() > 1e-6).all(1).view(64, 256)
+    assert clear.double().mean() > 0.99
+    torch.testing.assert_close(got.dequantise()[clear], want[clear], rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("operand", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_128_by_powers_of_two_are_transformer_engines_and_mxfp8s(dtype, operand):
+    """Bit for bit: scale_from_amax_tensor (tests/pytorch/references/quantize_scale_calc.py at d0067d0). And torchao reads the same
+    numbers from the same bytes as MXFP8, each scale four times over, which is how Transformer Engine multiplies them on Blackwell."""
+    x = (torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 9, 512)).to(dtype)
+    x[128:, :128] = 0
+    cast = RECIPES["fp8-blockwise-pow2"].y[operand]
+    blocks = x.float().view(256 // cast.block[0], cast.block[0], 4, 128)
+    top = blocks.abs().amax((1, 3))
+    factor = torch.ldexp(torch.ones_like(top), torch.frexp(448.0 / top).exponent - 1).masked_fill(top == 0, 1.0)
+    data = (blocks * factor[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(256, 512)
+
+    got = quantise(x, cast, dtype=torch.float8_e4m3fn)
+    assert torch.equal(got.scale, factor.reciprocal()) and torch.equal(got.data.view(torch.uint8), data.view(torch.uint8))
+    same(quantise(x, cast, fold=True).dequantise(), got.dequantise())      # the emulation, in one pass where it can
+
+    pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    scales = got.scale.repeat_interleave(cast.block[0], 0).repeat_interleave(4, 1).to(torch.float8_e8m0fnu)
+    same(to_dtype(got.data, scales, torch.float8_e4m3fn, 32, torch.float32), got.dequantise())
 
 
 def test_scale_rules_are_their_definitions():

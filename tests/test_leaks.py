@@ -53,6 +53,7 @@ TOY = Row(implementation=f"{__name__}:Seen")
 FITS = {    # what else a row wants
     "in-backward": {"optimizer.clip": 0},
     "fp8-blockwise": {"model.width": 128, "model.context": 128},
+    "fp8-blockwise-pow2": {"model.width": 128, "model.context": 128},
     "nvfp4": {"model.layers": 2},       # the last one stays in 16 bits
     "sgd": {"memory.moment_format": "float32"},
 }

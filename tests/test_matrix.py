@@ -54,8 +54,10 @@ def test_on_a_cpu_rules_and_probes_agree(here):
     # NVIDIA's own table, https://nvidia.github.io/TransformerEngine/support_matrix.html
     ("a100-80", "fp8-tensorwise", "transformer-engine", "no"), ("l4", "fp8-tensorwise", "transformer-engine", "native"),
     ("l40s", "fp8-delayed", "transformer-engine", "native"), ("l4", "fp8-blockwise", "transformer-engine", "no"),
-    ("h200", "fp8-blockwise", "transformer-engine", "native"), ("h200", "mxfp8", "transformer-engine", "no"),
-    ("b200", "mxfp8", "transformer-engine", "native"), ("b200", "nvfp4", "transformer-engine", "native"),
+    ("h200", "fp8-blockwise-pow2", "transformer-engine", "native"), ("h200", "mxfp8", "transformer-engine", "no"),
+    ("b200", "fp8-blockwise-pow2", "transformer-engine", "native"), ("h200", "fp8-blockwise", "transformer-engine", "no"),
+    ("b200", "mxfp8", "transformer-engine", "native"), ("b200", "nvfp4-published", "transformer-engine", "native"),
+    ("b200", "nvfp4", "transformer-engine", "no"),
     ("rtx-5090", "mxfp8", "transformer-engine", "no"),
     # PyTorch: "only supported on CUDA devices with compute capability >= 9.0 or 8.9"
     ("t4", "fp8-tensorwise", "scaled_mm", "no"), ("rtx-4090", "fp8-rowwise", "scaled_mm", "native"),

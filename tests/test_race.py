@@ -60,11 +60,13 @@ def test_a_recipe_that_casts_nothing_has_no_noise_to_predict():
 
 def test_who_runs_on_a_cpu_and_what_is_trained():
     recipes = recipe_race.contenders(torch.device("cpu"))
-    assert recipes == CASTING      # no fp16: it would be multiplied in float32
+    # no fp16: it would be multiplied in float32; and one of those that differ by their scales' rule alone
+    assert set(CASTING) - set(recipes) == {"fp8-blockwise-pow2", "nvfp4-published"}
+    assert recipes == [name for name in CASTING if name in recipes]
     made = recipe_race.entries(SMALL, recipes)
-    assert list(made) == ["bf16", *CASTING, recipe_race.AGAIN]
-    assert [config.precision.recipe.name for config in made.values()] == ["bf16", *CASTING, "bf16"]
-    assert [config.seed for config in made.values()] == [0] * (1 + len(CASTING)) + [1]
+    assert list(made) == ["bf16", *recipes, recipe_race.AGAIN]
+    assert [config.precision.recipe.name for config in made.values()] == ["bf16", *recipes, "bf16"]
+    assert [config.seed for config in made.values()] == [0] * (1 + len(recipes)) + [1]
 
 
 # what runs did
@@ -192,7 +194,8 @@ def test_plotly_accepts_the_figures():
     spec = plain(gap_figure(gaps, band=0.3, predicted=dict.fromkeys(CASTING, 30.0), measured=dict.fromkeys(CASTING, 29.0),
                             base="bf16", title="t"))
     go.Figure(spec, skip_invalid=False)
-    assert spec["layout"]["yaxis"]["range"] == pytest.approx([-0.69, 0.69]) and "two seeds of bf16 differ by 0.3%" in json.dumps(spec)
+    most = 1.15 * 0.1 * (len(CASTING) - 1)
+    assert spec["layout"]["yaxis"]["range"] == pytest.approx([-most, most]) and "two seeds of bf16 differ by 0.3%" in json.dumps(spec)
     go.Figure(plain(race_figure({"bf16": {1: 3.0, 2: 2.0}, "<i>": {1: 3.3}}, planned_steps=9)), skip_invalid=False)
     assert race_figure({"bf16": {1: 3.0, 2: 2.0}, "b": {1: 3.3}})["data"][3]["y"] == pytest.approx([10.0])
     go.Figure(plain(race_figure({})), skip_invalid=False)

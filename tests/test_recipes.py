@@ -1,6 +1,7 @@
 """Recipes as rows and settings, and every one of them in the trainer: what it learns, what it saves, what it refuses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,15 +53,22 @@ def test_rows_are_made_of_names_that_exist():
 
 def test_the_published_rows():
     """DeepSeek-V3 section 3.3; NVIDIA's NVFP4 paper, section 4; Micikevicius et al. on E5M2."""
-    deepseek, nvidia, hybrid = RECIPES["fp8-blockwise"], RECIPES["nvfp4"], RECIPES["fp8-tensorwise"]
+    deepseek, nvidia, hybrid = RECIPES["fp8-blockwise"], RECIPES["nvfp4-published"], RECIPES["fp8-tensorwise"]
     assert [cast.block for cast in (*deepseek.y, *deepseek.dx, *deepseek.dw)] == \
         [(1, 128), (128, 128), (1, 128), (128, 128), (1, 128), (1, 128)]
     assert {cast.format for casts in deepseek.products.values() for cast in casts} == {"e4m3fn"}
     assert [cast.rounding for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == \
         ["nearest-even", "nearest-even", "stochastic", "nearest-even", "stochastic", "nearest-even"]
     assert [cast.transform for cast in (*nvidia.y, *nvidia.dx, *nvidia.dw)] == ["none"] * 4 + ["hadamard"] * 2
-    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16) and "last" in nvidia.high_precision_layers
+    assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16)
     assert [cast.format for cast in hybrid.y + hybrid.dx] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn"]
+
+
+def test_rows_that_differ_in_one_thing():
+    """Float8BlockScaling's powers of two; torchao's scales, none below the smallest normal."""
+    for one, other, scale in (("fp8-blockwise", "fp8-blockwise-pow2", "power-of-two"), ("nvfp4-published", "nvfp4", "e4m3-normal")):
+        changed = [replace(cast, scale=scale) for cast in RECIPES[one].all_casts]
+        assert changed == RECIPES[other].all_casts != RECIPES[one].all_casts
 
 
 def test_settings_win_over_the_row():
@@ -77,7 +85,7 @@ def test_settings_win_over_the_row():
     (dict(recipe="fp8-tensorwize"), "did you mean 'fp8-tensorwise'"),
     (dict(recipe="mxfp8", history=4), "no setting 'history'; fp8-delayed has it"),
     (dict(recipe="nvfp4", gradient_format="e5m2"), "no setting 'gradient_format'; fp8-tensorwise, fp8-delayed, fp8-rowwise, "
-                                                   "fp8-blockwise, mxfp8 have it"),
+                                                   "fp8-blockwise, fp8-blockwise-pow2, mxfp8 have it"),
     (dict(recipe="nvfp4", scale="float32"), "no setting 'scale'; fp8-tensorwise,"),
     (dict(recipe="mxfp8", scale="float32"), "choose one of power-of-two, power-of-two-floor"),
     (dict(recipe="bf16", gradient_rounding="stochastic"), "no setting 'gradient_rounding'; fp8-tensorwise,"),
@@ -95,6 +103,8 @@ def test_settings_round_trip():
     assert Config.from_yaml(config.to_yaml()) == config and Config.from_yaml(Config().to_yaml()) == Config()
     assert config.replace({layers: "none"}).precision.recipe.high_precision_layers == ()
     assert flat(Config().replace({"precision.recipe": "nvfp4"}))[layers] == ("head", "last")
+    shares = Config().replace({"precision.recipe": "nvfp4-published"})
+    assert flat(shares)[layers] == ("head", "first:2/62", "last:8/62") and Config.from_yaml(shares.to_yaml()) == shares
 
 
 # ---- which layers, which backend
@@ -104,8 +114,19 @@ def test_layers_that_stay():
     assert kept(names, ("head", "last")) == {"head", "blocks.2.attention.qkv", "blocks.2.mlp.down"}
     assert kept(names, ("first",)) == {"blocks.0.attention.qkv", "blocks.0.mlp.down"}
     assert kept(names, ("*.down",)) == {f"blocks.{i}.mlp.down" for i in range(3)}
-    with pytest.raises(ConfigError, match=r"high_precision_layers=haed .*did you mean 'head'"):
-        kept(names, ("haed",))
+    assert kept(names, ("last:2",)) == {f"blocks.{i}.{leaf}" for i in (1, 2) for leaf in ("attention.qkv", "mlp.down")}
+    assert kept(names, ("first:9",)) == set(names) - {"head"}
+    for pattern, said in (("haed", "did you mean 'head'"), ("last:0", "did you mean 'last'")):
+        with pytest.raises(ConfigError, match=rf"high_precision_layers={pattern} .*{said}"):
+            kept(names, (pattern,))
+
+
+@pytest.mark.parametrize(("blocks", "first", "last"), [(62, 2, 8), (31, 1, 4), (20, 1, 3), (4, 0, 1), (2, 0, 0)])
+def test_nvidia_s_share_of_a_model_stays(blocks, first, last):
+    """Appendix A.1: the first two and the last eight of 62 blocks, 16%; of other models as many, rounded."""
+    names = [f"blocks.{i}.mlp.up" for i in range(blocks)]
+    want = {*names[:first], *names[blocks - last:]}
+    assert kept([*names, "head"], RECIPES["nvfp4-published"].high_precision_layers) == {*want, "head"}
 
 
 def test_a_model_gets_them_by_name_and_keeps_its_parameters(tiny):
@@ -161,12 +182,12 @@ def sixteen_bits():
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("bf16", "fp32")])
 def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_path, recipe, sixteen_bits):
     settings = {"precision.recipe": recipe, **({"precision.recipe.loss_scale": 1024.0} if recipe == "fp16" else {}),
-                "grad_accum_steps": 2 if recipe in ("fp8-delayed", "nvfp4") else 1}
+                "grad_accum_steps": 2 if recipe == "fp8-delayed" or RECIPES[recipe].stochastic else 1}
     if "bf16" not in sixteen_bits:
         sixteen_bits["bf16"] = losses(train(tiny.replace({"precision.recipe": "bf16"}), out=tmp_path / "bf16"))
     config = tiny.replace(settings)
     whole = train(config, out=tmp_path / "whole")
-    assert losses(whole) == pytest.approx(sixteen_bits["bf16"], rel=0.025 if recipe == "nvfp4" else 0.01)
+    assert losses(whole) == pytest.approx(sixteen_bits["bf16"], rel=0.025 if RECIPES[recipe].dtype == "fp4" else 0.01)
     assert losses(whole)[-1] < 0.9 * losses(whole)[0]
     assert whole.summary["chosen"]["backend"]["used"] == "emulated"
 
@@ -179,7 +200,7 @@ def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_
     assert same[0].keys() == same[1].keys()
     assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
     assert any("amax_history" in name for name in same[0]) == (recipe == "fp8-delayed")
-    assert any("draws" in name for name in same[0]) == (recipe == "nvfp4")
+    assert any("draws" in name for name in same[0]) == RECIPES[recipe].stochastic
     assert ("state/scale" in same[0]) == (recipe == "fp16")
 
 

@@ -41,6 +41,10 @@ def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
         return np.maximum(amax, np.float32(2.0**-100)) / np.float32(largest)
     if cast.scale == "power-of-two":
         return np.array([[2.0 ** math.ceil(math.log2(a / largest)) if a else 2.0**-127 for a in row] for row in amax])
+    if cast.scale == "e4m3":
+        encode = np.float32(largest * 448) / np.float32(amax.max())
+        scales = (np.float32(amax) * (encode * np.float32(1 / largest))).clip(0, 448 * one)
+        return scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / encode
     tensor = amax.max() / np.float32(largest * 448)
     return (amax / np.float32(largest) / tensor).clip(2.0**-6 * one, 448 * one).astype(ml_dtypes.float8_e4m3fn) \
         .astype(np.float32) * tensor
@@ -61,19 +65,19 @@ def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
     per_block, empty = [], []
     for i, row in enumerate(tiles):
         for j, tile in enumerate(row):
-            scaled = tile.astype(np.float32) / np.float32(scales[i, j])
+            scaled = tile.astype(np.float32) / np.float32(scales[i, j] or np.inf)      # a scale of 0: nothing is left
             clipped = scaled.clip(-fmt.largest, fmt.largest)
             grid = np.rint(clipped) if cast.format == "int8" else clipped.astype(GRIDS[cast.format]).astype(np.float64)
             y = grid.astype(np.float64) * float(scales[i, j])
             some = tile != 0
             s, n = (tile.astype(np.float64) ** 2).sum(), ((tile - y) ** 2).sum()
             elements, vanished = elements + some.sum(), vanished + (some & (y == 0)).sum()
-            over = (abs(tile.astype(np.float64)) > top * float(scales[i, j])).sum()
+            over = (abs(tile.astype(np.float64)) > top * float(scales[i, j] or np.inf)).sum()
             beyond, signal, noise = beyond + over, signal + s, noise + n
             empty.append(not some.any())
             if some.any():
                 per_block.append((s, n, over, (y != 0).sum(), scales[i, j]))
-    high, low = (math.log2(f(b[4] for b in per_block)) for f in (max, min))
+    high, low = (math.log2(f(b[4] for b in per_block if b[4])) for f in (max, min))
     return {
         "sqnr_db": 10 * math.log10(signal / noise), "underflow": vanished / elements, "saturated": beyond / elements,
         "scale_octaves": high - low, "worst_block_db": min(10 * math.log10(s / n) for s, n, *_ in per_block if n),

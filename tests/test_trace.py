@@ -28,7 +28,7 @@ CONFIGS = {
     **{recipe: {"precision.recipe": recipe} for recipe in (
         "bf16", "fp16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "int8")},
     **{f"llama {recipe}": LLAMA | {"precision.recipe": recipe} for recipe in ("bf16", "fp8-delayed", "nvfp4")},
-    "fp8-blockwise": {"precision.recipe": "fp8-blockwise", "model.width": 128},
+    **{recipe: {"precision.recipe": recipe, "model.width": 128} for recipe in ("fp8-blockwise", "fp8-blockwise-pow2")},
     "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "grad_accum_steps": 2},
     "cached weights": {"precision.recipe": "fp8-tensorwise", "grad_accum_steps": 2, "precision.cache_weight_casts": True},
     "8-bit moments, bf16 weights, in backward": {

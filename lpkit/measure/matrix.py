@@ -73,7 +73,7 @@ ISSUE = "https://github.com/pytorch/pytorch/issues/192707"
 DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
     ("transformer-engine", "mxfp8", (12, 0)): (
         "Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0", TE),
-    ("transformer-engine", "nvfp4", (12, 0)): (
+    ("transformer-engine", "nvfp4-published", (12, 0)): (
         "Transformer Engine lists NVFP4 on 12.0 as partial", TE),
     ("scaled_mm", "fp8-rowwise", (12, 0)): (
         "with torch 2.10 a scale a row ends in CUBLAS_STATUS_NOT_SUPPORTED on 12.0", ISSUE),

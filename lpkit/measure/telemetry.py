@@ -179,7 +179,8 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     # half a spacing beyond the largest value: further out, a magnitude saturates
     to = format_of(cast.format)
     half = 2.0**(to.max_exponent - to.mantissa_bits - 1)
-    there, limit = some > 0, (to.largest + half) * scale.double()
+    there, scaled = some > 0, scale > 0     # under a scale of 0 nothing saturates
+    limit = ((to.largest + half) * scale.double()).masked_fill(~scaled, torch.inf)
     beyond = torch.zeros_like(some)
     if bool((top > limit).any()):
         beyond = (x.abs().double() > (limit * drawn.unit)[:, None, :, None]).sum((1, 3))
@@ -188,7 +189,7 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     ratio = torch.where(there, signal / noise, torch.inf)   # noise 0: inf
     sums = torch.stack((signal.sum(), noise.sum(), ratio.amin(),
                         torch.where(there, scale, 0).amax(),
-                        torch.where(there, scale, scale.amax()).amin()))
+                        torch.where(there & scaled, scale, scale.amax()).amin()))
     return torch.cat((counts.double(), sums.double(), sums.new_full((1,), some.numel()).double()))
 
 

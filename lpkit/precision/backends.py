@@ -354,9 +354,9 @@ BACKENDS: dict[str, Backend] = {
     "transformer-engine": Library(package="transformer_engine", devices=("cuda",), rows={
         "fp8-tensorwise": Row(partial(_transformer_engine, "Float8CurrentScaling"), (8, 9)),
         "fp8-delayed": Row(partial(_transformer_engine, "DelayedScaling"), (8, 9)),
-        "fp8-blockwise": Row(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),
+        "fp8-blockwise-pow2": Row(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),
         "mxfp8": Row(partial(_transformer_engine, "MXFP8BlockScaling"), (10, 0)),
-        "nvfp4": Row(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
+        "nvfp4-published": Row(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
     }),
     # on a CPU it calls the same torch._scaled_mm
     "torchao": Library(package="torchao", devices=("cpu", "cuda"), rows={

@@ -91,7 +91,16 @@ def _floor(amax: Tensor, to: Format) -> Scales:
 
 def _e4m3(amax: Tensor, to: Format) -> Scales:
     """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025,
-    https://arxiv.org/abs/2509.25149, appendix C)."""
+    https://arxiv.org/abs/2509.25149, appendix B), subnormals and 0 too. In the order of
+    Transformer Engine's kernels: the same bits."""
+    largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
+    encode = torch.full_like(top, to.largest * largest) / top
+    scale = (amax * (encode * (1 / to.largest))).clamp(max=largest)
+    return scale.to(torch.float8_e4m3fn).float(), encode.reciprocal()
+
+
+def _e4m3_normal(amax: Tensor, to: Format) -> Scales:
+    """The same, but never below E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
     e4m3 = format_of("e4m3fn")
     tensor = (amax.amax() / (to.largest * e4m3.largest)).clamp(min=TINY)
     scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal, e4m3.largest)
@@ -105,7 +114,7 @@ def _none(amax: Tensor, to: Format) -> Scales:
 # by the names of `lpkit.techniques.recipes.SCALES`
 MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
     "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3,
-    "none": _none}
+    "e4m3-normal": _e4m3_normal, "none": _none}
 
 
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
@@ -160,7 +169,9 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     # A history that is still empty decides nothing, and does not hide a NaN that is there now.
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
     scale, tensor = MAKE_SCALES[cast.scale](torch.where(used.isfinite(), used, torch.nan), to)
-    both = scale if tensor is None else scale * tensor
+    both = scale
+    if tensor is not None:      # under a scale that rounded to 0 everything is 0
+        both = torch.where(scale == 0, torch.inf, scale * tensor)
     fold = fold and rule.folds
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)

@@ -176,7 +176,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         operand_bytes = p.low.number_bytes
     s, pieces = on_device(config, on, layout, p, attention, operand_bytes=operand_bytes)
     ops = last = operations(s)
-    if p.low and "last" in p.low.keep:
+    if p.low and p.low.last_stays(config.model.L):
         last = operations(replace(s, operand_bytes=None))
     keep = saved(s, ops, settings, last=last)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
@@ -212,7 +212,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     sharded = layout.zero == 3 and ranks > 1
     at_once = not techniques["optimizer_step"].gradients_held
     again = range(0, layers, repeated.every(recompute)) if repeated.repeats else range(0)
-    last_is_kept = p.low is not None and heads and "last" in p.low.keep
+    last_is_kept = p.low is not None and heads and p.low.last_stays(m.L)
     z = walk.Walk(
         s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
         heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once,

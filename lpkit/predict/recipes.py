@@ -14,7 +14,7 @@ from lpkit.config import Config
 from lpkit.errors import pick
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE
-from lpkit.techniques.recipes import RECIPES, SCALES, Recipe, resolve, scale_bytes
+from lpkit.techniques.recipes import RECIPES, SCALES, Recipe, at_end, resolve, scale_bytes
 
 FP32, BF16 = 4, 2
 
@@ -36,6 +36,10 @@ class Low:
     @property
     def number_bytes(self) -> float:
         return self.bits / 8 if self.native else BF16
+
+    def last_stays(self, layers: int) -> bool:
+        """Whether the last of the blocks is kept in 16 bits."""
+        return any(layers - 1 in (at_end(name, range(layers)) or ()) for name in self.keep)
 
     @property
     def square(self) -> bool:

@@ -355,7 +355,8 @@ def measure(config: Config, base: str, recipes: Sequence[str], train: Train, *, 
         raise ConfigError(f"measuring takes at least {2 * WINDOW} steps, got {steps}")
     short = {"steps": steps, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1,
              "schedule": "constant",
-             "schedule.warmup_steps": min(config.schedule.warmup_steps, steps // 10)}
+             "schedule.warmup_steps": min(getattr(config.schedule, "warmup_steps", steps),
+                                          steps // 10)}
     names = (base, *recipes)
     curves: dict[str, list[list[float]]] = {name: [] for name in names}     # losses by seed
     seconds = dict.fromkeys(names, float("inf"))        # of a step, of the least disturbed run

@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from lpkit.precision.error import sqnr_db
-from lpkit.precision.scaled import quantise
+from lpkit.precision.scaled import MAKE_SCALES, quantise
 from lpkit.studies import linear_operands
-from lpkit.techniques.formats import FORMATS, Format, format_of
-from lpkit.techniques.recipes import RECIPES, Cast
+from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.recipes import RECIPES, SCALES, Cast
 
 SHAPE = (256, 512)
 SHOWN = (32, 128)       # of a picture
 COARSE = 0.1            # relative error beyond which an element counts as coarse
+GAUSS = NormalDist()
+QUANTILES = 40          # of a block's largest magnitude
 KINDS = ("fine", "coarse", "flushed to zero", "the outlier")
-# a two-level scale cannot be a smaller share of the largest in the tensor
-FLOOR = {"e4m3": FORMATS["e4m3fn"].smallest_normal / FORMATS["e4m3fn"].largest}
-NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8")
+NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "nvfp4-published",
+         "int8")
 
 
 def casts() -> dict[str, Cast]:
@@ -66,11 +67,30 @@ def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
     """Of the other elements of a Gaussian of standard deviation 1 with one element of that size."""
     fmt, share = format_of(cast.format), hit_share(cast, shape)
     count = max(2, round(share * math.prod(shape)))
-    floor = outlier * FLOOR.get(cast.scale, 0)
-    # the largest of `count` Gaussian numbers, at nine evenly spaced probabilities
-    largest = [NormalDist().inv_cdf((1 + (u / 10) ** (1 / count)) / 2) for u in range(1, 10)]
-    others = fmean(_noise(fmt, cast, max(amax, floor)) for amax in largest)
+    # the largest of `count` Gaussian numbers, at evenly spaced probabilities
+    shares = [(u + 0.5) / QUANTILES for u in range(QUANTILES)]
+    largest = [GAUSS.inv_cdf((1 + u ** (1 / count)) / 2) for u in shares]
+    reach = _reach(fmt, cast, largest, outlier)
+    others = fmean(_noise(fmt, cast, top) + _clipped(min(top, amax), amax, count)
+                   for amax, top in zip(largest, reach))
     return -10 * math.log10(share * _noise(fmt, cast, outlier) + (1 - share) * others)
+
+
+def _reach(fmt: Format, cast: Cast, largest: list[float], outlier: float) -> list[float]:
+    """The magnitude that a block's scale makes room for. One of two levels is a number of E4M3,
+    in shares of the largest of the tensor, and 0 where nothing of the block is left."""
+    if SCALES[cast.scale].levels == 1:
+        return largest
+    scale, tensor = MAKE_SCALES[cast.scale](torch.tensor([*largest, outlier]), fmt)
+    return (scale[:-1] * tensor * fmt.largest).tolist()
+
+
+def _clipped(at: float, amax: float, count: int) -> float:
+    """Energy that an element of `count` loses where magnitudes are cut `at` a limit: one is `amax`,
+    the others are Gaussian below it."""
+    (p, d), (q, e) = ((GAUSS.cdf(x), GAUSS.pdf(x)) for x in (amax, at))
+    others = 2 * ((1 + at**2) * (p - q) - at * e - (amax - 2 * at) * d) / (2 * p - 1)
+    return ((amax - at) ** 2 + (count - 1) * others) / count
 
 
 def _noise(fmt: Format, cast: Cast, amax: float) -> float:
@@ -78,6 +98,8 @@ def _noise(fmt: Format, cast: Cast, amax: float) -> float:
 
     A power of two leaves between none and half of the range unused: eight cases in between.
     """
+    if not amax:
+        return 0.0      # nothing is rounded: it is all lost
     spare = [2 ** ((i + 0.5) / 8) for i in range(8)] if "power-of-two" in cast.scale else [1.0]
     sigmas = [fmt.largest / (amax * unused) for unused in spare]
     return fmean(rounding_noise(fmt, sigma) / sigma**2 for sigma in sigmas)

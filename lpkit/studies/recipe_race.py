@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,9 +36,15 @@ STOCHASTIC = 2.0    # times the noise of rounding to nearest
 
 
 def contenders(device: torch.device) -> list[str]:
-    """The recipes below BASE that run on `device`; fp16 only where the device multiplies it."""
+    """The recipes below BASE that run on `device`, the first of those that differ by the rule of
+    their scales alone; fp16 only where the device multiplies it."""
     fp16 = backends.choose("auto", "fp16", RECIPES["fp16"], device).used == "pytorch"
-    return [name for name, row in RECIPES.items() if row.products or (name == "fp16" and fp16)]
+    found: dict[Any, str] = {}
+    for name, row in RECIPES.items():
+        if row.products or (name == "fp16" and fp16):
+            casts = tuple(replace(cast, scale="") for cast in row.all_casts)
+            found.setdefault((casts, row.history), name)
+    return list(found.values())
 
 
 def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:

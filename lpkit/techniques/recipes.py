@@ -13,11 +13,11 @@ sum. A row is a function of its settings: RECIPES has it with its defaults, `res
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.techniques.formats import format_of
@@ -69,6 +69,7 @@ SCALES = {
     "power-of-two": Scale(folds=True, fused="rceil"),
     "power-of-two-floor": Scale(folds=True, fused="floor"),
     "e4m3": Scale(bytes=1, folds=True, levels=2),
+    "e4m3-normal": Scale(bytes=1, folds=True, levels=2),
     "none": Scale(bytes=0, folds=False, identity=True),
 }
 MX_BLOCK = (1, 32)      # the block whose power-of-two scales hardware stores as E8M0, in one byte
@@ -106,7 +107,7 @@ class LossScaledSettings(Settings):
 class CastSettings(Settings):
     where = "precision.recipe."
 
-    # Linears left in 16 bits: first, last, head, patterns of names
+    # Linears left in 16 bits: first, last, last:8 or last:8/62 of the blocks, head, patterns
     high_precision_layers: tuple[str, ...] = ("head",)
     pad: bool = False       # with zeros, where a shape does not tile; else it is refused
     gradient_rounding: Literal["nearest-even", "stochastic"] = "nearest-even"
@@ -213,8 +214,8 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
     return _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
 
 
-def _nvfp4(settings: CastSettings) -> Recipe:
-    x = Cast(format="e2m1", block=(1, 16), scale="e4m3")
+def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
+    x = Cast(format="e2m1", block=(1, 16), scale=scale)
     square = replace(x, block=(16, 16))     # the same values in y and in dx
     return _cast_recipe(settings, x, square, x, dtype="fp4")
 
@@ -251,12 +252,22 @@ add("fp8-rowwise", partial(_fp8, block=(1, ALL)), Fp8Settings(scale="power-of-tw
     "torchao's rowwise recipe (E4M3 throughout, powers of two), https://github.com/pytorch/ao")
 add("fp8-blockwise", partial(_fp8, block=(1, 128), weight=(128, 128)), Fp8Settings(),
     "DeepSeek-V3, section 3.3, https://arxiv.org/abs/2412.19437")
+add("fp8-blockwise-pow2", partial(_fp8, block=(1, 128), weight=(128, 128)),
+    Fp8Settings(scale="power-of-two"),
+    "Transformer Engine's Float8BlockScaling, https://docs.nvidia.com/deeplearning/"
+    "transformer-engine/user-guide/api/common.html")
 add("mxfp8", partial(_fp8, block=MX_BLOCK), MxSettings(),
     "OCP Microscaling 1.0, https://arxiv.org/abs/2310.10537; scales rounded up as in "
     "Mishra et al. 2025, https://arxiv.org/abs/2506.08027")
-add("nvfp4", _nvfp4, CastSettings(high_precision_layers=("head", "last"),
-                                  gradient_rounding="stochastic", transform="hadamard"),
-    "NVIDIA 2025, https://arxiv.org/abs/2509.25149")
+add("nvfp4", partial(_nvfp4, scale="e4m3-normal"),
+    CastSettings(high_precision_layers=("head", "last"), gradient_rounding="stochastic",
+                 transform="hadamard"),
+    "the scales of torchao's NVFP4Tensor, https://github.com/pytorch/ao; the rest NVIDIA 2025, "
+    "https://arxiv.org/abs/2509.25149")
+add("nvfp4-published", _nvfp4,
+    CastSettings(high_precision_layers=("head", "first:2/62", "last:8/62"),
+                 gradient_rounding="stochastic", transform="hadamard"),
+    "NVIDIA 2025, section 4 and appendices A.1 and B, https://arxiv.org/abs/2509.25149")
 add("int8", _int8, CastSettings(),
     "torchao's INT8 mixed-precision training, https://github.com/pytorch/ao; "
     "Wortsman et al. 2023, https://arxiv.org/abs/2304.13013")
@@ -279,24 +290,35 @@ def resolve(settings: Settings | str, **changes: object) -> Recipe:
 
 # Which Linears stay in high precision.
 
-def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
-    """Those of `names`, Linears in the order of the model, that `layers` says stay.
+ENDS = re.compile(r"(?P<end>first|last)(:(?P<count>[1-9]\d*)(/(?P<of>[1-9]\d*))?)?")
 
-    `first` and `last` are the first and last of the numbered blocks, the rest are patterns: `head`,
-    `blocks.0.*`. Raises ConfigError for a pattern that matches nothing.
-    """
+
+def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
+    """Which of `blocks`, in their order: `first` and `last` are one, `last:4` are four, `last:8/62`
+    are that share of them, rounded, and may be none. None: the pattern is another."""
+    if (match := ENDS.fullmatch(pattern)) is None:
+        return None
+    count = int(match["count"] or 1)
+    if match["of"]:
+        count = round(len(blocks) * count / int(match["of"]))
+    return {"first": blocks[:count], "last": blocks[max(0, len(blocks) - count):]}[match["end"]]
+
+
+def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
+    """Those of `names`, Linears in the order of the model, that `layers` says stay: by `at_end` of
+    the numbered blocks, or by patterns: `head`, `blocks.0.*`. Raises ConfigError for one that
+    matches nothing."""
     names = list(names)
     numbered = {name: match[0] for name in names if (match := re.match(r".*?\.\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))
-    words = {"first": blocks[:1], "last": blocks[-1:]}
     found = set()
     for pattern in layers:
-        if pattern in words:
-            hit = {name for name in names if numbered.get(name) in words[pattern]}
-        else:
+        if (stay := at_end(pattern, blocks)) is None:
             hit = {name for name in names if fnmatchcase(name, pattern)}
-        if not hit:
+        else:
+            hit = {name for name in names if numbered.get(name) in stay}
+        if not hit and "/" not in pattern:      # a share may be none of a small model
             raise ConfigError(f"precision.recipe.high_precision_layers={pattern} matches no Linear "
-                              f"of this model; {nearest(pattern, [*words, *names])}")
+                              f"of this model; {nearest(pattern, ['first', 'last', *names])}")
         found |= hit
     return found
