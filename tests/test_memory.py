@@ -91,13 +91,13 @@ def resumes(config: Config, out, *, stop: int = 4):
 
 # ---- recomputation
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_gradients_are_the_same_bit_for_bit_under_every_recipe(recompute, recipe):
     loses_nothing(SMALL.replace({"precision.recipe": recipe, "global_batch": 8, "grad_accum_steps": 2}), {"memory.recompute": recompute})
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "blocked"])
 def test_recomputed_gradients_are_the_same_with_every_attention(recompute, attention):
     loses_nothing(SMALL.replace({**LLAMA, "model.attention": attention, "precision.recipe": "bf16"}),
@@ -162,7 +162,7 @@ def test_a_budget_keeps_its_share_and_is_forgotten():
             assert (g - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 def test_recomputation_is_compiled_with_the_rest(recompute):
     """The same loss and gradients as the compiled model without, bit for bit, from one graph."""
     config, found = SMALL.replace({"precision.recipe": "bf16", "model.layers": 1}), []

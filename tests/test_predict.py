@@ -363,7 +363,7 @@ def test_the_peak_of_a_low_precision_step(recipe, changes):
 
 @pytest.mark.parametrize("changes", [
     {"memory.recompute": "block"}, {"memory.recompute": "block", "memory.recompute.every": 2},
-    {"memory.recompute": "selective"}, {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 2048},
+    {"memory.recompute": "core-attention"}, {"memory.recompute": "selective"}, {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 2048},
     {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256, "memory.recompute": "block", "grad_accum_steps": 2},
     {"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "model.context": 32},
     {"memory.moment_format": "int8", "model.context": 32}, {"memory.param_dtype": "bf16"},
