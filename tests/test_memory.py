@@ -253,6 +253,7 @@ def test_a_chunked_run_goes_on_where_it_was_and_evaluates_the_same(small, tmp_pa
 @pytest.mark.parametrize("changes", [
     {}, LLAMA, {"model.attention": "plain"}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"},
     {"precision.recipe": "nvfp4"}, {"memory.recompute": "block"}, {"memory.recompute": "selective", "precision.recipe": "bf16"},
+    {"memory.recompute": "core-attention", "model.attention": "plain"},
     {"memory.param_dtype": "bf16", "precision.recipe": "mxfp8", "precision.cache_weight_casts": True}], ids=str)
 @pytest.mark.parametrize("saved", ["cpu", "disk"])
 def test_what_is_moved_comes_back_bit_for_bit(saved, changes):
