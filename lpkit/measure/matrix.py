@@ -51,10 +51,10 @@ UNTRIED = ("no run here has seen ROCm multiply these formats", FNUZ[1])
 
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {   # https://developer.nvidia.com/cuda-gpus
-    "cpu": None, "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0), "l4": (8, 9), "l40s": (8, 9),
-    "rtx-4090": (8, 9), "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "b200": (10, 0),
-    "gb200": (10, 0), "rtx-5090": (12, 0), "v100": (7, 0), "a10g": (8, 6), "a6000": (8, 6),
-    "rtx-3090": (8, 6), "gh200": (9, 0), "b300": (10, 3), "gb300": (10, 3),
+    "cpu": None, "v100": (7, 0), "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0),
+    "a10g": (8, 6), "a6000": (8, 6), "rtx-3090": (8, 6), "l4": (8, 9), "l40s": (8, 9),
+    "rtx-4090": (8, 9), "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "gh200": (9, 0),
+    "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3), "rtx-5090": (12, 0),
     "mi300x": None, "mi325x": None, "mi355x": None,
 }
 
