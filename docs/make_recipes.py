@@ -313,7 +313,7 @@ def hardware(name: str) -> list[str]:
             titles = [CATALOGUE[machine].title if machine in CATALOGUE else "any CPU" for machine in native]
             other = [CATALOGUE[machine].title for machine in rest if machine in CATALOGUE]
             most = f"every machine of the catalogue{', but ' + ', '.join(other) if other else ''}, and CPUs"
-            lines.append(f"- `{backend}`: {most if len(rest) < 2 else '; '.join(titles)}.")
+            lines.append(f"- `{backend}`: {most if len(rest) < 3 else '; '.join(titles)}.")
     return [*lines, "", "Elsewhere its numbers are emulated in wider products: see [what runs where](../matrix.md)."]
 
 

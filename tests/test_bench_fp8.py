@@ -81,7 +81,9 @@ def test_without_a_gpu_it_says_what_runs_here():
 
 @pytest.mark.parametrize(("device", "row"), [
     ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("Tesla T4", "t4"),
-    ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA GeForce RTX 3090", None)])
+    ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+    ("NVIDIA A10G", "a10g"), ("NVIDIA RTX A6000", "a6000"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B300 SXM6 AC", "b300"),
+    ("NVIDIA GB300", "gb300"), ("Tesla V100-SXM2-32GB", "v100"), ("AMD Instinct MI355X", "mi355x"), ("NVIDIA GeForce RTX 2080 Ti", None)])
 def test_a_gpu_is_found_by_its_model(device, row):
     found = catalogued(device)
     assert (found and found.name) == row

@@ -24,7 +24,7 @@ from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import RECIPES
 from tests.test_formats import hard_cases
 
-ELEMENTS = ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1", "int8", "int4"]
+ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1", "int8", "int4"]
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
 DTYPES = [torch.float32, torch.bfloat16]
 NATIVE = pytest.mark.skipif(compile_c.load("cast") is None, reason=compile_c.choice("cast").why)

@@ -21,16 +21,20 @@ from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.ui import Bits, exponents_figure, landing_figure, ranges_figure, value_figure
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,
-             "e4m3fn": ml_dtypes.float8_e4m3fn, "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
+             "e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+             "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
              "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu}
 GFLOAT = {"fp32": "binary32", "bf16": "bfloat16", "fp16": "binary16", "e5m2": "ocp_e5m2", "e4m3fn": "ocp_e4m3",
-          "e3m2": "ocp_e3m2", "e2m3": "ocp_e2m3", "e2m1": "ocp_e2m1", "e8m0": "ocp_e8m0"}
+          "e3m2": "ocp_e3m2", "e2m3": "ocp_e2m3", "e2m1": "ocp_e2m1", "e8m0": "ocp_e8m0",
+          "e5m2fnuz": 3, "e4m3fnuz": 4}     # bits of precision: IEEE P3109's finite formats of 8 bits are these
 FLOATS = [name for name in ML_DTYPES if name != "e8m0"]
 BF16 = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16).float()     # every pattern
 SMALL = [name for name, f in FORMATS.items() if f.bits <= 8]
 
 
 def info(name):
+    if name.endswith("fnuz"):
+        return gfloat.formats.format_info_p3109(8, GFLOAT[name], domain=gfloat.Domain.Finite)
     return getattr(gfloat.formats, f"format_info_{GFLOAT[name]}")
 
 
@@ -63,8 +67,9 @@ def cast_by_ml_dtypes(x, name):
 @pytest.mark.parametrize("name", FLOATS)
 def test_nearest_even_is_ml_dtypes(name):
     x = hard_cases(name)
-    keep = ~x.isnan() | (FORMATS[name].first_nan is not None)     # ml_dtypes makes -0 of a NaN where there is none
-    same(round_to(x[keep], FORMATS[name], overflow="nonsaturating"), cast_by_ml_dtypes(x[keep], name))
+    keep = ~x.isnan() | (FORMATS[name].nan is not None)     # ml_dtypes makes -0 of a NaN where there is none
+    same(round_to(x[keep], FORMATS[name], overflow="nonsaturating"), cast_by_ml_dtypes(x[keep], name),
+         nan_sign=FORMATS[name].has_negative_zero)
 
 
 @pytest.mark.parametrize("name", [name for name in FLOATS if FORMATS[name].torch_dtype])
@@ -81,10 +86,10 @@ def test_nearest_even_is_torchs_cast(name):
 @pytest.mark.parametrize("name", FLOATS)
 def test_both_roundings_and_overflows_are_gfloats(name, rounding, mode, overflow):
     f, x = FORMATS[name], hard_cases(name)
-    if f.first_nan is None:     # gfloat refuses what such a format has no code for
+    if f.nan is None:           # gfloat refuses what such a format has no code for
         x = x[~x.isnan() & (x.abs() <= f.largest)] if overflow == "nonsaturating" else x[~x.isnan()]
     want = gfloat.round_ndarray(info(name), x.double().numpy(), mode, overflow == "saturate")
-    same(round_to(x, f, rounding=rounding, overflow=overflow), torch.from_numpy(want))
+    same(round_to(x, f, rounding=rounding, overflow=overflow), torch.from_numpy(want), nan_sign=f.has_negative_zero)
 
 
 def test_e8m0_is_ml_dtypes_and_torch_on_powers_and_between():
@@ -122,7 +127,7 @@ def test_the_table_is_gfloats(name):
     f, want = FORMATS[name], info(name)
     assert f.largest == want.max and f.bits == want.k and f.bias == want.bias and f.signed == want.is_signed
     assert f.exponent_bits == want.expBits and f.mantissa_bits == want.precision - 1
-    assert f.has_infinities == (want.num_infs > 0) and (f.first_nan is not None) == (want.num_nans > 0)
+    assert f.has_infinities == (want.num_infs > 0) and (f.nan is not None) == (want.num_nans > 0)
     if f.mantissa_bits:
         assert f.smallest_normal == want.smallest_normal and f.smallest_subnormal == want.smallest_subnormal
     else:
@@ -134,7 +139,7 @@ def test_the_table_is_gfloats(name):
 def test_the_table_is_torchs(f):
     want = torch.finfo(getattr(torch, f.torch_dtype))
     assert (f.largest, f.smallest_normal, f.lowest) == (want.max, want.smallest_normal, want.min)
-    assert want.eps == 2.0**-f.mantissa_bits
+    assert want.eps == 2.0**-f.mantissa_bits or f.name == "e5m2fnuz"     # torch has that of E4M3FNUZ
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name in ML_DTYPES])
@@ -147,7 +152,7 @@ def test_every_value_of_a_small_format(name):
     assert f.max_exponent == np.floor(np.log2(f.largest))
 
 
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "fp16", "bf16"])
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "fp16", "bf16"])
 def test_bit_patterns_are_torchs(name):
     f, x = FORMATS[name], hard_cases(name)
     x = x[(x.abs() <= f.largest) | x.isnan()]

@@ -91,13 +91,13 @@ def resumes(config: Config, out, *, stop: int = 4):
 
 # ---- recomputation
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_gradients_are_the_same_bit_for_bit_under_every_recipe(recompute, recipe):
     loses_nothing(SMALL.replace({"precision.recipe": recipe, "global_batch": 8, "grad_accum_steps": 2}), {"memory.recompute": recompute})
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "blocked"])
 def test_recomputed_gradients_are_the_same_with_every_attention(recompute, attention):
     loses_nothing(SMALL.replace({**LLAMA, "model.attention": attention, "precision.recipe": "bf16"}),
@@ -162,7 +162,7 @@ def test_a_budget_keeps_its_share_and_is_forgotten():
             assert (g - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 def test_recomputation_is_compiled_with_the_rest(recompute):
     """The same loss and gradients as the compiled model without, bit for bit, from one graph."""
     config, found = SMALL.replace({"precision.recipe": "bf16", "model.layers": 1}), []
@@ -253,6 +253,7 @@ def test_a_chunked_run_goes_on_where_it_was_and_evaluates_the_same(small, tmp_pa
 @pytest.mark.parametrize("changes", [
     {}, LLAMA, {"model.attention": "plain"}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"},
     {"precision.recipe": "nvfp4"}, {"memory.recompute": "block"}, {"memory.recompute": "selective", "precision.recipe": "bf16"},
+    {"memory.recompute": "core-attention", "model.attention": "plain"},
     {"memory.param_dtype": "bf16", "precision.recipe": "mxfp8", "precision.cache_weight_casts": True}], ids=str)
 @pytest.mark.parametrize("saved", ["cpu", "disk"])
 def test_what_is_moved_comes_back_bit_for_bit(saved, changes):

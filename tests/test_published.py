@@ -119,6 +119,7 @@ def test_every_row_says_where_it_is_from():
 
 def test_nothing_published_is_above_what_the_machine_can_do():
     """A slip of a digit, of a unit or of a batch would be: model FLOPs over the peak of the dtype that the products ran in."""
+    assert {run.machine for run in RUNS} <= CATALOGUE.keys()
     for run in RUNS:
         try:
             made, slower = step(run), seconds(run) / run.published_seconds

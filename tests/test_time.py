@@ -174,7 +174,9 @@ def test_recomputation_costs_what_it_repeats():
     assert half["recomputation"].seconds == pytest.approx(again / 2)      # every second block, as the config says
     selective = step_time(LLAMA, H100, precision="bf16-master", recompute="selective")
     assert plain.step_seconds < selective.step_seconds < block.step_seconds
-    assert set(RECOMPUTE) == {"none", "selective", "block", "budget"}
+    assert set(RECOMPUTE) == {"none", "core-attention", "selective", "block", "budget"}
+    core = step_time(LLAMA, H100, precision="bf16-master", recompute="core-attention")
+    assert core["recomputation"].seconds == pytest.approx(core["attention"].seconds * 2 / 7)   # of a flash kernel's products
     kept = step_time(LLAMA.replace({"memory.recompute": "budget", "memory.recompute.budget": 0.75}), H100,
                      precision="bf16-master")
     assert kept["recomputation"].seconds == pytest.approx(again / 4)      # at most what the budget does not keep

@@ -48,7 +48,7 @@ def test_the_stairs_end_at_the_peak_and_at_the_step(found):
         assert sum(sum(trace["x"]) for trace in shown) == pytest.approx(option.time.step_seconds)
         hidden = [x for trace in times if "hidden" in trace["name"] for x in trace["x"]]
         assert sum(hidden) == pytest.approx(sum(row.hidden_seconds for row in option.time.rows))
-        assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [80e9, USABLE_MEMORY_SHARE * 80e9]
+        assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [share * CATALOGUE["h100"].memory_bytes for share in (1, USABLE_MEMORY_SHARE)]
 
 
 def test_every_row_opens_to_its_formula_and_source(found):

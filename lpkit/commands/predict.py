@@ -25,8 +25,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "bits); by default the config's")
     parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by "
                         "default the config's")
-    parser.add_argument("--recompute", help="none, selective, block: what is recomputed in "
-                        "backward; by default the config's, or the first of these that fits")
+    parser.add_argument("--recompute", help="none, selective, block or core-attention; by default "
+                        "the config's, or the first of the first three that fits")
     parser.add_argument("--measure", action="store_true", help="also run an update here, and put "
                         "both side by side")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")

@@ -56,7 +56,7 @@ static void store_bf16(const float *restrict y, uint16_t *restrict out, long n) 
 static void store_codes(const float *restrict y, uint8_t *restrict out, long n, const Grid *g) {
     const int32_t m = g->mantissa_bits, drop = 23 - m, offset = (127 - g->bias) << m;
     const int32_t sign_at = g->bits - 1, all = (int32_t)(1u << g->bits) - 1, nan = g->nan;
-    const int32_t first_normal = (g->min_exponent + 127) << 23, twos = !g->has_negative_zero;
+    const int32_t first_normal = (g->min_exponent + 127) << 23, twos = m == sign_at;
     const float scale = ldexpf(1.0f, m - g->min_exponent);
     for (long i = 0; i < n; i++) {
         int32_t b = bits_of(y[i]), a = b & 0x7FFFFFFF, negative = (int32_t)((uint32_t)b >> 31);

@@ -245,7 +245,7 @@ def _codes(y: Tensor, grid: Format) -> Tensor:
     subnormal = (size * 2.0**(m - grid.min_exponent)).int()
     code = torch.where(size < 2.0**grid.min_exponent, subnormal, normal)
     code = torch.where(y.isnan(), grid.nan or 0, code)
-    if grid.has_negative_zero:
+    if grid.mantissa_bits < grid.bits - 1:
         return (code | (torch.signbit(y).int() << (grid.bits - 1))).to(torch.uint8)
     return (torch.where(y < 0, -code, code) & ((1 << grid.bits) - 1)).to(torch.uint8)
 

@@ -45,12 +45,17 @@ TORCH = "https://github.com/pytorch/pytorch/blob/main/test/test_scaled_matmul_cu
 TE = "https://nvidia.github.io/TransformerEngine/support_matrix.html"
 AO = "https://docs.pytorch.org/ao/stable/workflows/training.html"
 HERE = "run on this machine"
+FNUZ = ("MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN",
+        "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/fp8_numbers.html")
+UNTRIED = ("no run here has seen ROCm multiply these formats", FNUZ[1])
 
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {   # https://developer.nvidia.com/cuda-gpus
-    "cpu": None, "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0), "l4": (8, 9), "l40s": (8, 9),
-    "rtx-4090": (8, 9), "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "b200": (10, 0),
-    "gb200": (10, 0), "rtx-5090": (12, 0), "mi300x": None,
+    "cpu": None, "v100": (7, 0), "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0),
+    "a10g": (8, 6), "a6000": (8, 6), "rtx-3090": (8, 6), "l4": (8, 9), "l40s": (8, 9),
+    "rtx-4090": (8, 9), "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "gh200": (9, 0),
+    "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3), "rtx-5090": (12, 0),
+    "mi300x": None, "mi325x": None, "mi355x": None,
 }
 
 
@@ -167,8 +172,8 @@ def _scaled_mm(machine: str, recipe: Recipe) -> tuple[str, str, str]:
             if not on_cpu:
                 return "no", f"{what}: PyTorch has it on GPUs alone", TORCH
         elif capability is None:
-            return ("no", "MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN",
-                    AO)
+            eight = machine != "mi355x" and a.format in ("e4m3fn", "e5m2")
+            return "no", *(FNUZ if eight else UNTRIED)
         elif capability < needed:
             return "no", f"{what}: needs compute capability {_dotted(needed)}", TORCH
         elif a.block == (1, 128) and capability >= (10, 0):
@@ -188,7 +193,7 @@ def _library(machine: str, recipe: str, library: Library) -> tuple[str, str]:
             return "no", "it needs an NVIDIA GPU"
         return "emulated", "its CPU path converts"
     if capability is None:
-        return "no", "its AMD path uses the FNUZ formats, which the kit's rows do not name"
+        return "no", (FNUZ if machine != "mi355x" else UNTRIED)[0]
     if capability < needed:
         return "no", f"it needs compute capability {_dotted(needed)}"
     return ("native", f"when {library.package} is installed; compute capability "

@@ -72,6 +72,18 @@ def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor"
 
 
 @dataclass(frozen=True, kw_only=True)
+class CoreAttention(Transform):
+    """Attention keeps q, k and v."""
+
+    stage = Stage.RECOMPUTE
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            block.attention.attend = partial(_twice, block.attention.attend, {})
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recomputation:
     """What becomes of the model, and of the backend that compiles it."""
 
@@ -85,6 +97,10 @@ def nothing(settings: Settings) -> Recomputation:
 
 def block(settings: EveryBlock) -> Recomputation:
     return Recomputation(transforms=(Recompute(every=settings.every),))
+
+
+def core_attention(settings: Settings) -> Recomputation:
+    return Recomputation(transforms=(CoreAttention(),))
 
 
 def selective(settings: EveryBlock) -> Recomputation:

@@ -62,7 +62,7 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
     rule, beyond = pick(ROUNDINGS, rounding, "rounding"), None      # None: the largest value
     if pick(OVERFLOWS, overflow, "overflow") and fmt.has_infinities:
         beyond = torch.inf
-    elif OVERFLOWS[overflow] and fmt.first_nan is not None:
+    elif OVERFLOWS[overflow] and fmt.nan is not None:
         beyond = torch.nan
     if not x.dtype.is_floating_point:
         raise ConfigError(f"round_to takes a floating-point tensor, got {x.dtype}; call .float() "
@@ -124,8 +124,9 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
         code = torch.where(inf, fmt.first_nan - 1, code)
     if fmt.nan is not None:
         code = torch.where(nan, fmt.nan, code)
-    if fmt.has_negative_zero:
-        code = code | (torch.signbit(x).long() << (fmt.bits - 1))
+    if fmt.signed and fmt.exponent_bits:
+        negative = torch.signbit(x) & (fmt.has_negative_zero | (magnitude > 0))
+        code = code | (negative.long() << (fmt.bits - 1))
     elif fmt.signed:
         code = torch.where(x < 0, (1 << fmt.bits) - code, code)
     return code.to(torch.uint8) if fmt.bits <= 8 else code
@@ -146,6 +147,8 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
         value = torch.where(code == fmt.first_nan - 1, torch.inf, value)
     if fmt.first_nan is not None:
         value = torch.where(code >= fmt.first_nan, torch.nan, value)
+    if fmt.zero_is_unsigned:
+        value = torch.where((sign == 1) & (code == 0), torch.nan, value)
     return torch.where(sign == 1, -value, value).float()
 
 

@@ -72,16 +72,18 @@ class Kept:
 def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Kept:
     """For `batch` sequences of model.context tokens; `sizes` are the other fields of a MicroBatch.
     `recompute`, the name of a row, decides what blocks keep."""
-    s = MicroBatch(model=model, batch=batch, **sizes)
+    settings = chosen(RECOMPUTE, recompute, "memory.recompute")
+    s = MicroBatch(model=model, batch=batch, **sizes,
+                   attends_again=RECOMPUTE[recompute].attention_alone)
     ops = operations(s)
-    return saved(s, ops, chosen(RECOMPUTE, recompute, "memory.recompute"), last=ops)
+    return saved(s, ops, settings, last=ops)
 
 
 def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, last: Operations) -> Kept:
     """As `kept`; `last` are the operations as the last block has them."""
     L, row, block, last_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, last.saved
     again, again_bytes, whole = 0, 0.0, 1
-    if row.repeats:
+    if row.repeats_blocks:
         every = row.every(recompute)
         again = len(range(0, L, every))             # blocks that run again
         whole = 0 if (L - 1) % every == 0 else 1    # whether the last one is kept

@@ -165,7 +165,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         if devices is not None:
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
     on = machines.find(machine)
-    _, settings = recompute_of(config, recompute)
+    row, settings = recompute_of(config, recompute)
     p = stored(config, precision_of(config, on, precision))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
     if layout.zero == 3 and layout.state_ranks > 1 and p.compute_bytes < p.residual_bytes:
@@ -174,7 +174,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     if p.low:
         p = replace(p, low=replace(p.low, native=on.kind == "gpu" and p.dtype in on.flops))
         operand_bytes = p.low.number_bytes
-    s, pieces = on_device(config, on, layout, p, attention, operand_bytes=operand_bytes)
+    s, pieces = on_device(config, on, layout, p, attention, operand_bytes=operand_bytes,
+                          attends_again=row.attention_alone)
     ops = last = operations(s)
     if p.low and p.low.last_stays(config.model.L):
         last = operations(replace(s, operand_bytes=None))
@@ -198,7 +199,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     fetched = packed = 0.0
     if number_bytes is not None:
         keep = _offloaded(keep, s, ops, number_bytes)
-        if not repeated.repeats:
+        if not repeated.repeats_blocks:
             fetched, packed = _one_tensor(s, ops, bool(number_bytes))
     if cut > 1 or layout.pipeline > 1:
         keep = keep.sharded(cut, layers / m.L)
@@ -211,7 +212,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     tables /= layout.tensor
     sharded = layout.zero == 3 and ranks > 1
     at_once = not techniques["optimizer_step"].gradients_held
-    again = range(0, layers, repeated.every(recompute)) if repeated.repeats else range(0)
+    again = range(0, layers, repeated.every(recompute)) if repeated.repeats_blocks else range(0)
     last_is_kept = p.low is not None and heads and p.low.last_stays(m.L)
     z = walk.Walk(
         s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,

@@ -6,8 +6,8 @@ its runs are held out: nothing is ever fitted to those. What a page leaves out i
 formula takes one sequence for a micro-batch, no recomputation, attention in a flash kernel, no
 replicas or parts beyond those stated, kernels that a compiler fused, and 8 bits with one scale a
 tensor. What it has no row for (a machine, a style, a schedule) it does not take: `seconds` says
-why. Of what it has, a power limit is not used, and torchtitan's "selective-op" makes every second
-product again, which is added to "selective".
+why. Of what it has, a power limit is not used; Megatron-LM's "selective" is "core-attention", and
+torchtitan's "selective-op" makes every second product again, which is added to "selective".
 """
 
 import csv
@@ -36,7 +36,7 @@ STYLES = {"gpt": {}, "llama": {"norm": "rmsnorm", "position": "rope", "mlp": "sw
                                "bias": False, "tied": False}}
 SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does not state them
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
-RECOMPUTE = {None: "none", "selective-op": "selective"}
+RECOMPUTE = {None: "none", "selective": "core-attention", "selective-op": "selective"}
 AGAIN = {"selective-op": 1 / 3 / 2}             # of the products: every second one, forward
 REPEATED = 20 / 36                      # of a GPT block's pointwise bytes: norms and additions
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",

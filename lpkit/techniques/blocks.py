@@ -89,6 +89,7 @@ class MicroBatch:
     kind: Literal["cpu", "gpu"] = "cpu"
     attention: str = "sdpa"
     operand_bytes: float | None = None      # of a number of a Linear's saved input; None: as it is
+    attends_again: bool = False             # in backward; of attention q, k and v alone are kept
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -208,17 +209,21 @@ def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
 # positions or norms make them anew; but the queries of several groups do not lie side by side and
 # are copied. One view keeps the whole product alive.
 
-def _attention(s: MicroBatch, *, numbers: int, saved: float, work: float, out: float,
-               **facts: Any) -> Op:
-    """`numbers` are saved for each token. Backward holds `work`, and makes `out` bytes of gradients
-    of q, k and v; they are turned back in float32, with halves exchanged; then their parts and the
-    whole lie side by side."""
+def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: float, out: float,
+               saves_result: bool = False, **facts: Any) -> Op:
+    """`numbers` are saved for each token, `views` of them with q, k and v. Backward holds `work`,
+    and makes `out` bytes of gradients of q, k and v; they are turned back in float32, with halves
+    exchanged; then their parts and the whole lie side by side."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
     whole, given = tokens * _qkv(m) * compute, tokens * m.H * m.E * compute
     turned = POSITIONS[m.position].turns
     turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
-    return Op(name="attention", part="attention", saved_itemsize=compute,
-              saved_bytes=tokens * numbers * compute + saved,
+    held = tokens * numbers * compute + saved
+    if s.attends_again:
+        work += held - tokens * views * compute
+        held, saves_result = tokens * _given(s) * compute, False
+    return Op(name="attention", part="attention", saved_itemsize=compute, saved_bytes=held,
+              saves_result=saves_result,
               pairs=(Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
                      Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
               moved_bytes=2 * tokens * (m.H + m.G) * m.E * compute if turned else 0,
@@ -228,15 +233,11 @@ def _attention(s: MicroBatch, *, numbers: int, saved: float, work: float, out: f
 
 def sdpa(s: MicroBatch) -> Op:
     """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores."""
-    m = s.model
-    numbers = _kept_qkv(s) + m.H * m.E
-    if s.turns or 1 < m.G < m.H:
-        numbers += m.H * m.E
-    if s.turns:
-        numbers += m.G * m.E
+    m, views = s.model, _given(s)
     sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
-    return _attention(s, numbers=numbers, saved=sums, work=grads, out=grads, saves_result=True,
-                      pairs_share=(m.T + 1) / (2 * m.T), backward_pairs=2.5,   # scores once more
+    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums, work=grads, out=grads,
+                      saves_result=True, pairs_share=(m.T + 1) / (2 * m.T),
+                      backward_pairs=2.5,       # scores once more
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
@@ -250,24 +251,26 @@ def plain(s: MicroBatch) -> Op:
     if s.kind == "gpu" and s.compute_bytes < FP32:
         probability += FP32
     pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
-    return _attention(s, numbers=q + 2 * heads, saved=m.T * m.T + pairs * probability,
-                      work=given + 2 * pairs * s.compute_bytes, out=3 * given, score_passes=(6, 12))
+    return _attention(s, numbers=q + 2 * heads, views=q if is_view else 0,
+                      saved=m.T * m.T + pairs * probability, out=3 * given,
+                      work=given + 2 * pairs * s.compute_bytes, score_passes=(6, 12))
 
 
 def blocked(s: MicroBatch) -> Op:
     """As plain, without the future: blocks of queries meet only the keys up to their own last.
     Groups are repeated to all heads. Backward: the last block meets every key."""
     m, heads, T = s.model, s.model.H * s.model.E, s.model.T
-    numbers = 3 * heads
+    numbers, views = 3 * heads, 0
     if s.heads_are_views and m.G == m.H:        # v is a view; q and k too, unless turned
-        numbers = _kept_qkv(s) + (2 * heads if s.turns else 0)
+        numbers = views = _given(s)
     elif s.heads_are_views and m.G == 1 and not s.turns:    # q is a view, k and v are repeated
-        numbers = _qkv(m) + 2 * heads
+        numbers, views = _qkv(m) + 2 * heads, _qkv(m)
     queries, given = min(QUERY_BLOCK, T), s.tokens * heads * s.compute_bytes
     rest = T % queries          # queries of a last block that is not full
     pairs = 0.5 * (T - rest) * (T - rest + queries) + rest * T
     scores = s.batch * m.H * queries * T * s.compute_bytes
-    return _attention(s, numbers=numbers, saved=s.batch * m.H * pairs * s.compute_bytes,
+    return _attention(s, numbers=numbers, views=views,
+                      saved=s.batch * m.H * pairs * s.compute_bytes,
                       work=3 * given + 2 * scores + given * queries / T, out=3 * given,
                       pairs_share=pairs / T**2, score_passes=(4, 9))
 
@@ -279,6 +282,13 @@ def _qkv(m: Any) -> int:
 def _kept_qkv(s: MicroBatch) -> int:
     """Numbers of a token's q, k and v that attention is the first to save."""
     return 0 if s.norms_save_qkv else _qkv(s.model)
+
+
+def _given(s: MicroBatch) -> int:
+    """Numbers of a token's q, k and v as attention has them: views, but for those made anew."""
+    m = s.model
+    turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
+    return _kept_qkv(s) + turned
 
 
 def head_norms(s: MicroBatch) -> Iterator[Op]:

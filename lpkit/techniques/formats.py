@@ -13,6 +13,7 @@ from lpkit.errors import pick
 IEEE = "IEEE 754-2019, https://doi.org/10.1109/IEEESTD.2019.8766229"
 OFP8 = ("OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022, "
         "https://arxiv.org/abs/2209.05433")
+FNUZ = "AMD HIP, https://rocm.docs.amd.com/projects/HIP/en/latest/reference/fp8_numbers.html"
 MX = ("OCP Microscaling Formats (MX) Specification 1.0; Rouhani et al. 2023, "
       "https://arxiv.org/abs/2310.10537")
 
@@ -28,6 +29,7 @@ class Format:
     largest: float
     signed: bool = True
     has_infinities: bool = False
+    zero_is_unsigned: bool = False  # the code of minus zero is the only NaN
     first_nan: int | None = None    # this code and all above it are NaN; None: there is no NaN
     nan: int | None = None          # the NaN that `encode` writes, as torch's casts do
     torch_dtype: str | None = None  # torch.<this> holds it; None: no dtype of its own
@@ -39,7 +41,7 @@ class Format:
 
     @property
     def has_negative_zero(self) -> bool:
-        return self.signed and self.exponent_bits > 0
+        return self.signed and self.exponent_bits > 0 and not self.zero_is_unsigned
 
     @property
     def min_exponent(self) -> int:
@@ -90,6 +92,10 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
            has_infinities=True, first_nan=0x7D, nan=0x7F, torch_dtype="float8_e5m2", source=OFP8),
     Format(name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, largest=448.0,
            first_nan=0x7F, nan=0x7F, torch_dtype="float8_e4m3fn", source=OFP8),
+    Format(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, largest=57344.0, nan=0x80,
+           zero_is_unsigned=True, torch_dtype="float8_e5m2fnuz", source=FNUZ),
+    Format(name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, largest=240.0, nan=0x80,
+           zero_is_unsigned=True, torch_dtype="float8_e4m3fnuz", source=FNUZ),
     Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, largest=28.0, source=MX),
     Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, largest=7.5, source=MX),
     Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, source=MX),

@@ -41,10 +41,15 @@ class Recompute(Technique):
     messages); "unfused attention" where scores are kept in pieces."""
 
     repeats: frozenset[str] = frozenset()
+    attention_alone: bool = False   # blocks do not run again, but for what is made of q, k and v
     keeps_results: bool = False     # of products and fused attention
     every: Callable[[Settings], int] = lambda settings: 1   # each n-th block runs again
     # of what is saved; the compiler decides which. An estimate
     kept_share: Callable[[Settings], float] | None = None
+
+    @property
+    def repeats_blocks(self) -> bool:
+        return bool(self.repeats) and not self.attention_alone
 
     def again_bytes(self, input_bytes: float, saved_bytes: float, result_bytes: float,
                     settings: Settings) -> float:
@@ -66,9 +71,15 @@ WHOLE_BLOCK = frozenset({"products", "attention", "pointwise", "tensor"})
 
 RECOMPUTE = {
     "none": Recompute(why="everything is kept", implementation="lpkit.memory.recompute:nothing"),
+    "core-attention": Recompute(
+        why="q, k and v are kept, what attention makes of them is computed again",
+        source="Korthikanti et al. 2022, arXiv:2205.05198, who call it selective",
+        repeats=frozenset({"attention"}), attention_alone=True,
+        implementation="lpkit.memory.recompute:core_attention"),
     "selective": Recompute(
         why="results of weight products and of fused attention are kept, what is cheap is computed "
-        "again", source="Korthikanti et al. 2022, arXiv:2205.05198", settings=EveryBlock(),
+        "again", source="https://pytorch.org/blog/activation-checkpointing-techniques/",
+        settings=EveryBlock(),
         repeats=frozenset({"pointwise", "unfused attention"}), keeps_results=True,
         every=attrgetter("every"), implementation="lpkit.memory.recompute:selective"),
     "block": Recompute(
@@ -245,8 +256,10 @@ def recompute_of(config: Any, asked: Settings | str | None = None) -> tuple[Reco
 
 
 def by_cost() -> tuple[str, ...]:
-    """The rows of RECOMPUTE that need no compiler, the cheapest first."""
-    return tuple(name for name, row in RECOMPUTE.items() if not row.needs_compile)
+    """The rows of RECOMPUTE to try, the cheapest first: without a compiler, and beside a fused
+    attention, which keeps next to nothing."""
+    return tuple(name for name, row in RECOMPUTE.items()
+                 if not (row.needs_compile or row.attention_alone))
 
 
 def rows_of(config: Any) -> dict[str, Technique]:

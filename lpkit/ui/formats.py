@@ -88,7 +88,7 @@ def _terms(fmt: Any, code: int) -> str:
     magnitude = code & ((1 << (fmt.bits - fmt.signed)) - 1)
     if not fmt.exponent_bits:
         return "two's complement"
-    if fmt.first_nan is not None and magnitude >= fmt.first_nan - fmt.has_infinities:
+    if code == fmt.nan or (fmt.first_nan and magnitude >= fmt.first_nan - fmt.has_infinities):
         return "reserved"
     field, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
     if not fmt.mantissa_bits:

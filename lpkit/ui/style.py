@@ -21,7 +21,7 @@ FORMAT_COLOURS = {      # and of the recipes that cast to them
     "fp32": "#222222", "bf16": "#6b7280", "fp16": "#12a37f", "int8": "#b88a00",
     "e4m3fn": "#004488", "fp8-tensorwise": "#004488", "fp8-delayed": "#004488",
     "fp8-rowwise": "#4a86cf", "fp8-blockwise": "#4a86cf", "fp8-blockwise-pow2": "#4a86cf",
-    "mxfp8": "#a05fb5",
+    "mxfp8": "#a05fb5", "e4m3fnuz": "#004488", "e5m2fnuz": "#3d97e0",
     "e5m2": "#3d97e0", "e2m1": "#b83a10", "nvfp4": "#b83a10", "nvfp4-published": "#b83a10",
     "tf32": "#9a9a9a", "e3m2": "#8c5a2b", "e2m3": "#8c5a2b", "e8m0": "#cc79a7", "int4": "#b88a00",
 }
