@@ -107,6 +107,7 @@ class Precision:
     residual_bytes: int
     what: str
     low: Low | None = None      # how the Linears are cast
+    buffered: bool = False      # gradients have a buffer of their own, before and after a step
 
 
 _BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute_bytes=2, residual_bytes=4,
@@ -119,6 +120,8 @@ _NAMED = {
     "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 products by autocast"),
     "bf16-master": replace(_PURE, master=4, what="bf16 weights and gradients, float32 master "
                            "weights: the ZeRO paper's setting"),
+    "bf16-fp32-grads": replace(_PURE, gradients=4, master=4, buffered=True, what="bf16 weights, "
+                               "float32 gradients and master weights: Megatron-LM, Llama 3"),
     "bf16-pure": _PURE,
 }
 
