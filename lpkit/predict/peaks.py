@@ -14,7 +14,7 @@ from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
 from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs
 from lpkit.predict.walk import HEAD, LAST
-from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.blocks import MicroBatch
 
 GIB = 2**30
 TORCHTITAN = ("torchtitan", "torchtitan + torchao")
