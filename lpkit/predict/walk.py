@@ -112,7 +112,10 @@ class Walk:
                               (self.inner, others - self.repeats_between(1))):
             self.add(COPIES, number * block.copied_bytes)
             self.add(LOW, number * block.low_bytes)
+        cached = self.cached
+        self.add(COPIES, cached)
         self.mark(packed)
+        self.add(COPIES, -cached)
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
             self.mark()
