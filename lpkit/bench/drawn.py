@@ -1,8 +1,8 @@
 """Configs over all settings that a step's bytes depend on, drawn at random: odd widths, padding,
 every recipe and every technique with their settings, and combinations of them.
 
-A family is as it is by default for half of the configs, and any other row with any settings for the
-rest; a row that is added later is drawn too. What a run would refuse is drawn again.
+A family of `config.memory` is drawn for a third of the configs, with any row and any of its
+settings; a row that is added later is drawn too. What a run would refuse is drawn again.
 """
 
 import random
@@ -12,18 +12,21 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+from torch import nn
+
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
+from lpkit.optim import stepper
 from lpkit.techniques import blocks
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Settings
-from lpkit.training.build import decide
+from lpkit.training.build import build_model, decide
 
 VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are numbers or names
     "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 1024),
-    "high_precision_layers": (("head",), (), ("head", "first"), ("head", "last"), ("first", "last"))})
+    "high_precision_layers": (("head",), ("head",), (), ("head", "first"), ("head", "last"))})
 
 
 def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
@@ -32,7 +35,9 @@ def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
     while found < count:
         try:
             config = Config().replace(_changes(draw))
-            decide(config)
+            build_model(config, decide(config))
+            stepper.build(nn.Linear(1, 1), config.optimizer,
+                          moment_format=config.memory.moment_format.name)
         except ConfigError:
             continue
         found += 1
@@ -40,7 +45,8 @@ def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
 
 
 def _changes(draw: random.Random) -> dict[str, Any]:
-    heads, batch, parts = draw.choice((1, 2, 3, 4, 6)), draw.randint(1, 3), draw.choice((1, 1, 2, 3, 5))
+    heads, batch = draw.choice((1, 2, 3, 4, 6)), draw.randint(1, 3)
+    parts = draw.choice((1, 1, 2, 3, 5))
     changes: dict[str, Any] = {
         "system.device": "cpu", "global_batch": batch * parts, "grad_accum_steps": parts,
         "model.layers": draw.randint(1, 6), "model.heads": heads,
@@ -49,7 +55,7 @@ def _changes(draw: random.Random) -> dict[str, Any]:
         "model.vocab": round(2 ** draw.uniform(6, 13)), "model.context": draw.randint(8, 300),
         "precision.cache_weight_casts": draw.random() < 0.25,
         "optimizer.clip": draw.choice((0.0, 1.0))}
-    if draw.random() < 0.3:         # sizes that tile
+    if draw.random() < 0.5:         # sizes that tile
         changes |= {"model.width": 128, "model.head_dim": 32, "model.mlp_width": 384,
                     "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
     for key in ("norm", "position", "mlp", "attention"):
@@ -62,7 +68,7 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     for f in fields(MemoryConfig):
         table = {name: row for name, row in f.metadata["table"].items()
                  if not getattr(row, "needs_compile", "")}
-        if draw.random() < 0.5:
+        if draw.random() < 1 / 3:
             changes |= _row(draw, f"memory.{f.name}", table)
     return changes
 

@@ -206,6 +206,9 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     s, pieces = on_device(config, on, layout, p, attention, operand_bytes=operand_bytes,
                           head_bytes=None if "head" in plain else operand_bytes)
     ops = as_it_is = operations(s)
+    padded = _padded(config, p, s, ops)
+    if padded:
+        ops = _with_padding(ops, padded, s)
     stay = {0} if "first" in plain else set()
     if "last" in plain:
         stay.add(config.model.L - 1)
@@ -213,8 +216,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         as_it_is = operations(replace(s, operand_bytes=None))
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
-    doubt = _doubt(config, p, s)
-    found = [replace(_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened,
+    doubt = _doubt(config, p, padded)
+    found = [replace(_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
                                 optimizer or config.optimizer.name, embeds, heads,
                                 sequence_parallel),
                      memory_bytes=on.memory_bytes, doubt=doubt)
@@ -226,7 +229,7 @@ TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 WORDS = frozenset(("head", "first", "last"))
 
 
-def _doubt(config: Config, p: Precision, s: MicroBatch) -> str:
+def _doubt(config: Config, p: Precision, padded: Mapping[str, Any]) -> str:
     """What the formula does not follow tensor by tensor, and what does."""
     memory = config.memory
     if memory.activation_offload.name != "device":
@@ -237,17 +240,49 @@ def _doubt(config: Config, p: Precision, s: MicroBatch) -> str:
         return "Linears that stay in 16 bits by a pattern are counted as the others" + TRACE
     if memory.cross_entropy.name != "full" and "head" not in p.low.keep:
         return "a head in low precision is taken for one in 16 bits, a chunk at a time" + TRACE
-    recipe = config.precision.recipe
-    if getattr(recipe, "pad", False):
-        sizes = {(s.tokens, *op.matmul) for op in operations(s).linears}
-        row = resolve(recipe)
-        if any(untiled(row, dict(zip("MKN", size))) for size in sizes):
-            return "operands padded to tiles are counted without their padding" + TRACE
+    if padded:
+        return "whether a view keeps the padding of a result alive is taken by a rule" + TRACE
     return ""
+
+
+def _padded(config: Config, p: Precision, s: MicroBatch,
+            ops: Operations) -> dict[str, tuple[int, int, int]]:
+    """Tokens, inputs and outputs of the Linears that are padded to tiles."""
+    if p.low is None or not getattr(config.precision.recipe, "pad", False):
+        return {}
+    recipe, found = resolve(config.precision.recipe), {}
+    head = () if "head" in p.low.keep else (ops.head,)
+    for op in (*ops.linears, *head):
+        size = (s.tokens, *op.matmul)
+        if untiled(recipe, dict(zip("MKN", size))):
+            found[op.name] = tuple(-(-side // recipe.tile) * recipe.tile for side in size)
+    return found
+
+
+def _with_padding(ops: Operations, padded: Mapping[str, tuple[int, int, int]],
+                  s: MicroBatch) -> Operations:
+    """Of what is padded: a Linear's saved input, and its result where the next operation saves a
+    view of it."""
+    block, more = [], 0.0
+    for op in ops.block:
+        if op.name in padded:
+            M, K, N = padded[op.name]
+            more = (M * N - s.tokens * op.matmul[1]) * s.compute_bytes
+            op = replace(op, saved_bytes=M * K * s.operand_bytes)
+        elif op.name == "mlp" or (op.name == "attention" and s.attention == "sdpa"
+                                  and not s.norms_save_qkv):
+            op = replace(op, saved_bytes=op.saved_bytes + more)
+        block.append(op)
+    head = ops.head
+    if head.name in padded:
+        M, K, _ = padded[head.name]
+        head = replace(head, saved_bytes=M * K * s.operand_bytes)
+    return replace(ops, block=tuple(block), head=head)
 
 
 def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBatch,
            ops: Operations, keep: Kept, recompute: Settings, pieces: int, widened: float,
+           padded: Mapping[str, tuple[int, int, int]],
            optimizer: str, embeds: bool, heads: bool,
            sequence_parallel: bool) -> Memory:
     """Of a device of a pipeline's first stage (`embeds`), of the last (`heads`), or of both."""
@@ -292,7 +327,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     z = walk.Walk(
         s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
         heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once or p.buffered,
-        plain=plain, stream_cut=stream_cut, widened=widened,
+        plain=plain, stream_cut=stream_cut, widened=widened, padded=padded,
         update_bytes=each + state_bytes if at_once else 0.0,
         gradient_bytes=(p.weights if p.buffered else p.gradients) / (ranks if sharded else 1),
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),

@@ -29,7 +29,9 @@ class Block:
     def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
         self.saved, self.low = saved, low
         self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
-        self.low_bytes = walk.linear_weights * low.number_bytes if low else 0.0
+        self.low_bytes = 0.0
+        if low:
+            self.low_bytes = low.number_bytes * sum([walk.cast(op)[2] for op in walk.ops.linears])
 
 
 class Walk:
@@ -50,13 +52,14 @@ class Walk:
     update_bytes    of a number of a weight, while backward updates it; 0: it does not
     widened         bytes of a Linear's operands that are rounded to 16 bits and multiplied in 32;
                     0: they are multiplied as they are
+    padded          tokens, inputs and outputs of Linears that are padded to tiles, by name
     """
 
     def __init__(self, s: MicroBatch, ops: Operations, kept: Kept, *, cut: int, tensor: int,
                  layers: int, gradient_bytes: float, gathers: bool, sharded: bool, embeds: bool,
                  heads: bool, low: Low | None, plain: frozenset[str], again: range, chunk: int,
                  packed: float, fetched: float, stream_cut: int, update_bytes: float,
-                 widened: float):
+                 widened: float, padded: Mapping[str, tuple[int, int, int]]):
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
@@ -66,11 +69,13 @@ class Walk:
         self.embeds, self.heads = embeds, heads
         self.again, self.chunk, self.fetched = again, chunk, fetched
         self.stream_cut, self.update_bytes, self.widened = stream_cut, update_bytes, widened
+        self.padded = padded
         self.row = ACTIVATIONS      # of what the operations at hand saved
         self.tokens, self.stream_tokens = s.tokens / cut, s.tokens / stream_cut
         self.stream = self.stream_tokens * s.model.D * s.residual_bytes     # and its gradient
         # tensor ranks that gather what they hold a part of; 1: nothing is gathered
         self.gathered = tensor if stream_cut == cut else 1
+        self.weight_bytes = s.residual_bytes    # of a weight, and of its gradient as it is made
         self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
         # the head's gradient waits for that of the same table in the embedding
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
@@ -112,9 +117,10 @@ class Walk:
                               (self.inner, others - self.repeats_between(1))):
             self.add(COPIES, number * block.copied_bytes)
             self.add(LOW, number * block.low_bytes)
-        cached = self.cached
+        cached, low, final = self.cached, self.last.low, self.ops.linears[-1]
+        after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
-        self.mark(packed)
+        self.mark(max(packed, self.forward(final, low) - after if low else 0.0))
         self.add(COPIES, -cached)
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
@@ -170,7 +176,7 @@ class Walk:
         loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
         if low:
             copies = 0.0
-            self.add(LOW, self.table * low.number_bytes)
+            self.add(LOW, self.cast(head)[2] * low.number_bytes)
         self.add(COPIES, copies + cached)
         self.mark(logits * (compute + self.widened) + self.whole_input(head))
         self.add(COPIES, -cached)
@@ -247,7 +253,7 @@ class Walk:
             self.add(COPIES, block.copied_bytes)
             self.add(LOW, block.low_bytes)
             self.mark(max(self.whole_input(final),
-                          low.forward_bytes(*self.numbers(final)) if low else 0))
+                          self.forward(final, low) if low else 0))
         self.add(TEMPORARIES, self.fetched)
         for op in reversed(self.ops.block):
             self.fold(op, block.saved.get(op.name, 0.0), low)
@@ -279,6 +285,22 @@ class Walk:
             x, y = y, x
         return x * K, y * N, op.weights / self.tensor
 
+    def cast(self, op: Op) -> tuple[float, float, float]:
+        """As `numbers`, of what is cast: padded to tiles."""
+        if op.name not in self.padded:
+            return self.numbers(op)
+        M, K, N = self.padded[op.name]
+        return M * K, M * N, K * N
+
+    def forward(self, op: Op, low: Low) -> float:
+        """Bytes at work while a Linear's forward runs, padded copies of its operands among them."""
+        x, y, weight = self.cast(op)
+        copies = 0.0
+        if op.name in self.padded:
+            wide = self.s.residual_bytes if op.reads_residual else self.s.compute_bytes
+            copies = x * wide + weight * self.weight_bytes
+        return low.forward_bytes(x, y, weight) + copies
+
     def whole_input(self, op: Op) -> float:
         """Bytes of what a Linear meets of the stream's side, gathered from all tensor ranks: its
         input, or its output before the ranks add up their parts (Korthikanti et al. 2022, section
@@ -304,10 +326,9 @@ class Walk:
         # the gradient of the output
         whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
         if low is not None:     # one autograd.Function: nothing is freed before its end
-            self.mark(whole + low.work_bytes(x, y, weight, dx=wide, dw=dw,
-                                             final=final if s.mixed else 0))
+            self.low_linear(op, low, whole, wide, dy)
             self.add(TEMPORARIES, dx - dy)
-            self.add(LOW, -weight * low.number_bytes)
+            self.add(LOW, -self.cast(op)[2] * low.number_bytes)
         else:
             # in float32 the gradient of the output is there once more
             self.mark(self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw)
@@ -324,3 +345,17 @@ class Walk:
             self.add(GRADIENTS, final)
         elif not s.mixed:
             self.mark(final)
+
+    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> None:
+        """The work of a Linear that is cast. Padded, its gradients are there once more, cut to
+        size: that of its output before, the others after."""
+        s, (x, y, weight) = self.s, self.cast(op)
+        compute, real = s.compute_bytes, self.numbers(op)
+        dx, dw = x * wide / real[0], weight * compute
+        final = weight * self.weight_bytes if s.mixed else 0.0
+        grown = 0.0
+        if op.name in self.padded:
+            grown = y * compute - dy
+            self.mark(y * compute)
+            self.mark(dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy)
+        self.mark(whole + grown + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final))
