@@ -12,17 +12,14 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from torch import nn
-
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
-from lpkit.optim import stepper
 from lpkit.techniques import blocks
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Settings
-from lpkit.training.build import build_model, decide
+from lpkit.training.training import RandomTokens, Training
 
 VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are numbers or names
     "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 1024),
@@ -35,9 +32,7 @@ def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
     while found < count:
         try:
             config = Config().replace(_changes(draw))
-            build_model(config, decide(config))
-            stepper.build(nn.Linear(1, 1), config.optimizer,
-                          moment_format=config.memory.moment_format.name)
+            Training.build(config, data=RandomTokens(config))
         except ConfigError:
             continue
         found += 1

@@ -46,19 +46,21 @@ class Kept:
         return Kept(operations=operations, block=share(self.block), plain=share(self.plain),
                     weight_copy_bytes=self.weight_copy_bytes / cut * depth, again_bytes=again)
 
-    def offloaded(self, shares: dict[str, float], again_share: float) -> "Kept":
-        """With a share of what each operation of the blocks keeps, or of what blocks keep that run
-        again: in low precision, or nothing, elsewhere."""
-        if AGAIN in self.operations:
-            again = {AGAIN: self.operations[AGAIN] * again_share}
-            return replace(self, operations=self.operations | again,
-                           again_bytes=self.again_bytes * again_share)
+    def offloaded(self, shares: dict[str, float], stream: float, stream_share: float) -> "Kept":
+        """With a share of what each operation of the blocks keeps, and of the input, `stream`
+        bytes, of a block that runs again: in low precision, or nothing, elsewhere. Results that
+        such a block keeps stay: no hook sees them."""
+        less = {}
+        if self.again_bytes:
+            again = self.again_bytes - stream * (1 - stream_share)
+            less = {AGAIN: again / self.again_bytes}
 
         def shrunk(saved: dict[str, float]) -> dict[str, float]:
-            return {name: nbytes * shares.get(name, 1.0) for name, nbytes in saved.items()}
+            return {name: nbytes * (shares | less).get(name, 1.0) for name, nbytes in saved.items()}
 
-        return replace(self, operations=shrunk(self.operations), block=shrunk(self.block),
-                       plain=shrunk(self.plain))
+        block, plain = (self.block, self.plain) if less else map(shrunk, (self.block, self.plain))
+        return replace(self, operations=shrunk(self.operations), block=block, plain=plain,
+                       again_bytes=self.again_bytes * less.get(AGAIN, 1.0))
 
     @property
     def block_bytes(self) -> float:

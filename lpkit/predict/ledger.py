@@ -416,7 +416,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     temporaries = walked(walk.TEMPORARIES)
     row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
         "of the log-probabilities and of the logits, float32", CROSS_ENTROPY)
-    updating = _update_bytes(ops, each, state_bytes, layout.tensor * (ranks if layout.zero else 1))
+    updating = _update_bytes(ops, each, state_bytes, layout.tensor * (ranks if layout.zero else 1),
+                             layers > 1)
     row("optimizer temporaries", {} if at_once else {UPDATE: updating},
         "the moments and the weight of the largest parameter, as its update wants them",
         "lpkit.optim.stepper")
@@ -452,7 +453,7 @@ def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recom
 def _offloaded(keep: Kept, s: MicroBatch, ops: Operations, number_bytes: float) -> Kept:
     """With `number_bytes` on the device for each number that blocks keep."""
     shares = {op.name: number_bytes / op.saved_itemsize for op in ops.block}
-    return keep.offloaded(shares, number_bytes / s.residual_bytes)
+    return keep.offloaded(shares, s.stream_bytes, number_bytes / s.residual_bytes)
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:
@@ -465,10 +466,12 @@ def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float,
             nbytes * (2 + PACKED[s.compute_bytes] / s.compute_bytes))
 
 
-def _update_bytes(ops: Operations, each: float, state_bytes: float, shards: int) -> float:
+def _update_bytes(ops: Operations, each: float, state_bytes: float, shards: int,
+                  more: bool) -> float:
     """While the largest parameter is updated by itself, with `each` bytes a number; a fused step
-    over all needs nothing. `state_bytes` of a number are fetched, for it and for the next one."""
+    over all needs nothing. `state_bytes` of a number are fetched, for it and for the next one.
+    `more`: there is more than one block."""
     weights = [op.weights for op in ops.linears]
-    in_order = [ops.embed.params, ops.positions.params, *weights, *weights[:1], ops.head.params]
-    fetched = max(map(sum, pairwise(in_order)))
+    in_order = [ops.embed.params, ops.positions.params, *weights, *weights * more, ops.head.params]
+    fetched = max(map(sum, pairwise(filter(None, in_order))))
     return (each * max(ops.embed.params, *weights) + state_bytes * fetched) / shards

@@ -62,8 +62,8 @@ def held(run: Run) -> Memory:
 
 
 def _without_every_second(found: Memory, s: MicroBatch, cut: float) -> Memory:
-    """torchtitan's "selective op" keeps the first, third, ... product of a block: of wq, wk, wv, wo,
-    w1, w3, w2 those of wq, wv, w1 and w2 (torchtitan, parallelize_llama.py, `_custom_policy`).
+    """torchtitan's "selective op" keeps the first, third, ... product of a block: of wq, wk, wv,
+    wo, w1, w3, w2 those of wq, wv, w1 and w2 (torchtitan, parallelize_llama.py, `_custom_policy`).
     "selective" keeps all."""
     m = s.model
     left_out = s.tokens / cut * s.compute_bytes * (m.G * m.E + m.D + m.F)       # wk, wo, w3

@@ -31,16 +31,13 @@ class Low:
     folds: bool                 # scales go into the values of the emulation
     history: int                # amaxes remembered for each of three tensors
     keep: tuple[str, ...]       # Linears that stay in 16 bits
+    square: bool                # one layout of x serves both of its products
+    mixes: bool                 # x and the gradient are, in float32, for the weight's gradient
     native: bool = False        # hardware runs it; else the emulation
 
     @property
     def number_bytes(self) -> float:
         return self.bits / 8 if self.native else BF16
-
-    @property
-    def square(self) -> bool:
-        """Whether one layout of x serves both of its products."""
-        return self.x[0] == self.x[1]
 
     def scales(self, tokens: float, K: float, N: float) -> float:
         """Bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
@@ -63,9 +60,9 @@ class Low:
         if self.native:
             return most
         # transposed, or mixed by a transform
-        copied = 0 if self.square else g * (2 * FP32 if self.bits < 8 else BF16)
+        copied = 0 if self.square else g * (2 * FP32 if self.mixes else BF16)
         most = max(most, dx + casts + copied)
-        if self.folds or self.square:
+        if self.folds or self.x[0] == self.x[1]:
             return most
         if 0 in self.x:
             return max(most, g * BF16 + (FP32 + BF16) * x, dx + casts + (FP32 + BF16) * w)
@@ -80,7 +77,7 @@ class Low:
             return 0
         if self.square:
             return BF16 * (x + y)
-        turned = 2 * FP32 if self.bits < 8 else BF16
+        turned = 2 * FP32 if self.mixes else BF16
         return BF16 * (2 * x + y + w) + turned * x + (FP32 + BF16) * y
 
 
@@ -91,6 +88,7 @@ def low_of(recipe: Recipe) -> Low | None:
     x = recipe.dw[1] if recipe.dw else recipe.y[0]
     w = recipe.dx[1] if recipe.dx else recipe.y[1]
     return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x),
+               square=x.transposes, mixes=x.transform != "none",
                folds=SCALES[x.scale].folds, history=recipe.history,
                keep=recipe.high_precision_layers)
 

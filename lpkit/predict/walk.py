@@ -167,7 +167,12 @@ class Walk:
     @property
     def cached(self) -> float:
         """Of blocks that run again: autocast keeps the copies to the end of forward."""
-        return 0.0 if self.widened else len(self.again) * self.inner.copied_bytes
+        if self.widened:
+            return 0.0
+        ends = {self.layers - 1: self.last, 0: self.first} if self.layers > 1 else {0: self.last}
+        ends = {number: block for number, block in ends.items() if number in self.again}
+        return ((len(self.again) - len(ends)) * self.inner.copied_bytes
+                + sum([block.copied_bytes for block in ends.values()]))
 
     def whole_loss(self) -> None:
         """Leaves with the gradient of the head's input."""
@@ -198,31 +203,37 @@ class Walk:
     def chunked_loss(self) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
         chunk's logits are there. Leaves with the first."""
-        table, compute = self.table, self.s.compute_bytes
-        chunks, tokens = -(-self.tokens // self.chunk), min(self.chunk, self.tokens)
-        logits, part = tokens * self.s.model.V, tokens * self.s.model.D
-        narrow = compute if compute < FP32 else 0
-        own = self.widened or compute       # of a number in the product
-        copies, cached = self.copies(table), self.cached
+        copies, cached, table = self.copies(self.table), self.cached, FP32 * self.table
         self.add(ACTIVATIONS, -self.kept.operations["head"])
         self.add(LOGITS, self.stream)               # both gradients
-        self.add(GRADIENTS, FP32 * table)
+        self.add(GRADIENTS, table)
         self.add(COPIES, copies + cached)
-        first = 0.0 if chunks > 1 else FP32 * table     # no sum of the head's gradients yet
-        self.mark(self.stream + part * narrow + logits * (2 * FP32 + narrow) - first)
-        self.mark(self.stream + part * FP32 + logits * (FP32 + compute + narrow)
-                  + table * (own if self.s.mixed or narrow else 0)
-                  + (FP32 * table - first if self.s.mixed or not narrow else 0))
+        rest = self.tokens - self.chunk
+        self.chunk_of_loss(min(self.chunk, self.tokens), summed=rest >= self.chunk)
+        if 0 < rest < self.chunk:
+            self.chunk_of_loss(rest, summed=True)
         self.add(COPIES, -copies - cached)
         self.add(LOGITS, -self.stream)
-        self.add(GRADIENTS, -FP32 * table)
+        self.add(GRADIENTS, -table)
         self.add(TEMPORARIES, self.stream)
         if self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
         else:
-            self.add(GRADIENTS, self.gradient_bytes * table)
+            self.add(GRADIENTS, self.gradient_bytes * self.table)
         self.begin(HEAD)
         self.fold(self.ops.norm, self.kept.operations["norm"])
+
+    def chunk_of_loss(self, tokens: float, *, summed: bool) -> None:
+        """`summed`: the head's gradient of chunks before it is there, in float32."""
+        mixed, compute = self.s.mixed, self.s.compute_bytes
+        logits, part = tokens * self.s.model.V, tokens * self.s.model.D
+        narrow = compute if compute < FP32 else 0
+        own = self.widened or compute       # of a number in the product
+        before = 0.0 if summed else FP32 * self.table
+        self.mark(self.stream + part * narrow + logits * (2 * FP32 + narrow) - before)
+        self.mark(self.stream + part * FP32 + logits * (FP32 + compute + narrow)
+                  + self.table * (own if mixed or narrow else 0)
+                  + (FP32 * self.table - before if mixed or not narrow else 0))
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
