@@ -83,7 +83,7 @@ def test_a_pipeline_of_chunks_begins_more_before_the_first_comes_back():
 
 
 def test_bf16_weights_with_float32_gradients():
-    """Megatron-LM's distributed optimizer, docs/api-guide/dist_optimizer.md: 18 bytes a parameter on one device, 6 + 12 / d
+    """Megatron-LM's distributed optimizer, docs/user-guide/features/dist_optimizer.md: 18 bytes a parameter on one device, 6 + 12 / d
     on d; and the gradients' buffer is there before backward."""
     for d, each in ((1, 18), (8, 6 + 12 / 8), (64, 6 + 12 / 64)):
         rows = model_states(1_000_000, precision="bf16-fp32-grads", zero=1, devices=d)

@@ -234,6 +234,8 @@ def _doubt(config: Config, p: Precision, padded: Mapping[str, Any]) -> str:
     memory = config.memory
     if memory.activation_offload.name != "device":
         return "what comes back, and what goes, is taken to be one tensor of the MLP" + TRACE
+    if p.dtype == "fp16" and memory.cross_entropy.name != "full":
+        return "a chunk's products are taken to be in 16 bits, and a CPU may do them in 32" + TRACE
     if p.low is None:
         return ""
     if not WORDS.issuperset(p.low.keep):

@@ -59,8 +59,8 @@ class Low:
         most = dx + casts + dw + final
         if self.native:
             return most
-        # transposed, or mixed by a transform
-        copied = 0 if self.square else g * (2 * FP32 if self.mixes else BF16)
+        # transposed; or mixed by a transform, before its second cast is made
+        copied = 0 if self.square else g * (2 * FP32 - BF16 if self.mixes else BF16)
         most = max(most, dx + casts + copied)
         if self.folds or self.x[0] == self.x[1]:
             return most
@@ -71,14 +71,15 @@ class Low:
 
     def forward_bytes(self, x: float, y: float, w: float) -> float:
         """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the
-        result; where one layout does not serve both products, x and w as the forward casts them, x
-        transposed (or mixed, in float32), and what waits for the result."""
+        result; where one layout does not serve both products, x and w as the forward casts them,
+        and x transposed (or mixed, in float32), or the result as its rows' scales meet it."""
         if self.native:
             return 0
         if self.square:
             return BF16 * (x + y)
-        turned = 2 * FP32 if self.mixes else BF16
-        return BF16 * (2 * x + y + w) + turned * x + (FP32 + BF16) * y
+        turned = (2 * FP32 if self.mixes else BF16) * x + BF16 * y
+        scaled = (FP32 + BF16) * y if self.w[0] != self.w[1] else 0     # by row, in float32
+        return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(turned, scaled)
 
 
 def low_of(recipe: Recipe) -> Low | None:

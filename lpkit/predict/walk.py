@@ -230,10 +230,14 @@ class Walk:
         narrow = compute if compute < FP32 else 0
         own = self.widened or compute       # of a number in the product
         before = 0.0 if summed else FP32 * self.table
-        self.mark(self.stream + part * narrow + logits * (2 * FP32 + narrow) - before)
+        self.mark(self.stream + part * narrow * mixed + logits * (2 * FP32 + narrow) - before)
+        if narrow and not mixed:    # gradients in 16 bits; then, without the logits' own, in 32
+            each = self.stream + (part + self.table) * compute
+            self.mark(each + logits * (FP32 + 2 * compute) - before)
+            self.mark(each + logits * (FP32 + compute) + FP32 * self.table - before)
+            return
         self.mark(self.stream + part * FP32 + logits * (FP32 + compute + narrow)
-                  + self.table * (own if mixed or narrow else 0)
-                  + (FP32 * self.table - before if mixed or not narrow else 0))
+                  + self.table * (own if mixed else 0) + FP32 * self.table - before)
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
@@ -247,7 +251,8 @@ class Walk:
         self.add(TEMPORARIES, -self.stream)
         self.mark(2 * table if tied else table)
         if self.update_bytes:
-            self.mark(table + self.table * self.update_bytes)
+            waiting = self.waiting_table if tied else 0.0       # is in the sum
+            self.mark(table + self.table * self.update_bytes - waiting)
 
     def block(self, block: Block, *, recompute: bool) -> None:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
