@@ -333,7 +333,8 @@ class Walk:
         s, (x, y, weight) = self.s, self.numbers(op)
         dx, dw, dy = x * s.compute_bytes, weight * s.compute_bytes, y * s.compute_bytes
         final, wide = weight * self.gradient_bytes, dx
-        update = weight * self.update_bytes
+        waits = op is self.ops.head and self.waiting_table      # updated with the embedding
+        update = 0.0 if waits else weight * self.update_bytes
         if s.mixed and op.reads_residual:
             wide = x * s.residual_bytes
         if op.writes_residual and not s.mixed:
