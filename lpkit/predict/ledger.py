@@ -217,10 +217,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     doubt = _doubt(config, p, padded)
-    found = [replace(_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
-                                optimizer or config.optimizer.name, embeds, heads,
-                                sequence_parallel),
-                     memory_bytes=on.memory_bytes, doubt=doubt)
+    found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
+                    optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt)
              for embeds, heads in stages]
     return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
 
@@ -286,7 +284,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
            ops: Operations, keep: Kept, recompute: Settings, pieces: int, widened: float,
            padded: Mapping[str, tuple[int, int, int]],
            optimizer: str, embeds: bool, heads: bool,
-           sequence_parallel: bool) -> Memory:
+           sequence_parallel: bool, doubt: str) -> Memory:
     """Of a device of a pipeline's first stage (`embeds`), of the last (`heads`), or of both."""
     m, techniques = s.model, rows_of(config)
     repeated, ranks = RECOMPUTE[recompute.name], layout.state_ranks
@@ -425,17 +423,14 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         "lpkit.optim.stepper")
     row("temporaries", temporaries,
         "gradients of activations, and what is cast or copied on the way", ENGINE)
-    held = Memory(rows=tuple(rows), memory_bytes=None)
-    if on.kind != "gpu":
-        return held
-    apart = {}
-    if sharded:     # FSDP2 reduces and gathers on streams of their own
+    apart, unused = {}, 0.0
+    if on.kind == "gpu" and sharded:    # FSDP2 reduces and gathers on streams of their own
         apart = {"gathered at once": max(tables, inside / layers) * p.compute_bytes,
                  "gradients of shards" if staged else "gradients": gradients.bytes}
-    unused = 0.0
-    if heads and not z.chunk and p.compute_bytes < FP32:
+    if on.kind == "gpu" and heads and not z.chunk and p.compute_bytes < FP32:
         unused = z.tokens * m.V * p.compute_bytes
-    return replace(held, apart=apart, unused_bytes=unused)
+    return Memory(rows=tuple(rows), memory_bytes=on.memory_bytes, doubt=doubt, apart=apart,
+                  unused_bytes=unused)
 
 
 def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recompute, cut: int,

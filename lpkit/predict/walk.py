@@ -167,7 +167,7 @@ class Walk:
     @property
     def cached(self) -> float:
         """Of blocks that run again: autocast keeps the copies to the end of forward."""
-        if self.widened:
+        if self.widened or not self.again:
             return 0.0
         ends = {self.layers - 1: self.last, 0: self.first} if self.layers > 1 else {0: self.last}
         ends = {number: block for number, block in ends.items() if number in self.again}
@@ -333,15 +333,15 @@ class Walk:
         s, (x, y, weight) = self.s, self.numbers(op)
         dx, dw, dy = x * s.compute_bytes, weight * s.compute_bytes, y * s.compute_bytes
         final, wide = weight * self.gradient_bytes, dx
-        waits = op is self.ops.head and self.waiting_table      # updated with the embedding
-        update = 0.0 if waits else weight * self.update_bytes
         if s.mixed and op.reads_residual:
             wide = x * s.residual_bytes
         if op.writes_residual and not s.mixed:
             dy = 0.0
         # gathered once more: the input, beside its own gradient as the ranks have it in parts; or
         # the gradient of the output
-        whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
+        whole = 0.0
+        if self.gathered > 1:
+            whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
         if low is not None:     # one autograd.Function: nothing is freed before its end
             self.low_linear(op, low, whole, wide, dy)
             self.add(TEMPORARIES, dx - dy)
@@ -354,8 +354,9 @@ class Walk:
         if low is None and s.mixed:
             self.add(COPIES, -self.copies(weight))
             self.mark(dw + max(final, wide if op.reads_residual else 0) + wide - dx)
-        if update:
-            self.mark(final + update)
+        # a head that waits for its embedding is updated with it
+        if self.update_bytes and not (op is self.ops.head and self.waiting_table):
+            self.mark(final + weight * self.update_bytes)
         if wide != dx:
             self.add(TEMPORARIES, wide - dx)
         if not self.gathers:
