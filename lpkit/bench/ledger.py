@@ -3,14 +3,16 @@ by config.
 
 Beside them the rules of thumb in use, on the same configs: accelerate's estimate, DeepSpeed's
 (ZeRO-2 on one device), and 16 bytes a parameter plus Korthikanti's activations. A rule that does
-not know a technique answers as if it were off. `make ledger` measures here and writes
-docs/ledger.md from "Rows" on. On a GPU the peak is the allocator's own count, the models are
+not know a technique answers as if it were off. Beside them, DRAWN configs over all settings
+(`lpkit.bench.drawn`). `make ledger` measures here and writes docs/ledger.md from "Rows" on. On a
+GPU the peak is the allocator's own count, the models are
 larger, step time is compared too, and there is no MemTracker to race.
 """
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ from accelerate.commands.estimate import estimate_training_usage
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lpkit import hardware, measure, predict_trace
+from lpkit.bench.drawn import configs as draws
 from lpkit.bench.harness import ROUNDS, Result, paired, race
-from lpkit.config import Config
+from lpkit.config import Config, flat
 from lpkit.files import resource
 from lpkit.measure.tracking import ROWS
-from lpkit.predict import memory, parameter_count
+from lpkit.predict import memory, parameter_count, peaks
+from lpkit.predict.compare import Row, percent
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
@@ -40,6 +44,7 @@ RULES = {"formula": "closed form", "traced": "trace", "accelerate": "accelerate"
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
 TRACE, STEP_TIME, TRACE_SECONDS, CALL_SECONDS, FASTER = 0.01, 0.1, 60, 200e-6, 100
 RANKS = 1024
+DRAWN, DRAWN_99, DRAWN_WORST = 200, 0.02, 0.05      # configs; errors of 99 in 100, and of all
 CAST = tuple(name for name, recipe in RECIPES.items() if recipe.products)
 Changes = dict[str, Any]
 GPT2: Changes = {"model.layers": 3, "model.width": 128, "model.heads": 4, "model.context": 128,
@@ -93,7 +98,9 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     here = hardware.machine()
     gpu = here.kind == "gpu"
     table = [_case(name, config, here) for name, config in configs(LARGER if gpu else None)]
-    how = {"better": "lower", "facts": {"table": table}, "packages": ("torch", "accelerate"),
+    drawn = [] if gpu else [_drawn_case(name, config, here) for name, config in draws(DRAWN)]
+    how = {"better": "lower", "facts": {"table": table, "drawn": drawn},
+           "packages": ("torch", "accelerate"),
            "device": torch.cuda.get_device_name() if gpu else None}
 
     def errors(key: str, of: str = "measured_bytes") -> list[float]:
@@ -108,6 +115,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
               ("16 P + activations, median", errors("classic_bytes"), None)]
     if gpu:
         claims.append(("step time, median", errors("predicted_seconds", "step_seconds"), STEP_TIME))
+    else:
+        claims += drawn_claims(drawn)
     results = [paired(NAME, ours=off, peer=[1.0] * len(off), peer_name="the measured peak",
                       unit="relative error", case=case, target=target, **how)
                for case, off, target in claims]
@@ -137,6 +146,31 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                 rounds=rounds, target=FASTER, case="one prediction")
     return [*results, within("one call of the closed form", call[0].ours_median, CALL_SECONDS),
             *call]
+
+
+def drawn_claims(cases: Sequence[dict[str, Any]]
+                 ) -> Iterator[tuple[str, list[float], float | None]]:
+    """Of those that the formula follows to the end, and of those where it names the trace."""
+    for what, ones in (("", [one for one in cases if not one["doubt"]]),
+                       (" that name the trace", [one for one in cases if one["doubt"]])):
+        off = sorted(abs(one["formula_bytes"] / one["measured_bytes"] - 1) for one in ones)
+        if not off:
+            continue
+        words = f"closed form, {len(off)} drawn configs{what}"
+        most, worst = (None, None) if what else (DRAWN_99, DRAWN_WORST)
+        yield f"{words}, 99 of 100", [off[math.ceil(0.99 * len(off)) - 1]], most
+        yield f"{words}, worst", [off[-1]], worst
+
+
+def _drawn_case(name: str, config: Config, here: Machine) -> dict[str, Any]:
+    measured = measure.memory(config)
+    formula = memory(config, here, attention=measured.chosen["attention"].used)
+    plain = flat(Config())
+    return {"name": name, "measured_bytes": measured.peak_bytes,
+            "formula_bytes": formula.peak_bytes, "peak_moment": formula.peak_moment,
+            "doubt": formula.doubt,
+            "settings": {key: value for key, value in flat(config).items()
+                         if plain.get(key) != value}}
 
 
 def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
@@ -192,7 +226,21 @@ def page() -> str:
                                   for case in result["cases"]]), "",
                   markdown_table(("config", "parameters", "measured peak", "at", *RULES.values()),
                                  map(_errors, result["table"])), ""]
+    lines += ["## Published peaks", "", "Of other people's runs, `lpkit.predict.peaks`: what the "
+              "page gives, beside the bytes that the formula says an allocator reserves.", "",
+              markdown_table(("layout", "runs", "median error", "median size of it"),
+                             [(name, runs, percent(signed), f"{size:.1%}")
+                              for name, (runs, signed, size) in peaks.by_layout().items()]), "",
+              markdown_table(("run", "layout", "published", "formula", "off", "where"),
+                             map(_peak, peaks.peaks())), ""]
     return head + "\n".join(lines)
+
+
+def _peak(row: Row) -> tuple[str, ...]:
+    title, at, layout, machine, precision = row.where.rsplit(", ", 4)
+    return (row.name, layout, f"{row.measured / peaks.GIB:.1f} GiB",
+            f"{row.formula / peaks.GIB:.1f} GiB", percent(row.error),
+            f"{title}, {at}, {machine}, {precision}")
 
 
 def _errors(row: dict[str, Any]) -> tuple[str, ...]:

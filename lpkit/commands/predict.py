@@ -76,6 +76,12 @@ def text(result: dict[str, Any]) -> str:
     fits = "" if result["fits"] else ": does not fit"
     line("peak", quantity(result["peak_bytes"], "bytes"),
          f"of {quantity(on['memory_bytes'], 'bytes')}{fits}; {result['peak_moment']}")
+    if result["reserved_bytes"] > result["peak_bytes"]:
+        line("reserved", quantity(result["reserved_bytes"], "bytes"),
+             "by the allocator, with expandable segments")
+    if result["doubt"]:
+        lines += wrap(f"The peak is within 10%: {result['doubt']}.", 150, initial_indent="  ",
+                      subsequent_indent="  ")
     lines.append("")
     phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
                        for name, seconds in result["phases"].items() if seconds)

@@ -7,7 +7,9 @@ the product after it both need is one tensor. Names are those of the modules in
 holds the two equal, to the byte, on the CPU.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lpkit.config import ModelConfig
 from lpkit.techniques.blocks import MicroBatch, Operations, operations
@@ -24,35 +26,41 @@ class Kept:
 
     operations: dict[str, float]    # over all blocks; of those that run again, under AGAIN
     block: dict[str, float]         # of one block, everything kept: recomputing it holds it
-    last: dict[str, float]          # of the last block, whose products may be in other bits
+    plain: dict[str, float]         # of one whose products stay in 16 bits
     weight_copy_bytes: float        # the weights once more in the compute dtype, by autocast
     again_bytes: float              # what a block keeps that runs again
 
-    def sharded(self, cut: int, depth: float) -> "Kept":
-        """Of a device that has 1/cut of each tensor and `depth` of the blocks."""
+    def sharded(self, cut: int, depth: float, whole: Mapping[str, float] = MappingProxyType({}),
+                again_bytes: float | None = None) -> "Kept":
+        """Of a device that has 1/cut of each tensor and `depth` of the blocks. `whole`: of some
+        operations, what they are cut by instead; then `again_bytes` are given."""
         def share(saved: dict[str, float]) -> dict[str, float]:
-            return {name: nbytes / cut for name, nbytes in saved.items()}
+            return {name: nbytes / whole.get(name, cut) for name, nbytes in saved.items()}
 
+        again = self.again_bytes / cut if again_bytes is None else again_bytes
         operations = share(self.operations)
+        if self.again_bytes:
+            operations[AGAIN] *= again * cut / self.again_bytes
         for name in operations.keys() - OUTSIDE:
             operations[name] *= depth
-        return Kept(operations=operations, block=share(self.block), last=share(self.last),
-                    weight_copy_bytes=self.weight_copy_bytes / cut * depth,
-                    again_bytes=self.again_bytes / cut)
+        return Kept(operations=operations, block=share(self.block), plain=share(self.plain),
+                    weight_copy_bytes=self.weight_copy_bytes / cut * depth, again_bytes=again)
 
-    def offloaded(self, shares: dict[str, float], again_share: float) -> "Kept":
-        """With a share of what each operation of the blocks keeps, or of what blocks keep that run
-        again: in low precision, or nothing, elsewhere."""
-        if AGAIN in self.operations:
-            again = {AGAIN: self.operations[AGAIN] * again_share}
-            return replace(self, operations=self.operations | again,
-                           again_bytes=self.again_bytes * again_share)
+    def offloaded(self, shares: dict[str, float], stream: float, stream_share: float) -> "Kept":
+        """With a share of what each operation of the blocks keeps, and of the input, `stream`
+        bytes, of a block that runs again: in low precision, or nothing, elsewhere. Results that
+        such a block keeps stay: no hook sees them."""
+        less = {}
+        if self.again_bytes:
+            again = self.again_bytes - stream * (1 - stream_share)
+            less = {AGAIN: again / self.again_bytes}
 
         def shrunk(saved: dict[str, float]) -> dict[str, float]:
-            return {name: nbytes * shares.get(name, 1.0) for name, nbytes in saved.items()}
+            return {name: nbytes * (shares | less).get(name, 1.0) for name, nbytes in saved.items()}
 
-        return replace(self, operations=shrunk(self.operations), block=shrunk(self.block),
-                       last=shrunk(self.last))
+        block, plain = (self.block, self.plain) if less else map(shrunk, (self.block, self.plain))
+        return replace(self, operations=shrunk(self.operations), block=block, plain=plain,
+                       again_bytes=self.again_bytes * less.get(AGAIN, 1.0))
 
     @property
     def block_bytes(self) -> float:
@@ -76,31 +84,33 @@ def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: ob
     s = MicroBatch(model=model, batch=batch, **sizes,
                    attends_again=RECOMPUTE[recompute].attention_alone)
     ops = operations(s)
-    return saved(s, ops, settings, last=ops)
+    return saved(s, ops, settings, plain=ops)
 
 
-def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, last: Operations) -> Kept:
-    """As `kept`; `last` are the operations as the last block has them."""
-    L, row, block, last_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, last.saved
-    again, again_bytes, whole = 0, 0.0, 1
+def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operations,
+          stay: Collection[int] = ()) -> Kept:
+    """As `kept`; `plain` are the operations as the blocks have them whose numbers are in `stay`."""
+    L, row, block, plain_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, plain.saved
+    again, again_bytes, every = range(0), 0.0, 1
     if row.repeats_blocks:
         every = row.every(recompute)
-        again = len(range(0, L, every))             # blocks that run again
-        whole = 0 if (L - 1) % every == 0 else 1    # whether the last one is kept
+        again = range(0, L, every)      # blocks that run again
         again_bytes = row.again_bytes(s.tokens * s.model.D * s.residual_bytes, sum(block.values()),
                                       sum(op.result_bytes for op in ops.block), recompute)
     held = {"embed": ops.embed.saved_bytes}
-    if again < L:
-        for name in {**block, **last_block}:
-            held[name] = (L - again - whole) * block.get(name, 0) + whole * last_block.get(name, 0)
+    whole = L - len(again)
+    if whole:
+        others = len([number for number in stay if number not in again])
+        for name in {**block, **plain_block}:
+            held[name] = (whole - others) * block.get(name, 0) + others * plain_block.get(name, 0)
     if again:
-        held[AGAIN] = again * again_bytes
+        held[AGAIN] = len(again) * again_bytes
     if ops.positions.saved_bytes:       # once for all blocks
-        held[ops.positions.name if again < L else AGAIN] += ops.positions.saved_bytes
+        held[ops.positions.name if whole else AGAIN] += ops.positions.saved_bytes
     for op in (ops.norm, ops.head, ops.loss):
         held[op.name] = op.saved_bytes
     copied = 0
     if s.mixed:
-        copied = ops.head.weights + sum([op.weights for op in ops.linears]) * (L - again)
-    return Kept(operations=held, block=block, last=last_block, again_bytes=again_bytes,
+        copied = ops.head.weights + sum([op.weights for op in ops.linears]) * whole
+    return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes,
                 weight_copy_bytes=copied * s.compute_bytes)

@@ -28,7 +28,7 @@ from lpkit.techniques.machines import Machine
 
 UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory: no formula for seconds
 # by which the ledger's peak may be above the step's: docs/ledger.md, 1.3% at worst
-ERROR, ERROR_AWAY = 0.02, 0.10      # where activations wait elsewhere
+ERROR, ERROR_DOUBTED = 0.02, 0.10   # where the ledger names the trace
 SHOWN = 3       # rows, and ways
 
 
@@ -133,9 +133,8 @@ def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
     except ConfigError as unknown:
         return Fit(config=config, on=on, rows=_states(config, on), moment=MOMENTS[UPDATE],
                    without=f"activations, for which there is no formula ({unknown})")
-    away = techniques.rows_of(config)["activation_offload"].number_bytes
     return Fit(config=config, on=on, rows=held.at(held.peak_moment),
-               moment=MOMENTS[held.peak_moment], error=ERROR_AWAY if away else ERROR)
+               moment=MOMENTS[held.peak_moment], error=ERROR_DOUBTED if held.doubt else ERROR)
 
 
 def _states(config: Config, on: Machine) -> dict[str, float]:

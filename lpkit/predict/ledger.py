@@ -6,7 +6,7 @@ states and their sharding; `activations` for what the forward pass keeps.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,8 @@ from lpkit.techniques import blocks, machines, optimizers
 from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Operations, operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, recompute_of, rows_of
+from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
+from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.row import Settings
 
 MOMENTS = {     # in the order in which they come
@@ -33,6 +34,9 @@ MOMENTS = {     # in the order in which they come
 }
 LOSS, UPDATE = walk.LOSS, walk.UPDATE
 USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
+# of allocated bytes: the median of ten runs of Megatron-LM and Megatron-DeepSpeed, 1.08 to 1.27,
+# whose logs have both peaks; with expandable segments it is less (docs/ledger.md)
+RESERVED_SHARE = 1.20
 IN_BACKWARD = tuple(moment for moment in MOMENTS if moment != UPDATE)
 # bytes a number while its code is found: in float32, padded, from the least, and the noise
 PACKED = {2: 16, 4: 12}
@@ -64,6 +68,9 @@ class Memory:
 
     rows: tuple[Row, ...]
     memory_bytes: int | None    # of the device, to compare with
+    doubt: str = ""             # why a trace says it better, and which; "": the formula is exact
+    apart: Mapping[str, float] = field(default_factory=dict)    # on a GPU, in pools of their own
+    unused_bytes: float = 0.0   # on a GPU, of what is free where backward begins
 
     def at(self, moment: str) -> dict[str, float]:
         """Bytes by row at one moment of MOMENTS."""
@@ -78,8 +85,25 @@ class Memory:
         return max(sum(row.at.get(moment, 0) for row in self.rows) for moment in MOMENTS)
 
     @property
+    def reserved_bytes(self) -> float:
+        """What PyTorch's allocator takes from a GPU's driver with expandable segments. What one
+        stream has freed, another does not get: so gradients of shards and what is gathered have
+        their memory beside the peak of the rest. And logits of 16 bits leave a place behind that
+        one gradient of 32 does not fit into."""
+        def total(moment: str) -> float:
+            return sum(row.at.get(moment, 0) for row in self.rows if row.name not in self.apart)
+
+        peak = max(total(moment) + self.unused_bytes * (moment == LOSS) for moment in MOMENTS)
+        return peak + sum(self.apart.values())
+
+    @property
+    def fragmented_bytes(self) -> float:
+        """The same without expandable segments: RESERVED_SHARE of the peak, as others measured."""
+        return max(self.reserved_bytes, RESERVED_SHARE * self.peak_bytes)
+
+    @property
     def fits(self) -> bool:
-        """Without the 5 to 10% that an allocator and the driver take for themselves."""
+        """Without what an allocator and the driver take for themselves."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
     @property
@@ -149,7 +173,7 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
            layout: Layout | None = None, precision: str | None = None,
            optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
-           attention: str | None = None) -> Memory:
+           attention: str | None = None, sequence_parallel: bool = True) -> Memory:
     """Bytes per device of one step of `config` on `devices` machines, where they are most.
 
     layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the
@@ -158,6 +182,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
                has it
     optimizer, recompute, attention
                None: the config's, where "auto" attention is what a run on this machine chooses
+    sequence_parallel
+               tensor ranks have a part of each sequence between the matrices; without, all of it
     Raises ConfigError. Under 200 us.
     """
     if layout is None:
@@ -174,23 +200,90 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     if p.low:
         p = replace(p, low=replace(p.low, native=on.kind == "gpu" and p.dtype in on.flops))
         operand_bytes = p.low.number_bytes
+    plain = frozenset(p.low.keep) if p.low else frozenset()
+    widened = FP32 if p.dtype == "fp16" and on.kind == "cpu" else 0     # few multiply float16
+    operand_bytes = widened or operand_bytes
     s, pieces = on_device(config, on, layout, p, attention, operand_bytes=operand_bytes,
+                          head_bytes=None if "head" in plain else operand_bytes,
                           attends_again=row.attention_alone)
-    ops = last = operations(s)
-    if p.low and p.low.last_stays(config.model.L):
-        last = operations(replace(s, operand_bytes=None))
-    keep = saved(s, ops, settings, last=last)
+    ops = as_it_is = operations(s)
+    padded = _padded(config, p, s, ops)
+    if padded:
+        ops = _with_padding(ops, padded, s)
+    stay = p.low.stay(config.model.L) if p.low else ()
+    if stay:
+        as_it_is = operations(replace(s, operand_bytes=None))
+    keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
-    found = [Memory(memory_bytes=on.memory_bytes,
-                    rows=_stage(config, on, layout, p, s, ops, keep, settings, pieces,
-                                optimizer or config.optimizer.name, embeds, heads))
+    doubt = _doubt(config, p, padded)
+    found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
+                    optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt)
              for embeds, heads in stages]
     return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
 
 
+TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
+WORDS = frozenset(("head", "first", "last"))
+
+
+def _doubt(config: Config, p: Precision, padded: Mapping[str, Any]) -> str:
+    """What the formula does not follow tensor by tensor, and what does."""
+    memory = config.memory
+    if memory.activation_offload.name != "device":
+        return "what comes back, and what goes, is taken to be one tensor of the MLP" + TRACE
+    if p.dtype == "fp16" and memory.cross_entropy.name != "full":
+        return "a chunk's products are taken to be in 16 bits, and a CPU may do them in 32" + TRACE
+    if p.low is None:
+        return ""
+    if not WORDS.issuperset(p.low.keep):
+        return "Linears that stay in 16 bits by a pattern are counted as the others" + TRACE
+    if memory.cross_entropy.name != "full" and "head" not in p.low.keep:
+        return "a head in low precision is taken for one in 16 bits, a chunk at a time" + TRACE
+    if padded:
+        return "whether a view keeps the padding of a result alive is taken by a rule" + TRACE
+    return ""
+
+
+def _padded(config: Config, p: Precision, s: MicroBatch,
+            ops: Operations) -> dict[str, tuple[int, int, int]]:
+    """Tokens, inputs and outputs of the Linears that are padded to tiles."""
+    if p.low is None or not getattr(config.precision.recipe, "pad", False):
+        return {}
+    recipe, found = resolve(config.precision.recipe), {}
+    head = () if "head" in p.low.keep else (ops.head,)
+    for op in (*ops.linears, *head):
+        size = (s.tokens, *op.matmul)
+        if untiled(recipe, dict(zip("MKN", size))):
+            found[op.name] = tuple(-(-side // recipe.tile) * recipe.tile for side in size)
+    return found
+
+
+def _with_padding(ops: Operations, padded: Mapping[str, tuple[int, int, int]],
+                  s: MicroBatch) -> Operations:
+    """Of what is padded: a Linear's saved input, and its result where the next operation saves a
+    view of it."""
+    block, more = [], 0.0
+    for op in ops.block:
+        if op.name in padded:
+            M, K, N = padded[op.name]
+            more = (M * N - s.tokens * op.matmul[1]) * s.compute_bytes
+            op = replace(op, saved_bytes=M * K * s.operand_bytes)
+        elif op.name == "mlp" or (op.name == "attention" and s.attention == "sdpa"
+                                  and not s.norms_save_qkv):
+            op = replace(op, saved_bytes=op.saved_bytes + more)
+        block.append(op)
+    head = ops.head
+    if head.name in padded:
+        M, K, _ = padded[head.name]
+        head = replace(head, saved_bytes=M * K * s.operand_bytes)
+    return replace(ops, block=tuple(block), head=head)
+
+
 def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBatch,
-           ops: Operations, keep: Kept, recompute: Settings, pieces: int, optimizer: str,
-           embeds: bool, heads: bool) -> tuple[Row, ...]:
+           ops: Operations, keep: Kept, recompute: Settings, pieces: int, widened: float,
+           padded: Mapping[str, tuple[int, int, int]],
+           optimizer: str, embeds: bool, heads: bool,
+           sequence_parallel: bool, doubt: str) -> Memory:
     """Of a device of a pipeline's first stage (`embeds`), of the last (`heads`), or of both."""
     m, techniques = s.model, rows_of(config)
     repeated, ranks = RECOMPUTE[recompute.name], layout.state_ranks
@@ -201,7 +294,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         keep = _offloaded(keep, s, ops, number_bytes)
         if not repeated.repeats_blocks:
             fetched, packed = _one_tensor(s, ops, bool(number_bytes))
-    if cut > 1 or layout.pipeline > 1:
+    stream_cut = cut if sequence_parallel else layout.context
+    if stream_cut < cut:
+        keep = keep.sharded(cut, layers / m.L, *_whole_in_stream(keep, s, ops, repeated, cut,
+                                                                 stream_cut))
+    elif cut > 1 or layout.pipeline > 1:
         keep = keep.sharded(cut, layers / m.L)
     parts = parameters(m)
     outside = parts["embedding"] + parts["positions"] + parts["head"]
@@ -213,18 +310,31 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     sharded = layout.zero == 3 and ranks > 1
     at_once = not techniques["optimizer_step"].gradients_held
     again = range(0, layers, repeated.every(recompute)) if repeated.repeats_blocks else range(0)
-    last_is_kept = p.low is not None and heads and p.low.last_stays(m.L)
+    plain = set()
+    if p.low:
+        stay = p.low.stay(m.L)
+        here = {"first": embeds and 0 in stay, "last": heads and m.L - 1 in stay,
+                "head": "head" in p.low.keep}
+        plain = {name for name, is_plain in here.items() if is_plain}
+        if layers == 1 and "first" in plain:
+            plain.add("last")
+    # inside a pipeline nothing is resharded, and added up whole, until the last micro-batch
+    staged = layout.pipeline > 1 and pieces > 1
+    resting = on.kind in techniques["optimizer_state"].leaves
+    row_of_optimizer, moment_format = optimizers.find(optimizer), config.memory.moment_format.name
+    each = row_of_optimizer.update_bytes(
+        moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
+    state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
     z = walk.Walk(
         s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
-        heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once,
-        last_is_kept=last_is_kept,
-        gradient_bytes=p.gradients / (ranks if sharded else 1),
+        heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once or p.buffered,
+        plain=plain, stream_cut=stream_cut, widened=widened, padded=padded,
+        update_bytes=each + state_bytes if at_once else 0.0,
+        gradient_bytes=(p.weights if p.buffered else p.gradients) / (ranks if sharded else 1),
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
-                                    moment_format=config.memory.moment_format.name,
-                                    zero=layout.zero, devices=ranks)
-    resting = on.kind in techniques["optimizer_state"].leaves
+                                    moment_format=moment_format, zero=layout.zero, devices=ranks)
     rows = [one for one in rows if one.bytes and not (resting and one.name == "optimizer state")]
 
     def row(name: str, at: Mapping[str, float], formula: str, source: str) -> None:
@@ -238,16 +348,19 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     if not z.gathers:
         at |= gradients.at
     elif not at_once:       # those of earlier micro-batches, or shards
-        at = {moment: at.get(moment, 0) + gradients.bytes for moment in MOMENTS}
+        held = gradients.bytes
+        if staged and layout.zero >= 2:
+            held = (inside + tables) * p.gradients
+        at = {moment: at.get(moment, 0) + held for moment in MOMENTS} | gradients.at
     row("gradients", at, gradients.formula, gradients.source)
     row("batch", dict.fromkeys(MOMENTS, 2 * TOKEN_ID * s.tokens * pieces / layout.context),
         "token ids and targets of one update, int64", "lpkit.datasets")
     # The first stage begins that many micro-batches before the first comes back (one forward, one
     # backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C).
-    under_way = 1
+    chunks, stages = layout.interleave, layout.pipeline
+    under_way = min(pieces, stages * (1 - 1 / chunks) + 1 / chunks)
     if embeds:
-        more = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0
-        under_way = min(layout.pipeline + more, pieces)
+        under_way = min(pieces, stages + (stages - 1) / chunks * (chunks > 1))
     waits = (under_way - 1) * keep.waiting_bytes
     activations = {moment: held + waits for moment, held in walked(walk.ACTIVATIONS).items()}
     if waits:
@@ -256,21 +369,25 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         block = inside / layers
         copied = p.compute_bytes if p.compute_bytes < FP32 else 0
         own, reduced = block * p.compute_bytes, block * (FP32 + copied)
-        each = keep.again_bytes if layers - 1 in again else keep.block_bytes
+        kept_bytes = keep.again_bytes if layers - 1 in again else keep.block_bytes
         # The first block has its gradients; or they are on their way, in float32 too, while the
         # next one is at work.
-        late = layers > 1 and reduced - own > each
-        activations[walk.LAST] = activations.get(walk.LAST, 0) - late * each
-        row("gathered weights", dict.fromkeys(z.most, tables * p.compute_bytes) |
-            dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * p.compute_bytes),
-            "all outside the blocks, and the block at work, whole, in the compute dtype", FSDP)
+        late = layers > 1 and reduced - own > kept_bytes and not staged
+        activations[walk.LAST] = activations.get(walk.LAST, 0) - late * kept_bytes
+        gathered = (dict.fromkeys(z.most, tables * p.compute_bytes) |
+                    dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * p.compute_bytes))
+        what = "all outside the blocks, and the block at work, whole, in the compute dtype"
+        if staged:
+            gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * p.compute_bytes)
+            what = "the whole stage in the compute dtype, from the first micro-batch to the last"
+        row("gathered weights", gathered, what, FSDP)
         row("communication buffers", {walk.LAST: reduced if late else own, walk.FIRST: reduced,
                                       walk.EMBED: tables * FP32},
             "one block's gradients, whole, reduced in float32 on their way to their shards", FSDP)
     row("weight copies", walked(walk.COPIES),
         "each weight of a 16-bit product once more in that dtype, until its backward", AMP)
     if p.low:
-        cast = layers - last_is_kept      # blocks whose Linears are
+        cast = layers - len(plain & {"first", "last"})      # blocks whose Linears are
         lows = walked(walk.LOW)
         # one forward pass would cast each once anyway
         if config.precision.cache_weight_casts and (pieces > 1 or again):
@@ -300,19 +417,41 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     temporaries = walked(walk.TEMPORARIES)
     row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
         "of the log-probabilities and of the logits, float32", CROSS_ENTROPY)
-    updating = _update_bytes(config, ops, optimizer, resting, layout.tensor)
-    row("optimizer temporaries", {UPDATE: updating},
+    updating = _update_bytes(ops, each, state_bytes, layout.tensor * (ranks if layout.zero else 1),
+                             layers > 1)
+    row("optimizer temporaries", {} if at_once else {UPDATE: updating},
         "the moments and the weight of the largest parameter, as its update wants them",
         "lpkit.optim.stepper")
     row("temporaries", temporaries,
         "gradients of activations, and what is cast or copied on the way", ENGINE)
-    return tuple(rows)
+    apart, unused = {}, 0.0
+    if on.kind == "gpu" and sharded:    # FSDP2 reduces and gathers on streams of their own
+        apart = {"gathered at once": max(tables, inside / layers) * p.compute_bytes,
+                 "gradients of shards" if staged else "gradients": gradients.bytes}
+    if on.kind == "gpu" and heads and not z.chunk and p.compute_bytes < FP32:
+        unused = z.tokens * m.V * p.compute_bytes
+    return Memory(rows=tuple(rows), memory_bytes=on.memory_bytes, doubt=doubt, apart=apart,
+                  unused_bytes=unused)
+
+
+def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recompute, cut: int,
+                     stream_cut: int) -> tuple[dict[str, float], float]:
+    """Operations on the residual stream, which tensor ranks without sequence parallelism have
+    whole, with what cuts them; and what a block keeps that runs again."""
+    whole = {op.name: stream_cut for op in (*ops.block, ops.norm, ops.head)
+             if op.in_stream or op.cut == "column"}
+    if not keep.again_bytes:
+        return whole, 0.0
+    wide = s.stream_bytes
+    if repeated.keeps_results:
+        wide += sum(op.result_bytes for op in ops.linears if op.cut == "row")
+    return whole, (keep.again_bytes - wide) / cut + wide / stream_cut
 
 
 def _offloaded(keep: Kept, s: MicroBatch, ops: Operations, number_bytes: float) -> Kept:
     """With `number_bytes` on the device for each number that blocks keep."""
     shares = {op.name: number_bytes / op.saved_itemsize for op in ops.block}
-    return keep.offloaded(shares, number_bytes / s.residual_bytes)
+    return keep.offloaded(shares, s.stream_bytes, number_bytes / s.residual_bytes)
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:
@@ -325,15 +464,12 @@ def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float,
             nbytes * (2 + PACKED[s.compute_bytes] / s.compute_bytes))
 
 
-def _update_bytes(config: Config, ops: Operations, optimizer: str, resting: bool,
-                  shards: int) -> float:
-    """While the largest parameter is updated by itself; a fused step over all needs nothing."""
+def _update_bytes(ops: Operations, each: float, state_bytes: float, shards: int,
+                  more: bool) -> float:
+    """While the largest parameter is updated by itself, with `each` bytes a number; a fused step
+    over all needs nothing. `state_bytes` of a number are fetched, for it and for the next one.
+    `more`: there is more than one block."""
     weights = [op.weights for op in ops.linears]
-    row, moment_format = optimizers.find(optimizer), config.memory.moment_format.name
-    param_bytes = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
-    largest = max(ops.embed.params, *weights) / shards
-    held = largest * row.update_bytes(moment_format, param_bytes)
-    if resting:     # fetched: this parameter's state and the next one's
-        neighbours = max(map(sum, pairwise(weights)))
-        held += row.state_bytes(moment_format) * max(ops.embed.params, neighbours) / shards
-    return held
+    in_order = [ops.embed.params, ops.positions.params, *weights, *weights * more, ops.head.params]
+    fetched = max(map(sum, pairwise(filter(None, in_order))))
+    return (each * max(ops.embed.params, *weights) + state_bytes * fetched) / shards

@@ -72,6 +72,7 @@ class Prediction:
             "flops_per_token_causal": self.flops_per_token_causal,
             "bytes": {**rows, "peak_bytes": mem.peak_bytes},
             "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
+            "reserved_bytes": mem.reserved_bytes, "doubt": mem.doubt,
             "rows": [{**asdict(row), "bytes": row.bytes} for row in mem.rows],
             "time_rows": [row.to_dict() for row in step.rows], "mfu": step.mfu,
             "phases": dict(step.phases), "tokens_per_second": step.tokens_per_second,

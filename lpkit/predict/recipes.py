@@ -31,20 +31,17 @@ class Low:
     folds: bool                 # scales go into the values of the emulation
     history: int                # amaxes remembered for each of three tensors
     keep: tuple[str, ...]       # Linears that stay in 16 bits
+    square: bool                # one layout of x serves both of its products
+    mixes: bool                 # x and the gradient are, in float32, for the weight's gradient
     native: bool = False        # hardware runs it; else the emulation
 
     @property
     def number_bytes(self) -> float:
         return self.bits / 8 if self.native else BF16
 
-    def last_stays(self, layers: int) -> bool:
-        """Whether the last of the blocks is kept in 16 bits."""
-        return any(layers - 1 in (at_end(name, range(layers)) or ()) for name in self.keep)
-
-    @property
-    def square(self) -> bool:
-        """Whether one layout of x serves both of its products."""
-        return self.x[0] == self.x[1]
+    def stay(self, layers: int) -> frozenset[int]:
+        """The blocks, by number, that are kept in 16 bits."""
+        return frozenset(number for name in self.keep for number in at_end(name, range(layers)) or ())
 
     def scales(self, tokens: float, K: float, N: float) -> float:
         """Bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
@@ -66,10 +63,10 @@ class Low:
         most = dx + casts + dw + final
         if self.native:
             return most
-        # transposed, or mixed by a transform
-        copied = 0 if self.square else g * (2 * FP32 if self.bits < 8 else BF16)
+        # transposed; or mixed by a transform, before its second cast is made
+        copied = 0 if self.square else g * (2 * FP32 - BF16 if self.mixes else BF16)
         most = max(most, dx + casts + copied)
-        if self.folds or self.square:
+        if self.folds or self.x[0] == self.x[1]:
             return most
         if 0 in self.x:
             return max(most, g * BF16 + (FP32 + BF16) * x, dx + casts + (FP32 + BF16) * w)
@@ -78,14 +75,15 @@ class Low:
 
     def forward_bytes(self, x: float, y: float, w: float) -> float:
         """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the
-        result; where one layout does not serve both products, x and w as the forward casts them, x
-        transposed (or mixed, in float32), and what waits for the result."""
+        result; where one layout does not serve both products, x and w as the forward casts them,
+        and x transposed (or mixed, in float32), or the result as its rows' scales meet it."""
         if self.native:
             return 0
         if self.square:
             return BF16 * (x + y)
-        turned = 2 * FP32 if self.bits < 8 else BF16
-        return BF16 * (2 * x + y + w) + turned * x + (FP32 + BF16) * y
+        turned = (2 * FP32 if self.mixes else BF16) * x + BF16 * y
+        scaled = (FP32 + BF16) * y if self.w[0] != self.w[1] else 0     # by row, in float32
+        return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(turned, scaled)
 
 
 def low_of(recipe: Recipe) -> Low | None:
@@ -95,6 +93,7 @@ def low_of(recipe: Recipe) -> Low | None:
     x = recipe.dw[1] if recipe.dw else recipe.y[0]
     w = recipe.dx[1] if recipe.dx else recipe.y[1]
     return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x),
+               square=x.transposes, mixes=x.transform != "none",
                folds=SCALES[x.scale].folds, history=recipe.history,
                keep=recipe.high_precision_layers)
 
@@ -111,6 +110,7 @@ class Precision:
     residual_bytes: int
     what: str
     low: Low | None = None      # how the Linears are cast
+    buffered: bool = False      # gradients have a buffer of their own, before and after a step
 
 
 _BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute_bytes=2, residual_bytes=4,
@@ -123,6 +123,8 @@ _NAMED = {
     "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 products by autocast"),
     "bf16-master": replace(_PURE, master=4, what="bf16 weights and gradients, float32 master "
                            "weights: the ZeRO paper's setting"),
+    "bf16-fp32-grads": replace(_PURE, gradients=4, master=4, buffered=True, what="bf16 weights, "
+                               "float32 gradients and master weights: Megatron-LM, Llama 3"),
     "bf16-pure": _PURE,
 }
 

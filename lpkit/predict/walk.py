@@ -29,29 +29,37 @@ class Block:
     def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
         self.saved, self.low = saved, low
         self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
-        self.low_bytes = walk.linear_weights * low.number_bytes if low else 0.0
+        self.low_bytes = 0.0
+        if low:
+            self.low_bytes = low.number_bytes * sum([walk.cast(op)[2] for op in walk.ops.linears])
 
 
 class Walk:
     """What is live, by row, as a micro-batch goes backward on one device; and `most`: for each
     moment the rows of the most that was.
 
-    cut, tensor     devices over which each activation, and each weight, is cut
+    cut, tensor     devices over which a tensor inside attention and MLP is cut, and each weight
+    stream_cut      devices over which the residual stream is: `cut`, with sequence parallelism
     gradient_bytes  of a number of a weight's gradient
     gathers         gradients add to nothing here: they were there, or leave at once
     sharded         gradients leave to their shards, those outside the blocks at the end
     embeds, heads   the device has the embeddings; the head and the loss
-    low             how the blocks' Linears are cast; `last_is_kept`: but for those of the last
+    low             how Linears are cast; `plain`: but for those of the first, the last, the head
     again           numbers of the blocks that run once more before their backward
     chunk           tokens from which the loss is computed at a time; 0: all
     packed          at work while forward puts a tensor into low precision
     fetched         what comes back from elsewhere, or from low precision, at a time
+    update_bytes    of a number of a weight, while backward updates it; 0: it does not
+    widened         bytes of a Linear's operands that are rounded to 16 bits and multiplied in 32;
+                    0: they are multiplied as they are
+    padded          tokens, inputs and outputs of Linears that are padded to tiles, by name
     """
 
     def __init__(self, s: MicroBatch, ops: Operations, kept: Kept, *, cut: int, tensor: int,
                  layers: int, gradient_bytes: float, gathers: bool, sharded: bool, embeds: bool,
-                 heads: bool, low: Low | None, last_is_kept: bool, again: range, chunk: int,
-                 packed: float, fetched: float):
+                 heads: bool, low: Low | None, plain: frozenset[str], again: range, chunk: int,
+                 packed: float, fetched: float, stream_cut: int, update_bytes: float,
+                 widened: float, padded: Mapping[str, tuple[int, int, int]]):
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
@@ -60,9 +68,14 @@ class Walk:
         self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
         self.embeds, self.heads = embeds, heads
         self.again, self.chunk, self.fetched = again, chunk, fetched
+        self.stream_cut, self.update_bytes, self.widened = stream_cut, update_bytes, widened
+        self.padded = padded
         self.row = ACTIVATIONS      # of what the operations at hand saved
-        self.tokens = s.tokens / cut
-        self.stream = self.tokens * s.model.D * s.residual_bytes    # and its gradient
+        self.tokens, self.stream_tokens = s.tokens / cut, s.tokens / stream_cut
+        self.stream = self.stream_tokens * s.model.D * s.residual_bytes     # and its gradient
+        # tensor ranks that gather what they hold a part of; 1: nothing is gathered
+        self.gathered = tensor if stream_cut == cut else 1
+        self.weight_bytes = s.residual_bytes    # of a weight, and of its gradient as it is made
         self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
         # the head's gradient waits for that of the same table in the embedding
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
@@ -71,9 +84,11 @@ class Walk:
         for op in self.ops.block:
             small += (op.params - op.weights) / (tensor if op.cut == "column" else 1)
         self.small_gradient_bytes = small * gradient_bytes
-        plain = Block(self, kept.last, None)
-        self.inner = Block(self, kept.block, low) if low else plain
-        self.last = plain if last_is_kept else self.inner
+        as_it_is = Block(self, kept.plain, None)
+        self.inner = Block(self, kept.block, low) if low else as_it_is
+        self.first = as_it_is if "first" in plain else self.inner
+        self.last = as_it_is if "last" in plain else self.inner
+        self.head_low = None if "head" in plain else low
         self.walk(packed)
 
     def begin(self, moment: str) -> None:
@@ -92,15 +107,21 @@ class Walk:
             rows[TEMPORARIES] += more
 
     def walk(self, packed: float) -> None:
-        kept, last_again = self.kept, self.layers - 1 in self.again
+        kept, last_again, first_again = self.kept, self.layers - 1 in self.again, 0 in self.again
         # token ids and targets have a row of their own
         self.begin(LOSS)
         self.add(ACTIVATIONS, kept.waiting_bytes)
-        others = self.layers - 1 - len(self.again) + last_again
-        for block, number in ((self.last, 0 if last_again else 1), (self.inner, others)):
+        others = max(0, self.layers - 2)
+        for block, number in ((self.last, not last_again),
+                              (self.first, self.layers > 1 and not first_again),
+                              (self.inner, others - self.repeats_between(1))):
             self.add(COPIES, number * block.copied_bytes)
             self.add(LOW, number * block.low_bytes)
-        self.mark(packed)
+        cached, low, final = self.cached, self.last.low, self.ops.linears[-1]
+        after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
+        self.add(COPIES, cached)
+        self.mark(max(packed, self.forward(final, low) - after if low else 0.0))
+        self.add(COPIES, -cached)
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
             self.mark()
@@ -117,13 +138,19 @@ class Walk:
         if self.layers > done:
             self.between(self.layers - done - 1, done)
             self.begin(FIRST)
-            self.block(self.inner, recompute=0 in self.again)
+            self.block(self.first, recompute=first_again)
         if self.embeds:
             self.embeddings()
 
+    def repeats_between(self, done: int) -> int:
+        """Blocks that run again, without the first and the last `done`."""
+        if not self.again:
+            return 0
+        return len(range(self.again.step, self.layers - done, self.again.step))
+
     def between(self, count: int, done: int) -> None:
         """The blocks from the first to the last, without these two."""
-        run = len(range(self.again.step, self.layers - done, self.again.step)) if self.again else 0
+        run = self.repeats_between(done)
         self.add(ACTIVATIONS, -run * self.kept.again_bytes - (count - run) * self.kept.block_bytes)
         self.add(COPIES, -(count - run) * self.inner.copied_bytes)
         self.add(LOW, -(count - run) * self.inner.low_bytes)
@@ -132,28 +159,41 @@ class Walk:
                                          + self.small_gradient_bytes))
 
     def copies(self, weights: float) -> float:
-        """Bytes of the copy that autocast keeps of weights."""
+        """Bytes of the copy of weights in the dtype of their product."""
+        if self.widened:
+            return weights * self.widened
         return weights * self.s.compute_bytes if self.s.mixed else 0.0
 
     @property
     def cached(self) -> float:
         """Of blocks that run again: autocast keeps the copies to the end of forward."""
-        return len(self.again) * self.inner.copied_bytes
+        if self.widened or not self.again:
+            return 0.0
+        ends = {self.layers - 1: self.last, 0: self.first} if self.layers > 1 else {0: self.last}
+        ends = {number: block for number, block in ends.items() if number in self.again}
+        return ((len(self.again) - len(ends)) * self.inner.copied_bytes
+                + sum([block.copied_bytes for block in ends.values()]))
 
     def whole_loss(self) -> None:
         """Leaves with the gradient of the head's input."""
-        logits, compute = self.tokens * self.s.model.V, self.s.compute_bytes
-        copies = self.copies(self.table)
+        logits, compute, head = self.tokens * self.s.model.V, self.s.compute_bytes, self.ops.head
+        low, copies, cached = self.head_low, self.copies(self.table), self.cached
         loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
-        self.mark(self.cached + copies + logits * compute)
-        self.add(COPIES, copies)
+        if low:
+            copies = 0.0
+            self.add(LOW, self.cast(head)[2] * low.number_bytes)
+        self.add(COPIES, copies + cached)
+        self.mark(logits * (compute + self.widened) + self.whole_input(head))
+        self.add(COPIES, -cached)
+        if self.tensor > 1:     # torch.distributed.tensor.parallel.loss: the probabilities, too
+            loss += FP32 * logits
         self.add(LOGITS, loss)
         self.mark(2 * FP32 * logits)                # of the log-probabilities, and of the logits
         self.add(LOGITS, -loss)
         self.add(TEMPORARIES, logits * compute)
         self.begin(HEAD)
-        self.mark(logits * FP32 if self.s.mixed else 0)
-        self.fold(self.ops.head, self.kept.operations["head"])
+        self.mark(logits * FP32 if compute < FP32 else 0)
+        self.fold(head, self.kept.operations["head"], low)
         if self.sharded:
             self.add(TEMPORARIES, self.table * compute)
         elif self.gathers:
@@ -163,25 +203,41 @@ class Walk:
     def chunked_loss(self) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
         chunk's logits are there. Leaves with the first."""
-        table, compute = self.table, self.s.compute_bytes
-        chunks = -(-self.tokens // self.chunk)
-        logits = min(self.chunk, self.tokens) * self.s.model.V
-        narrow = compute if self.s.mixed else 0
+        copies, cached, table = self.copies(self.table), self.cached, FP32 * self.table
         self.add(ACTIVATIONS, -self.kept.operations["head"])
         self.add(LOGITS, self.stream)               # both gradients
-        self.add(GRADIENTS, FP32 * table)
-        self.mark(self.stream + self.cached + self.copies(table) + max(
-            logits * (2 * FP32 + narrow) - (FP32 * table if chunks == 1 else 0),
-            logits * (FP32 + compute + narrow) + table * (narrow + (FP32 if chunks > 1 else 0))))
+        self.add(GRADIENTS, table)
+        self.add(COPIES, copies + cached)
+        rest = self.tokens - self.chunk
+        self.chunk_of_loss(min(self.chunk, self.tokens), summed=rest >= self.chunk)
+        if 0 < rest < self.chunk:
+            self.chunk_of_loss(rest, summed=True)
+        self.add(COPIES, -copies - cached)
         self.add(LOGITS, -self.stream)
-        self.add(GRADIENTS, -FP32 * table)
+        self.add(GRADIENTS, -table)
         self.add(TEMPORARIES, self.stream)
         if self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
         else:
-            self.add(GRADIENTS, self.gradient_bytes * table)
+            self.add(GRADIENTS, self.gradient_bytes * self.table)
         self.begin(HEAD)
         self.fold(self.ops.norm, self.kept.operations["norm"])
+
+    def chunk_of_loss(self, tokens: float, *, summed: bool) -> None:
+        """`summed`: the head's gradient of chunks before it is there, in float32."""
+        mixed, compute = self.s.mixed, self.s.compute_bytes
+        logits, part = tokens * self.s.model.V, tokens * self.s.model.D
+        narrow = compute if compute < FP32 else 0
+        own = self.widened or compute       # of a number in the product
+        before = 0.0 if summed else FP32 * self.table
+        self.mark(self.stream + part * narrow * mixed + logits * (2 * FP32 + narrow) - before)
+        if narrow and not mixed:    # gradients in 16 bits; then, without the logits' own, in 32
+            each = self.stream + (part + self.table) * compute
+            self.mark(each + logits * (FP32 + 2 * compute) - before)
+            self.mark(each + logits * (FP32 + compute) + FP32 * self.table - before)
+            return
+        self.mark(self.stream + part * FP32 + logits * (FP32 + compute + narrow)
+                  + self.table * (own if mixed else 0) + FP32 * self.table - before)
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
@@ -194,6 +250,9 @@ class Walk:
         self.mark(table + positions)
         self.add(TEMPORARIES, -self.stream)
         self.mark(2 * table if tied else table)
+        if self.update_bytes:
+            waiting = self.waiting_table if tied else 0.0       # is in the sum
+            self.mark(table + self.table * self.update_bytes - waiting)
 
     def block(self, block: Block, *, recompute: bool) -> None:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
@@ -204,12 +263,13 @@ class Walk:
             # fetched.
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
-                unused = final.result_bytes / self.cut
+                unused = final.result_bytes / self.stream_cut
             self.add(ACTIVATIONS, self.stream + unused - self.kept.again_bytes)
             self.add(AGAIN, sum(block.saved.values()) - self.stream)
             self.add(COPIES, block.copied_bytes)
             self.add(LOW, block.low_bytes)
-            self.mark(low.forward_bytes(*self.numbers(final)) if low else 0)
+            self.mark(max(self.whole_input(final),
+                          self.forward(final, low) if low else 0))
         self.add(TEMPORARIES, self.fetched)
         for op in reversed(self.ops.block):
             self.fold(op, block.saved.get(op.name, 0.0), low)
@@ -224,17 +284,47 @@ class Walk:
         """One operation's backward: it frees the `saved_bytes` of its own."""
         if op.matmul:
             self.linear(op, saved_bytes, low)
+        cut = self.stream_cut if op.in_stream else self.cut
         for hold in op.backward:        # not by `add`: most of the time is spent here
-            self.mark(hold.nbytes / self.cut)
-            freed, grown = hold.frees * saved_bytes, hold.grows / self.cut
+            self.mark(hold.nbytes / cut)
+            freed, grown = hold.frees * saved_bytes, hold.grows / cut
             self.now[self.row] -= freed
             self.now[TEMPORARIES] += grown
             self.total = self.total - freed + grown
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
-        """Of a Linear's input, of its output and of its weight."""
+        """Of a Linear's input, of its output and of its weight. The stream's side is a part of the
+        sequence, the other a part of the width."""
         K, N = op.matmul
-        return self.tokens * K, self.tokens * N, op.weights / self.tensor
+        x, y = self.tokens, self.stream_tokens
+        if op.cut == "column":
+            x, y = y, x
+        return x * K, y * N, op.weights / self.tensor
+
+    def cast(self, op: Op) -> tuple[float, float, float]:
+        """As `numbers`, of what is cast: padded to tiles."""
+        if op.name not in self.padded:
+            return self.numbers(op)
+        M, K, N = self.padded[op.name]
+        return M * K, M * N, K * N
+
+    def forward(self, op: Op, low: Low) -> float:
+        """Bytes at work while a Linear's forward runs, padded copies of its operands among them."""
+        x, y, weight = self.cast(op)
+        copies = 0.0
+        if op.name in self.padded:
+            wide = self.s.residual_bytes if op.reads_residual else self.s.compute_bytes
+            copies = x * wide + weight * self.weight_bytes
+        return low.forward_bytes(x, y, weight) + copies
+
+    def whole_input(self, op: Op) -> float:
+        """Bytes of what a Linear meets of the stream's side, gathered from all tensor ranks: its
+        input, or its output before the ranks add up their parts (Korthikanti et al. 2022, section
+        4.2). Nothing where it is whole."""
+        if self.gathered == 1:
+            return 0.0
+        x, y, _ = self.numbers(op)
+        return self.gathered * (x if op.cut == "column" else y) * self.s.compute_bytes
 
     def linear(self, op: Op, saved_bytes: float, low: Low | None) -> None:
         """A product's two gradients. That of its output is freed after it, with the saved input and
@@ -247,20 +337,43 @@ class Walk:
             wide = x * s.residual_bytes
         if op.writes_residual and not s.mixed:
             dy = 0.0
-        if low is None:
-            self.mark(dx + dw)
-        else:       # one autograd.Function: nothing is freed before its end
-            self.mark(low.work_bytes(x, y, weight, dx=wide, dw=dw, final=final if s.mixed else 0))
-        self.add(TEMPORARIES, dx - dy)
+        # gathered once more: the input, beside its own gradient as the ranks have it in parts; or
+        # the gradient of the output
+        whole = 0.0
+        if self.gathered > 1:
+            whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
+        if low is not None:     # one autograd.Function: nothing is freed before its end
+            self.low_linear(op, low, whole, wide, dy)
+            self.add(TEMPORARIES, dx - dy)
+            self.add(LOW, -self.cast(op)[2] * low.number_bytes)
+        else:
+            # in float32 the gradient of the output is there once more
+            self.mark(self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw)
+            self.add(TEMPORARIES, dx - dy)
         self.add(self.row, -saved_bytes)
-        if low is not None:
-            self.add(LOW, -weight * low.number_bytes)
-        elif s.mixed:
-            self.add(COPIES, -weight * s.compute_bytes)
+        if low is None and s.mixed:
+            self.add(COPIES, -self.copies(weight))
             self.mark(dw + max(final, wide if op.reads_residual else 0) + wide - dx)
+        # a head that waits for its embedding is updated with it
+        if self.update_bytes and not (op is self.ops.head and self.waiting_table):
+            self.mark(final + weight * self.update_bytes)
         if wide != dx:
             self.add(TEMPORARIES, wide - dx)
         if not self.gathers:
             self.add(GRADIENTS, final)
         elif not s.mixed:
             self.mark(final)
+
+    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> None:
+        """The work of a Linear that is cast. Padded, its gradients are there once more, cut to
+        size: that of its output before, the others after."""
+        s, (x, y, weight) = self.s, self.cast(op)
+        compute, real = s.compute_bytes, self.numbers(op)
+        dx, dw = x * wide / real[0], weight * compute
+        final = weight * self.weight_bytes if s.mixed else 0.0
+        grown = 0.0
+        if op.name in self.padded:
+            grown = y * compute - dy
+            self.mark(y * compute)
+            self.mark(dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy)
+        self.mark(whole + grown + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final))

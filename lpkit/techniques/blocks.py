@@ -65,6 +65,7 @@ class Op:
     backward_pairs: float = 2.0             # products over pairs in backward, over those of forward
     score_passes: tuple[int, int] = (0, 0)  # scores written or read again, forward and backward
     backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
+    in_stream: bool = False                 # works on the residual stream, whole in its width
 
     @functools.cached_property
     def weights(self) -> int:
@@ -90,6 +91,7 @@ class MicroBatch:
     attention: str = "sdpa"
     operand_bytes: float | None = None      # of a number of a Linear's saved input; None: as it is
     attends_again: bool = False             # in backward; of attention q, k and v alone are kept
+    head_bytes: float | None = None         # of the head's
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -170,14 +172,15 @@ def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tupl
     cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
     added = (Hold(nbytes=s.stream_bytes, grows=-s.stream_bytes),) if residual else ()
     return Op(name=name, part="norms", params=params, saved_bytes=saved,
-              saved_itemsize=s.residual_bytes, backward=(*backward, *added, Hold()),
+              saved_itemsize=s.residual_bytes, backward=(*backward, *added, Hold()), in_stream=True,
               moved_bytes=s.tokens * s.model.D * (2 * s.residual_bytes + cast))
 
 
 def residual_add(name: str, s: MicroBatch) -> Op:
     """Backward: the gradient is cast for the product that gave the addend."""
     numbers = s.tokens * s.model.D
-    return Op(name=name, part="", moved_bytes=numbers * (2 * s.residual_bytes + s.compute_bytes),
+    return Op(name=name, part="", in_stream=True,
+              moved_bytes=numbers * (2 * s.residual_bytes + s.compute_bytes),
               backward=(Hold(grows=numbers * s.compute_bytes),) if s.mixed else ())
 
 
@@ -404,7 +407,8 @@ def operations(s: MicroBatch) -> Operations:
         block=tuple(BLOCKS[m.block].operations(s)),
         norm=NORMS[m.norm].operations("norm", s, residual=False),
         head=Op(name="head", part="head", params=0 if m.tied else m.V * m.D, matmul=(m.D, m.V),
-                cut="column", reads_residual=True, saved_bytes=N * m.D * s.compute_bytes,
+                cut="column", reads_residual=True,
+                saved_bytes=N * m.D * (s.compute_bytes if s.head_bytes is None else s.head_bytes),
                 saved_itemsize=s.compute_bytes),
         # log-probabilities, targets, how many targets count
         loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32,

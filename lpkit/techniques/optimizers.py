@@ -125,7 +125,7 @@ MOMENT_FORMATS = {
     "int8": MomentFormat(
         why=f"8 bits a number and a float32 scale for each {BLOCK}",
         source="Dettmers et al. 2022, arXiv:2110.02861",
-        bytes=1 + FLOAT32 / BLOCK, encoding_bytes=14,       # blocks, ratios, indices, codes
+        bytes=1 + FLOAT32 / BLOCK, encoding_bytes=13,       # blocks, ratios, indices, codes
         numbers=f"8-bit (a float32 scale per {BLOCK})",
         implementation="lpkit.optim.moments:BlockwiseInt8"),
 }

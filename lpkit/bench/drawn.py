@@ -1,0 +1,84 @@
+"""Configs over all settings that a step's bytes depend on, drawn at random: odd widths, padding,
+every recipe and every technique with their settings, and combinations of them.
+
+A family of `config.memory` is drawn for a third of the configs, with any row and any of its
+settings; a row that is added later is drawn too. What a run would refuse is drawn again.
+"""
+
+import random
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from lpkit.config import Config, MemoryConfig
+from lpkit.errors import ConfigError
+from lpkit.techniques import blocks
+from lpkit.techniques.layouts import divisors
+from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.techniques.recipes import RECIPES
+from lpkit.techniques.row import Settings
+from lpkit.training.training import RandomTokens, Training
+
+VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are numbers or names
+    "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 1024),
+    "high_precision_layers": (("head",), ("head",), (), ("head", "first"), ("head", "last"))})
+
+
+def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
+    """`count` of them that run on a CPU, always the same ones for a seed."""
+    draw, found = random.Random(seed), 0
+    while found < count:
+        try:
+            config = Config().replace(_changes(draw))
+            Training.build(config, data=RandomTokens(config))
+        except ConfigError:
+            continue
+        found += 1
+        yield f"drawn {found}", config
+
+
+def _changes(draw: random.Random) -> dict[str, Any]:
+    heads, batch = draw.choice((1, 2, 3, 4, 6)), draw.randint(1, 3)
+    parts = draw.choice((1, 1, 2, 3, 5))
+    changes: dict[str, Any] = {
+        "system.device": "cpu", "global_batch": batch * parts, "grad_accum_steps": parts,
+        "model.layers": draw.randint(1, 6), "model.heads": heads,
+        "model.kv_heads": draw.choice(divisors(heads)), "model.head_dim": draw.randint(3, 40),
+        "model.width": draw.randint(20, 200), "model.mlp_width": draw.randint(30, 500),
+        "model.vocab": round(2 ** draw.uniform(6, 13)), "model.context": draw.randint(8, 300),
+        "precision.cache_weight_casts": draw.random() < 0.25,
+        "optimizer.clip": draw.choice((0.0, 1.0))}
+    if draw.random() < 0.5:         # sizes that tile
+        changes |= {"model.width": 128, "model.head_dim": 32, "model.mlp_width": 384,
+                    "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
+    for key in ("norm", "position", "mlp", "attention"):
+        table = getattr(blocks, f"{key}s".upper(), blocks.ATTENTION)
+        changes[f"model.{key}"] = draw.choice(list(table))
+    for key in ("bias", "tied", "qkv_bias", "qk_norm"):
+        changes[f"model.{key}"] = draw.random() < 0.5
+    changes |= _row(draw, "precision.recipe", RECIPES)
+    changes |= _row(draw, "optimizer", OPTIMIZERS)
+    for f in fields(MemoryConfig):
+        table = {name: row for name, row in f.metadata["table"].items()
+                 if not getattr(row, "needs_compile", "")}
+        if draw.random() < 1 / 3:
+            changes |= _row(draw, f"memory.{f.name}", table)
+    return changes
+
+
+def _row(draw: random.Random, key: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a family, and its settings that bytes may depend on."""
+    name = draw.choice(list(table))
+    settings: Settings = table[name].settings
+    changes: dict[str, Any] = {key: name}
+    for setting, kind in typing.get_type_hints(type(settings)).items():
+        values = VALUES.get(setting, ())
+        if setting == "pad":
+            values = (True,)
+        elif typing.get_origin(kind) is Literal:
+            values = typing.get_args(kind)
+        if values:
+            changes[f"{key}.{setting}"] = draw.choice(values)
+    return changes

@@ -1,0 +1,123 @@
+"""Published peaks of memory beside the ledger's. Theirs; none was measured by this project.
+
+The runs are those of `published` whose page has a peak. What the stacks do otherwise than lpkit is
+said here, each with its source; nothing is fitted. Bytes are allocated ones: pages that say "GB"
+mean GiB (torchao's script reads torchtitan's GiB; BigScience's cards of 79.3 GiB hold "77GB").
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+from lpkit.errors import ConfigError
+from lpkit.predict.compare import Comparison, Row
+from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
+from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs
+from lpkit.predict.walk import HEAD, LAST
+from lpkit.techniques.blocks import MicroBatch
+
+GIB = 2**30
+TORCHTITAN = ("torchtitan", "torchtitan + torchao")
+# Of February 2022: no sequence parallelism; ZeRO 1 makes float32 gradients of its shard when it
+# updates (DeepSpeed, runtime/zero/stage_1_and_2.py, `single_grad_partition`), and its allocator has
+# no expandable segments.
+MEGATRON = ("Megatron-DeepSpeed",)
+# Float8Linear keeps its operands in 16 bits and casts them once more in backward: torchao,
+# torchao/float8/float8_linear.py line 45, `ctx.save_for_backward(input_hp, weight_hp_t)`.
+KEPT_IN_16_BITS = TORCHTITAN
+# The loss is compiled with the model: its logits and their gradient stay in 16 bits. torchtitan,
+# torchtitan/components/loss.py line 29 at e7c0cae, 2c8b594 and 6fc499f; commented out from
+# e8977b0 (2024-12-18) to bbb1b61 (2025-04-02).
+LOSS_COMPILED = {("torchtitan-h200", "h200"), ("torchao", "mi300x"), ("torchao", "b200")}
+
+
+def held(run: Run) -> Memory:
+    """Raises ConfigError where the ledger cannot take the run, with the reason."""
+    if run.layout is None:
+        raise ConfigError("not stated: the layout")
+    precision = PRECISIONS.get(run.precision, run.precision)
+    if run.stack in KEPT_IN_16_BITS:
+        precision = "bf16"
+    config = run.config
+    found = memory(config, run.machine, layout=run.layout, precision=precision,
+                   recompute=RECOMPUTE.get(run.recompute, run.recompute),
+                   sequence_parallel=run.stack not in MEGATRON)
+    s = MicroBatch(model=config.model, batch=run.micro_batch or 1, kind="gpu", compute_bytes=2)
+    cut = run.layout.tensor * run.layout.context
+    if run.recompute == "selective-op":
+        found = _without_every_second(found, s, cut)
+    if (run.source.name, run.machine) in LOSS_COMPILED:
+        logits = s.tokens * s.model.V / cut * s.compute_bytes
+        float32 = 2 * logits
+        at = next(row.at for row in found.rows if row.name == "temporaries")
+        found = _changed(found, {"logits and loss": {LOSS: logits},
+                                 "logits' gradients": {LOSS: logits},
+                                 "temporaries": {HEAD: at[HEAD] - float32}})
+        found = replace(found, unused_bytes=0.0)
+    if run.stack in MEGATRON:
+        masters = next(row for row in found.rows if row.name == "master weights")
+        found = replace(found, rows=(*found.rows, replace(
+            masters, name="float32 gradients", at={UPDATE: masters.bytes})))
+    return found
+
+
+def _without_every_second(found: Memory, s: MicroBatch, cut: float) -> Memory:
+    """torchtitan's "selective op" keeps the first, third, ... product of a block: of wq, wk, wv,
+    wo, w1, w3, w2 those of wq, wv, w1 and w2 (torchtitan, parallelize_llama.py, `_custom_policy`).
+    "selective" keeps all."""
+    m = s.model
+    left_out = s.tokens / cut * s.compute_bytes * (m.G * m.E + m.D + m.F)       # wk, wo, w3
+    less = {LOSS: m.L * left_out, HEAD: m.L * left_out, LAST: (m.L - 1) * left_out}
+    row = next(row for row in found.rows if row.name == "activations")
+    return _changed(found, {"activations": {moment: row.at[moment] - nbytes
+                                            for moment, nbytes in less.items()}})
+
+
+def _changed(found: Memory, at: dict[str, dict[str, float]]) -> Memory:
+    """With other bytes in some rows."""
+    return replace(found, rows=tuple(replace(row, at={**row.at, **at.get(row.name, {})})
+                                     for row in found.rows))
+
+
+def kind(run: Run) -> str:
+    """Of its layout: FSDP, TP, PP and their combinations."""
+    layout, words = run.layout, []
+    if layout.state_ranks > 1 and layout.zero == 3:
+        words.append("FSDP")
+    for word, ranks in (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context)):
+        words += [word] * (ranks > 1)
+    return " + ".join(words) or "data parallel"
+
+
+def memory_row(run: Run) -> Row:
+    """A published peak beside the ledger's, bytes of the device that holds most. Raises ConfigError
+    as `held`, and for a run without a published peak."""
+    if run.memory is None:
+        raise ConfigError("not stated: the peak of memory")
+    found = held(run)
+    said = found.fragmented_bytes if run.stack in MEGATRON else found.reserved_bytes
+    return Row(name=run.name, unit="bytes", measured=run.memory * GIB,
+               formula=said,
+               where=f"{run.source.title}, {run.at}, {kind(run)}, {run.machine}, {run.precision}")
+
+
+def peaks(*names: str) -> Comparison:
+    """Of the named sources or of all, those that the ledger takes."""
+    return Comparison(tuple(row for _, row in _taken(*names)))
+
+
+def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
+    """Runs, median of their signed errors and of their sizes, by `kind`."""
+    errors: dict[str, list[float]] = {}
+    for run, row in _taken(*names):
+        errors.setdefault(kind(run), []).append(row.error)
+    return {name: (len(found), median(found), median(map(abs, found)))
+            for name, found in sorted(errors.items())}
+
+
+def _taken(*names: str) -> Iterator[tuple[Run, Row]]:
+    for run in runs(*names):
+        try:
+            yield run, memory_row(run)
+        except ConfigError:
+            continue

@@ -1,0 +1,137 @@
+"""Bytes of a device among others, by hand: what tensor ranks gather, what a pipeline holds, what an allocator cannot use; and
+published peaks."""
+
+from dataclasses import replace
+
+import pytest
+
+from lpkit.errors import ConfigError
+from lpkit.predict import memory, model_states, parameter_count
+from lpkit.predict.ledger import IN_BACKWARD, LOSS, RESERVED_SHARE, UPDATE
+from lpkit.predict.params import parameters
+from lpkit.predict.peaks import by_layout, held, kind, memory_row, peaks
+from lpkit.predict.published import runs
+from lpkit.predict.walk import FIRST, LAST
+from lpkit.presets import preset
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import CATALOGUE
+
+GIB = 2**30
+LLAMA = preset("llama-8b").replace({"global_batch": 2, "grad_accum_steps": 1, "model.context": 8192})
+GIANT = preset("llama-405b").replace({"model.context": 8192})
+
+
+def test_logits_are_divided_by_the_tensor_size_once():
+    """Two float32 gradients of 16,384 tokens times 128,256 words over 8 ranks: 1.96 GiB. The loss over parts
+    of the vocabulary holds the log-probabilities and, in its backward, the probabilities."""
+    rows = memory(LLAMA, "h200", layout=Layout(tensor=8)).at(LOSS)
+    logits = 2 * 8192 * 128_256 / 8
+    assert rows["logits' gradients"] == 2 * 4 * logits == pytest.approx(1.957 * GIB, rel=1e-3)
+    assert rows["logits and loss"] == pytest.approx(2 * 4 * logits)
+
+
+def test_a_tensor_parallel_block_gathers_its_stream():
+    """A block's largest moment in backward is in its MLP. By hand for Llama 8B in bf16 throughout, 16,384 tokens over 8 ranks:
+    gate and up (28,672) have their gradient; their input is gathered for the weight's gradient, and the input's own gradient
+    is whole before ranks add up their parts; then its eighth. Plus the residual stream's and the weight's gradient."""
+    tokens, D, wide, t = 2 * 8192, 4096, 2 * 14_336, 8
+    block = {"memory.recompute": "block", "model.layers": 2}
+    eight = memory(LLAMA.replace(block), "h200", layout=Layout(tensor=t), precision="bf16-pure")
+    stream, gathered = tokens * D * 2 / t, tokens * D * 2
+    assert eight.at(FIRST)["temporaries"] == stream + tokens * wide * 2 / t + 2 * gathered + stream + D * wide * 2 / t
+
+
+def test_without_sequence_parallelism_the_stream_is_whole_and_nothing_is_gathered():
+    """A block that runs again keeps its input: 16,384 x 4,096 x 2 bytes on each rank, not an eighth of it."""
+    block = LLAMA.replace({"memory.recompute": "block"})
+    parts, whole = (memory(block, "h200", layout=Layout(tensor=8), precision="bf16-pure", sequence_parallel=on).at(LOSS)
+                    for on in (True, False))
+    stream = 2 * 8192 * 4096 * 2
+    # 32 inputs, what the last norm keeps and what the head does; the norm's deviations, 4 bytes a token
+    assert whole["activations"] - parts["activations"] == pytest.approx((32 + 2) * stream * 7 / 8, rel=1e-3)
+    one, plain = (memory(block, "h200", layout=Layout(tensor=1), sequence_parallel=on) for on in (True, False))
+    assert one == plain
+
+
+def test_a_pipeline_keeps_what_it_gathered_and_adds_up_whole_gradients():
+    """torchtitan's `reshard_after_forward = False` with a pipeline: 405B over 8 tensor ranks and 8 stages, 16 of 126 blocks and
+    the embedding: 2 bytes a number gathered and 4 of its gradient, from the first micro-batch to the last."""
+    m = GIANT.model
+    parts = parameters(m)
+    stage = ((parts["attention"] + parts["mlp"] + parts["norms"]) * 16 / 126 + parts["embedding"]) / 8
+    config = GIANT.replace({"global_batch": 256, "grad_accum_steps": 64, "memory.recompute": "block"})
+    found = memory(config, "h100", layout=Layout(shard=8, tensor=8, pipeline=8))
+    for moment in IN_BACKWARD:
+        if moment == LAST:
+            assert found.at(moment)["gathered weights"] == pytest.approx(2 * stage)
+            assert found.at(moment)["gradients"] == pytest.approx(4 * stage)
+    assert found.at(UPDATE)["gradients"] == pytest.approx(4 * stage / 8) and "gathered weights" not in found.at(UPDATE)
+    alone = memory(config, "h100", layout=Layout(shard=64, tensor=8))       # no pipeline: shards
+    assert max(row.bytes for row in alone.rows if row.name == "gathered weights") < stage
+    published = next(run for run in runs("torchtitan-h100") if run.at == "line 59")
+    assert memory_row(published).measured == 82.5 * GIB and abs(memory_row(published).error) < 0.2
+
+
+def test_a_pipeline_of_chunks_begins_more_before_the_first_comes_back():
+    """Megatron-LM, schedules.py: 2 (stages - rank - 1) + (chunks - 1) stages forward passes of a chunk, and the one at work."""
+    config = GIANT.replace({"global_batch": 512, "grad_accum_steps": 512, "memory.recompute": "block", "model.vocab": 1024})
+    for stages, chunks in ((8, 1), (8, 2), (4, 4)):
+        layout = Layout(tensor=8, pipeline=stages, interleave=chunks)
+        words = next(row.formula for row in memory(config, "h200", layout=layout).rows if row.name == "activations")
+        first = 2 * (stages - 1) + (chunks - 1) * stages + 1 if chunks > 1 else stages
+        assert words.endswith(f"{first / chunks:g} micro-batches under way"), words
+
+
+def test_bf16_weights_with_float32_gradients():
+    """Megatron-LM's distributed optimizer, docs/user-guide/features/dist_optimizer.md: 18 bytes a parameter on one device, 6 + 12 / d
+    on d; and the gradients' buffer is there before backward."""
+    for d, each in ((1, 18), (8, 6 + 12 / 8), (64, 6 + 12 / 64)):
+        rows = model_states(1_000_000, precision="bf16-fp32-grads", zero=1, devices=d)
+        assert sum(row.bytes for row in rows) == pytest.approx(each * 1_000_000)
+    found = memory(LLAMA, "h200", precision="bf16-fp32-grads")
+    assert found.at(LOSS)["gradients"] == found.at(UPDATE)["gradients"] == 4 * parameter_count(LLAMA.model)
+
+
+def test_copies_of_weights_are_not_called_gradients_of_logits():
+    """Few tokens, many weights, all blocks run again: at the end of forward autocast's copies are the most there is."""
+    config = LLAMA.replace({"model.context": 16, "global_batch": 1, "memory.recompute": "block"})
+    rows = memory(config, "h200").at(LOSS)
+    blocks = 32 * (6144 * 4096 + 4096 * 4096 + 28_672 * 4096 + 4096 * 14_336)
+    assert rows["weight copies"] == 2 * (blocks + 128_256 * 4096)
+    assert rows["logits' gradients"] <= 3 * 4 * 16 * 128_256
+
+
+def test_reserved_is_what_streams_and_holes_keep():
+    """Llama 8B over 8 shards: the peak, 4 bytes of each parameter's gradient over 8, the embeddings gathered at once, and a
+    place of 16-bit logits. Of one device: the logits' place alone."""
+    layout = Layout(shard=8)
+    found = memory(LLAMA.replace({"global_batch": 16}), "h200", layout=layout)
+    logits, tables = 2 * 8192 * 128_256 * 2, 2 * 128_256 * 4096 * 2
+    assert found.reserved_bytes - found.peak_bytes == pytest.approx(4 * parameter_count(LLAMA.model) / 8 + tables + logits)
+    alone = memory(LLAMA, "h200")
+    assert alone.peak_moment == LOSS and alone.reserved_bytes - alone.peak_bytes == logits
+    assert alone.fragmented_bytes == RESERVED_SHARE * alone.peak_bytes
+    assert memory(LLAMA, replace(CATALOGUE["h200"], kind="cpu")).reserved_bytes == memory(
+        LLAMA, replace(CATALOGUE["h200"], kind="cpu")).peak_bytes
+
+
+# ---- published peaks
+
+def test_published_peaks_by_layout():
+    """The median of what is published: FSDP within 10%, tensor and pipeline ranks within 20%."""
+    found = by_layout()
+    assert len(peaks().rows) >= 70 and found["FSDP"][0] >= 20 and found["TP + PP"][0] >= 40
+    for name, (_, _, error) in found.items():
+        assert error < (0.2 if "TP" in name or "PP" in name else 0.1), name
+
+
+def test_what_a_peak_is_taken_from():
+    run = next(run for run in runs("torchtitan-h100") if run.at == "line 28")
+    assert kind(run) == "FSDP" and memory_row(run).measured == 77 * GIB
+    # activations of selective op, by hand: a block keeps its input, wq, wv, attention, w1 and w2 for 16,384 tokens
+    block = 16_384 * (2 * (4096 + 4096 + 1024 + 4096 + 14_336 + 4096) + 4 * 32)
+    assert held(run).at(LOSS)["activations"] == pytest.approx(32 * block, rel=0.01)
+    with pytest.raises(ConfigError, match="not stated: the peak of memory"):
+        memory_row(replace(run, memory=None, memory_unit=None))
+    with pytest.raises(ConfigError, match="not stated: the layout"):
+        held(replace(run, shard=None))
