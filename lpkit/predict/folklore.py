@@ -25,6 +25,7 @@ from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds
 from lpkit.predict.time import step_time
+from lpkit.predict.units import quantity
 from lpkit.presets import preset
 from lpkit.tables import markdown_table
 from lpkit.techniques.blocks import MicroBatch, operations
@@ -41,8 +42,6 @@ keeps a share of it: its own change over the promised one; of a cost, the promis
 none keeps {NOTHING:.0%}. **Smaller**: between the two. **Not yet tested**: there is no number yet,
 or nothing that it could be held against. What the kit says elsewhere shows how far a sentence
 travels, and decides nothing."""
-WORDS = {"times": "{:.3g} times", "less": "{:.1%} less", "more": "{:.1%} more",
-         "cases": "{:.0%} of cases"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +99,32 @@ def claims() -> dict[str, Claim]:
 HEADS = ("claim", "said", "kit", "measured", "verdict")
 
 
+def words(unit: str, value: float) -> str:
+    """
+    >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
+    ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
+    """
+    if unit == "times":
+        return quantity(value, unit)
+    if unit == "cases":
+        return f"{value:.0%} of cases"
+    return f"{abs(value):.1%} {'more' if (value < 0) == (unit == 'less') else 'less'}"
+
+
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     """What `to_dict` made, as HEADS: each with its least and its most."""
-    words = WORDS[row["unit"]].format
     said = [] if row["claimed"] is None else [row["claimed"]]
-    ranges = [dict.fromkeys(words(least_or_most(values)) for least_or_most in (min, max) if values)
+    ranges = [dict.fromkeys(words(row["unit"], end(values)) for end in (min, max) if values)
               for values in (said, row["kit"].values(), row["measured"].values())]
     return row["name"], *map(" to ".join, ranges), row["verdict"]
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """All of it, as names and words."""
-    words = WORDS[row["unit"]].format
-    said = "nothing to hold a number against" if row["claimed"] is None else words(row["claimed"])
-    found = [(name, "; ".join(f"{where}: {words(value)}" for where, value in row[name].items()))
+    unit, said = row["unit"], "nothing to hold a number against"
+    if row["claimed"] is not None:
+        said = words(unit, row["claimed"])
+    found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
              for name in ("kit", "measured", "elsewhere") if row[name]]
     return [("source", row["source"]), ("conditions", row["conditions"]), ("said", said), *found,
             ("verdict", row["verdict"]), ("why", row["why"]), ("shown", row["shown"])]
@@ -140,14 +151,13 @@ def page() -> str:
     parts = [HEAD, markdown_table(HEADS, lines), ""]
     for row in rows:
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
-        parts += [f"- **{what}**: {words}" for what, words in opened(row)] + [""]
+        parts += [f"- **{what}**: {said}" for what, said in opened(row)] + [""]
     return "\n".join(parts)
 
 
 # The numbers.
 
 SIZES = ("gpt2-124m", "gpt2-1.5b", "llama-8b", "llama-70b")
-RECOMPUTED = {"memory.recompute": "block"}
 STYLES, SHAPES = ("gpt2", "llama"), ("as it is", "deep", "wide, few tokens", "long", "accumulated")
 
 
@@ -214,7 +224,8 @@ def _recorded(before: str, after: str) -> dict[str, list[float]]:
 def mixed_precision_memory() -> Numbers:
     full = _of("gpt2-124m", 16).replace({"memory.param_dtype": "bf16"})
     return Numbers(
-        kit={f"{n} sequences": 1 - _peak(_of("gpt2-124m", n)) / _peak(_of("gpt2-124m", n, "fp32"))
+        kit={f"{n} sequence{'s' * (n > 1)}":
+             1 - _peak(_of("gpt2-124m", n)) / _peak(_of("gpt2-124m", n, "fp32"))
              for n in (1, 4, 16, 64)},
         measured={shape: 1 - median(ratios)
                   for shape, ratios in _recorded("fp32, {}", "bf16, {}").items()},
@@ -242,8 +253,8 @@ def mixed_precision_speed() -> Numbers:
 
 def fsdp_doubles() -> Numbers:
     alone = _deepest("a100-80")
-    found = {n: _deepest("a100-80", n) / alone for n in (2, 8, 64)}
-    return Numbers(kit={f"{n} devices": times for n, times in found.items()})
+    found = {f"{n} devices": _deepest("a100-80", n) / alone for n in (2, 8, 64)}
+    return Numbers(kit=found)
 
 
 def communication() -> Numbers:
@@ -386,8 +397,7 @@ def _step_on_64() -> dict[str, float]:
 
 def zero_3_communication() -> Numbers:
     def more(pieces: int) -> float:
-        config = preset("llama-8b").replace({"global_batch": 8 * pieces,
-                                             "grad_accum_steps": pieces})
+        config = _of("llama-70b", 8 * pieces).replace({"grad_accum_steps": 8 * pieces})
         replicas, sharded = (_messages(config, layout, precision="bf16-master")[-1]
                              for layout in (Layout(data=8), Layout(shard=8)))
         return sharded / replicas - 1
@@ -407,7 +417,7 @@ def offload() -> Numbers:
 def recompute_memory() -> Numbers:
     names = ("gpt2-124m", "gpt2-1.5b")
 
-    def activations(name: str) -> float:
+    def waiting(name: str) -> float:
         whole, less = (kept(preset(name).model, batch=16, recompute=recompute, compute_bytes=2,
                             kind="gpu").waiting_bytes for recompute in ("none", "block"))
         return whole / less
@@ -417,7 +427,7 @@ def recompute_memory() -> Numbers:
              for name in names},
         measured={shape: 1 / median(ratios) for shape, ratios in
                   _recorded("bf16, {}", "bf16, recompute block").items() if shape == SHAPES[0]},
-        elsewhere={f"activations of {name}": activations(name) for name in names})
+        elsewhere={f"activations of {name}": waiting(name) for name in names})
 
 
 def recompute_time() -> Numbers:
@@ -465,6 +475,42 @@ def adam_8bit() -> Numbers:
             config.replace({"memory.moment_format": "int8"}))))
 
 
+def activations() -> Numbers:
+    def kept_bytes(recipe: str, place: str) -> float:
+        config = _of("gpt2-124m", 16, recipe).replace({"memory.activation_offload": place})
+        return next(row.bytes for row in memory(config).rows if row.name == "activations")
+
+    def most(place: str) -> int:
+        return _most(lambda n: _peak(_of("gpt2-124m", n, "fp32").replace(
+            {"memory.activation_offload": place}), "a100-80") <= _usable("a100-80"))
+
+    return Numbers(
+        kit={recipe: kept_bytes(recipe, "device") / kept_bytes(recipe, "int2")
+             for recipe in ("fp32", "bf16")},
+        elsewhere={"largest batch on an A100 of 80 GB, fp32": most("int2") / most("device")})
+
+
+def chunked_loss() -> Numbers:
+    def peak(context: int, name: str) -> float:
+        config = _of("llama-8b", 64, context=context).replace({
+            "memory.recompute": "block", "memory.param_dtype": "bf16",
+            "memory.cross_entropy": name})
+        return _peak(config, "a100-80", layout=Layout(shard=8))
+
+    return Numbers(kit={f"{T:,} tokens": 1 - peak(T, "chunked") / peak(T, "full")
+                        for T in (2048, 4096)})
+
+
+def update_in_backward() -> Numbers:
+    base = _of("llama-8b", 1, context=512).replace({"memory.recompute": "block"})
+    lean = base.replace({"memory.param_dtype": "bf16", "memory.optimizer_step": "in-backward",
+                         "optimizer.clip": 0})
+    master = _peak(base, precision="bf16-master")
+    return Numbers(kit={"with SGD": 1 - _peak(lean.replace({"optimizer": "sgd",
+                                                            "optimizer.clip": 0})) / master},
+                   elsewhere={"with AdamW": 1 - _peak(lean) / master})
+
+
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     "mixed-precision-memory": mixed_precision_memory,
     "mixed-precision-batch": mixed_precision_batch,
@@ -481,7 +527,8 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "offload-10x": offload, "recompute-memory": recompute_memory,
     "recompute-time": recompute_time, "recompute-20-percent": recompute_time,
     "selective-29-percent": selective, "fp8-2x": fp8_doubles, "fp8-1-34x": fp8_rowwise,
-    "adam-8bit": adam_8bit,
+    "adam-8bit": adam_8bit, "activations-12x": activations, "chunked-loss-60": chunked_loss,
+    "update-in-backward-10-8": update_in_backward,
 }
 
 if __name__ == "__main__":
