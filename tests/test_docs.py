@@ -138,7 +138,7 @@ def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site, context):
     with context.browser.new_context(viewport={"width": 390, "height": 844}) as phone:
         page, errors = phone.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
-        for name in ("index", "notebooks", "commands", "techniques", "recipes/nvfp4", "notebooks/05_small"):
+        for name in ("index", "notebooks", "commands", "claims", "techniques", "recipes/nvfp4", "notebooks/05_small"):
             page.goto((site / f"{name}.html").as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") == 390, name
         page.wait_for_function("[...document.querySelectorAll('.lpkit-figure')].every(f => f.querySelector('.main-svg'))")

@@ -299,7 +299,8 @@ def flash_attention_speed() -> Numbers:
                               for name in ("gpt2-124m", "gpt2-1.5b")})
 
 
-CRAMMED = ModelConfig(      # Geiping and Goldstein 2023, https://arxiv.org/abs/2212.14034
+# github.com/JonasGeiping/cramming, at 2009755ebe1a, cramming/config/arch/crammed-bert.yaml
+CRAMMED = ModelConfig(
     layers=16, width=768, heads=12, mlp_width=1536, mlp="swiglu", vocab=32_768, context=128,
     position="rope", bias=False)
 
@@ -502,13 +503,14 @@ def chunked_loss() -> Numbers:
 
 
 def update_in_backward() -> Numbers:
-    base = _of("llama-8b", 1, context=512).replace({"memory.recompute": "block"})
+    base = _of("llama-8b", 8, context=512, kv_heads=32, mlp_width=11_008, vocab=32_000).replace(
+        {"memory.recompute": "block"})
     lean = base.replace({"memory.param_dtype": "bf16", "memory.optimizer_step": "in-backward",
                          "optimizer.clip": 0})
-    master = _peak(base, precision="bf16-master")
-    return Numbers(kit={"with SGD": 1 - _peak(lean.replace({"optimizer": "sgd",
-                                                            "optimizer.clip": 0})) / master},
-                   elsewhere={"with AdamW": 1 - _peak(lean) / master})
+    whole = _peak(base, precision="bf16-master")
+    return Numbers(kit={"SGD": 1 - _peak(lean, optimizer="sgd") / whole},
+                   measured={"its table 1": 1 - 14.58 / 102.20},
+                   elsewhere={"the same with AdamW": 1 - _peak(lean) / whole})
 
 
 NUMBERS: dict[str, Callable[[], Numbers]] = {
