@@ -162,7 +162,7 @@ def test_what_is_named_shows_it(shown, capsys):
         assert cli.main(shlex.split(shown)[1:]) == 0 and capsys.readouterr().out.strip()
         return
     name, heading = shown.split(", ")
-    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / name).read_text())["cells"]
     lines = [line.strip() for cell in cells if cell["cell_type"] == "markdown" for line in "".join(cell["source"]).splitlines()]
     assert f"## {heading}" in lines or f"### {heading}" in lines
 

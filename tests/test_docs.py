@@ -164,6 +164,11 @@ def test_the_first_page_shows_the_way(site):
     assert "| 05 | [05_small](notebooks/05_small.ipynb) |" in rows, "a notebook that the README does not know"
 
 
+def test_links_to_notebooks_are_those_of_the_site():
+    text = "[05_small](../notebooks/05_small.ipynb), Predict; [06](../notebooks/06.ipynb) and [this](https://a.example)"
+    assert build.linked(text, [Path("executed/05_small.ipynb")]) == "[05_small](notebooks/05_small.ipynb), Predict; `06` and [this](https://a.example)"
+
+
 @pytest.mark.slow
 def test_claims_are_listed(site):
     text = (site / "notebooks.html").read_text()

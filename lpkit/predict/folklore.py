@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -150,8 +151,11 @@ def page() -> str:
     lines = [(f"[{name}](#{name})", *rest) for name, *rest in map(line, rows)]
     parts = [HEAD, markdown_table(HEADS, lines), ""]
     for row in rows:
+        shown = re.sub(r"^notebooks/(\w+)\.ipynb", r"[\1](../\g<0>)", row["shown"])
+        shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
-        parts += [f"- **{what}**: {said}" for what, said in opened(row)] + [""]
+        told = dict(opened(row)) | {"shown": shown}
+        parts += [f"- **{what}**: {said}" for what, said in told.items()] + [""]
     return "\n".join(parts)
 
 
@@ -252,9 +256,8 @@ def mixed_precision_speed() -> Numbers:
 
 
 def fsdp_doubles() -> Numbers:
-    alone = _deepest("a100-80")
-    found = {f"{n} devices": _deepest("a100-80", n) / alone for n in (2, 8, 64)}
-    return Numbers(kit=found)
+    alone = _deepest("h200")
+    return Numbers(kit={f"{n} devices": _deepest("h200", n) / alone for n in (2, 8, 64)})
 
 
 def communication() -> Numbers:
@@ -419,12 +422,12 @@ def recompute_memory() -> Numbers:
     names = ("gpt2-124m", "gpt2-1.5b")
 
     def waiting(name: str) -> float:
-        whole, less = (kept(preset(name).model, batch=16, recompute=recompute, compute_bytes=2,
+        whole, less = (kept(preset(name).model, batch=64, recompute=recompute, compute_bytes=2,
                             kind="gpu").waiting_bytes for recompute in ("none", "block"))
         return whole / less
 
     return Numbers(
-        kit={name: _peak(_of(name, 16)) / _peak(_of(name, 16), recompute="block")
+        kit={name: _peak(_of(name, 64)) / _peak(_of(name, 64), recompute="block")
              for name in names},
         measured={shape: 1 / median(ratios) for shape, ratios in
                   _recorded("bf16, {}", "bf16, recompute block").items() if shape == SHAPES[0]},
@@ -499,7 +502,7 @@ def chunked_loss() -> Numbers:
         return _peak(config, "a100-80", layout=Layout(shard=8))
 
     return Numbers(kit={f"{T:,} tokens": 1 - peak(T, "chunked") / peak(T, "full")
-                        for T in (2048, 4096)})
+                        for T in (1024, 4096)})
 
 
 def update_in_backward() -> Numbers:
