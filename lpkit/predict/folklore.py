@@ -107,17 +107,20 @@ def words(unit: str, value: float) -> str:
     """
     if unit == "times":
         return quantity(value, unit)
+    share = f"{abs(value):.1%}".replace(".0%", "%")
     if unit == "cases":
-        return f"{value:.0%} of cases"
-    return f"{abs(value):.1%} {'more' if (value < 0) == (unit == 'less') else 'less'}"
+        return f"{share} of cases"
+    return f"{share} {'more' if (value < 0) == (unit == 'less') else 'less'}"
 
 
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     """What `to_dict` made, as HEADS: each with its least and its most."""
     said = [] if row["claimed"] is None else [row["claimed"]]
-    ranges = [dict.fromkeys(words(row["unit"], end(values)) for end in (min, max) if values)
+    ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
+                                        if values))
               for values in (said, row["kit"].values(), row["measured"].values())]
-    return row["name"], *map(" to ".join, ranges), row["verdict"]
+    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]   # 1.28 to 1.56 times
+    return row["name"], *once, row["verdict"]
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -155,7 +158,8 @@ def page() -> str:
         shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
         told = dict(opened(row)) | {"shown": shown}
-        parts += [f"- **{what}**: {said}" for what, said in told.items()] + [""]
+        parts += [f"- **{what}**: " + re.sub(r"https://[^\s,;]+", r"<\g<0>>", said)
+                  for what, said in told.items()] + [""]
     return "\n".join(parts)
 
 
