@@ -14,7 +14,7 @@ setup(
         "lpkit": ["kernels/*.c", "ui/*.js", "ui/*.css"],
         "lpkit.notebooks": ["*.ipynb"],
         "lpkit.data.measured": ["*.json"],
-        "lpkit.data.published": ["*.csv"],
+        "lpkit.data.published": ["*.csv", "*.toml"],
     },
     include_package_data=False,
 )

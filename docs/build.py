@@ -121,11 +121,20 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:
         file.write(options())
+    beside = source / "claims.md"
+    beside.write_text(linked(beside.read_text(encoding="utf-8"), executed), encoding="utf-8")
     for path in executed:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
     shutil.copy(files("lpkit.ui").joinpath("figure.css"), source / "_static")
+
+
+def linked(text: str, executed: list[Path]) -> str:
+    """Links to ../notebooks, which lies beside the pages, as links to the site's own; one that the site lacks is only named."""
+    there = {path.name for path in executed}
+    return re.sub(r"\[([^]]+)\]\(\.\./notebooks/([^)]+)\)",
+                  lambda link: f"[{link[1]}](notebooks/{link[2]})" if link[2] in there else f"`{link[1]}`", text)
 
 
 def way(executed: list[Path]) -> str:

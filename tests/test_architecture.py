@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "plain_yaml": {"errors", "files"}, "values": {"errors"},
     "tables": set(), "timing": set(), "machine_facts": set(), "signals": set(), "records": {"errors", "files"},
     "techniques": {"config", "errors", "values"},     # rows: settings and facts, no implementation
-    "predict": {"config", "errors", "files", "tables", "techniques", "values"},
+    "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded

@@ -138,7 +138,7 @@ def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site, context):
     with context.browser.new_context(viewport={"width": 390, "height": 844}) as phone:
         page, errors = phone.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
-        for name in ("index", "notebooks", "commands", "techniques", "recipes/nvfp4", "notebooks/05_small"):
+        for name in ("index", "notebooks", "commands", "claims", "techniques", "recipes/nvfp4", "notebooks/05_small"):
             page.goto((site / f"{name}.html").as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") == 390, name
         page.wait_for_function("[...document.querySelectorAll('.lpkit-figure')].every(f => f.querySelector('.main-svg'))")
@@ -162,6 +162,11 @@ def test_the_first_page_shows_the_way(site):
     assert re.search(r"All of them ran in \d+ minutes", text)
     rows = build.way([site.parent / "executed" / "05_small.ipynb"])
     assert "| 05 | [05_small](notebooks/05_small.ipynb) |" in rows, "a notebook that the README does not know"
+
+
+def test_links_to_notebooks_are_those_of_the_site():
+    text = "[05_small](../notebooks/05_small.ipynb), Predict; [06](../notebooks/06.ipynb) and [this](https://a.example)"
+    assert build.linked(text, [Path("executed/05_small.ipynb")]) == "[05_small](notebooks/05_small.ipynb), Predict; `06` and [this](https://a.example)"
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ LESS = {"train": ["--set", "global_batch=2", "--set", "model.context=64"], "benc
 @pytest.mark.slow
 def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_report):
     """In this process: the report of `lpkit doctor` is the one that other tests look at, too."""
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
     (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "examine", lambda: dict(doctors_report))

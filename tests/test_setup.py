@@ -150,7 +150,7 @@ def test_a_wheel_holds_all_that_the_package_reads(wheel):
     names = {path.relative_to(wheel / "lpkit").as_posix() for path in (wheel / "lpkit").rglob("*.*")}
     assert {path.relative_to(ROOT / "lpkit").as_posix() for path in (ROOT / "lpkit").rglob("*.*")
             if path.suffix in (".py", ".c", ".js")} <= names
-    for folder, pattern in (("notebooks", "*.ipynb"), ("data/measured", "*.json"), ("data/published", "*.csv")):
+    for folder, pattern in (("notebooks", "*.ipynb"), ("data/measured", "*.json"), ("data/published", "*.csv"), ("data/published", "*.toml")):
         assert {f"{folder}/{path.name}" for path in (ROOT / folder).glob(pattern)} <= names
 
 

@@ -1,0 +1,544 @@
+"""What others say of cheaper training, beside what the kit says: `lpkit claims`, docs/claims.md.
+
+data/published/claims.toml has the sentences with their sources and verdicts; NUMBERS, below,
+computes what stands beside each. A verdict follows from the numbers by one rule, RULE, and is in
+the file all the same: a number that moves across a border fails a test, and does not change a page
+unseen. `python -m lpkit.predict.folklore` makes the page.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from lpkit.config import Config, ModelConfig
+from lpkit.files import resource
+from lpkit.predict.activations import kept
+from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
+from lpkit.predict.frontier import Candidate, triangle
+from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
+from lpkit.predict.params import parameter_count
+from lpkit.predict.published import Run, runs, seconds
+from lpkit.predict.time import step_time
+from lpkit.predict.units import quantity
+from lpkit.presets import preset
+from lpkit.tables import markdown_table
+from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import find
+from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.values import Checked, Text
+
+CONFIRMED, SMALLER, REFUTED, UNTESTED = "confirmed", "smaller", "refuted", "not yet tested"
+ENOUGH, NOTHING = 0.8, 0.2      # of what is promised
+RULE = f"""A claim promises a change: twice as much is 100% more, half as much is 50% less. A number
+keeps a share of it: its own change over the promised one; of a cost, the promised one over its own.
+**Confirmed**: every number, the kit's and measured ones, keeps {ENOUGH:.0%} or more. **Refuted**:
+none keeps {NOTHING:.0%}. **Smaller**: between the two. **Not yet tested**: there is no number yet,
+or nothing that it could be held against. What the kit says elsewhere shows how far a sentence
+travels, and decides nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """By condition, in the claim's unit: the kit's, measured ones, the kit's elsewhere."""
+
+    kit: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    elsewhere: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(Checked):
+    """A table of claims.toml, which says what the fields are."""
+
+    name: Text
+    says: Text
+    source: Text
+    conditions: Text
+    unit: Literal["times", "less", "more", "cases"]
+    claimed: float | None = None
+    verdict: Literal["confirmed", "smaller", "refuted", "not yet tested"]
+    why: Text
+    shown: Text
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        return NUMBERS.get(self.name, Numbers)()
+
+    @property
+    def follows(self) -> str:
+        """The verdict by RULE."""
+        values = [*self.numbers.kit.values(), *self.numbers.measured.values()]
+        if self.claimed is None or not values:
+            return UNTESTED
+        none = 1 if self.unit == "times" else 0     # the value of no change
+        shares = [(value - none) / (self.claimed - none) for value in values]
+        if self.unit == "more":
+            shares = [1 / share if share > 0 else math.inf for share in shares]
+        if min(shares) >= ENOUGH:
+            return CONFIRMED
+        return SMALLER if max(shares) >= NOTHING else REFUTED
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), **asdict(self.numbers)}
+
+
+def claims() -> dict[str, Claim]:
+    """By name. Raises ConfigError for a row that is none."""
+    text = (resource("data/published") / "claims.toml").read_text(encoding="utf-8")
+    return {name: Claim(name=name, **row) for name, row in tomllib.loads(text).items()}
+
+
+HEADS = ("claim", "said", "kit", "measured", "verdict")
+
+
+def words(unit: str, value: float) -> str:
+    """
+    >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
+    ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
+    """
+    if unit == "times":
+        return quantity(value, unit)
+    share = f"{abs(value):.1%}".replace(".0%", "%")
+    if unit == "cases":
+        return f"{share} of cases"
+    return f"{share} {'more' if (value < 0) == (unit == 'less') else 'less'}"
+
+
+def line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What `to_dict` made, as HEADS: each with its least and its most."""
+    said = [] if row["claimed"] is None else [row["claimed"]]
+    ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
+                                        if values))
+              for values in (said, row["kit"].values(), row["measured"].values())]
+    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]   # 1.28 to 1.56 times
+    return row["name"], *once, row["verdict"]
+
+
+def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """All of it, as names and words."""
+    unit, said = row["unit"], "nothing to hold a number against"
+    if row["claimed"] is not None:
+        said = words(unit, row["claimed"])
+    found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
+             for name in ("kit", "measured", "elsewhere") if row[name]]
+    return [("source", row["source"]), ("conditions", row["conditions"]), ("said", said), *found,
+            ("verdict", row["verdict"]), ("why", row["why"]), ("shown", row["shown"])]
+
+
+HEAD = f"""# Claims of others
+
+What papers, pages and folklore say of cheaper training of Transformers, and what this kit says of
+it; most of the techniques are those of [A Survey on Efficient Training of
+Transformers](https://arxiv.org/abs/2302.01107). A sentence is quoted where it has a source; where a
+search found none, that is said.
+
+{RULE}
+
+`lpkit claims` prints the table, `lpkit claims NAME` one of them. This page is made by
+`python -m lpkit.predict.folklore`.
+"""
+
+
+def page() -> str:
+    """docs/claims.md."""
+    rows = [claim.to_dict() for claim in claims().values()]
+    lines = [(f"[{name}](#{name})", *rest) for name, *rest in map(line, rows)]
+    parts = [HEAD, markdown_table(HEADS, lines), ""]
+    for row in rows:
+        shown = re.sub(r"^notebooks/(\w+)\.ipynb", r"[\1](../\g<0>)", row["shown"])
+        shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
+        parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
+        told = dict(opened(row)) | {"shown": shown}
+        parts += [f"- **{what}**: " + re.sub(r"https://[^\s,;]+", r"<\g<0>>", said)
+                  for what, said in told.items()] + [""]
+    return "\n".join(parts)
+
+
+# The numbers.
+
+SIZES = ("gpt2-124m", "gpt2-1.5b", "llama-8b", "llama-70b")
+STYLES, SHAPES = ("gpt2", "llama"), ("as it is", "deep", "wide, few tokens", "long", "accumulated")
+
+
+def _of(name: str, sequences: int, recipe: str = "bf16", **model: Any) -> Config:
+    """A preset with one micro-batch of `sequences` an update."""
+    return preset(name).replace({
+        "global_batch": sequences, "grad_accum_steps": 1, "precision.recipe": recipe,
+        **{f"model.{key}": value for key, value in model.items()}})
+
+
+def _peak(config: Config, machine: str = "h200", **how: Any) -> float:
+    return memory(config, machine, **how).peak_bytes
+
+
+def _most(fits: Callable[[int], bool], most: int = 4096) -> int:
+    """The largest number from 1 to `most` that fits, if those below it do."""
+    low = 1
+    while low < most:
+        middle = (low + most + 1) // 2
+        low, most = (middle, most) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _usable(machine: str) -> float:
+    return USABLE_MEMORY_SHARE * find(machine).memory_bytes
+
+
+def _deepest(machine: str, devices: int = 1, **memory_settings: Any) -> int:
+    """Parameters of the deepest model of llama-8b's width that fits, a sequence a device."""
+    base = _of("llama-8b", devices).replace({f"memory.{key}": value for key, value in {
+        "recompute": "block", **memory_settings}.items()} | {"optimizer.clip": 0})
+    layout = Layout(shard=devices)
+    layers = _most(lambda n: _peak(base.replace({"model.layers": n}), machine, layout=layout)
+                   <= _usable(machine))
+    return parameter_count(base.replace({"model.layers": layers}).model)
+
+
+def _seconds(config: Config, machine: str = "h100", layout: Layout | None = None,
+             **how: Any) -> float:
+    return step_time(config, machine, layout, **how).step_seconds
+
+
+def _messages(config: Config, layout: Layout, **how: Any) -> tuple[float, float, float]:
+    """Seconds on H100s: of a step, of the messages that it waits for, and of all messages."""
+    step = step_time(config, "h100", layout, **how)
+    waited = step.phases["communication"]
+    return step.step_seconds, waited, waited + sum(row.hidden_seconds for row in step.rows)
+
+
+def _recorded(before: str, after: str) -> dict[str, list[float]]:
+    """Peaks that `lpkit bench ledger` recorded, the second over the first, by shape."""
+    found: dict[str, list[float]] = {}
+    for path in sorted(resource("data/measured").glob("ledger-*.json")):
+        peaks = {row["name"]: row["measured_bytes"]
+                 for row in json.loads(path.read_text())["table"]}
+        for style, shape in itertools.product(STYLES, SHAPES):
+            first, second = (peaks.get(f"{style}, {name.format(shape)}")
+                             for name in (before, after))
+            if first and second:
+                found.setdefault(shape, []).append(second / first)
+    return found
+
+
+def mixed_precision_memory() -> Numbers:
+    full = _of("gpt2-124m", 16).replace({"memory.param_dtype": "bf16"})
+    return Numbers(
+        kit={f"{n} sequence{'s' * (n > 1)}":
+             1 - _peak(_of("gpt2-124m", n)) / _peak(_of("gpt2-124m", n, "fp32"))
+             for n in (1, 4, 16, 64)},
+        measured={shape: 1 - median(ratios)
+                  for shape, ratios in _recorded("fp32, {}", "bf16, {}").items()},
+        elsewhere={"16 sequences, weights and gradients in bf16 too":
+                   1 - _peak(full) / _peak(_of("gpt2-124m", 16, "fp32"))})
+
+
+def mixed_precision_batch() -> Numbers:
+    def most(name: str, recipe: str) -> int:
+        return _most(lambda n: _peak(_of(name, n, recipe), "a100-80") <= _usable("a100-80"))
+
+    return Numbers(kit={name: most(name, "bf16") / most(name, "fp32")
+                        for name in ("gpt2-124m", "gpt2-1.5b")})
+
+
+def mixed_precision_speed() -> Numbers:
+    machines = ("a100-80", "h100")
+    return Numbers(
+        kit={name: _seconds(_of("gpt2-124m", 16, "fp32"), name)
+             / _seconds(_of("gpt2-124m", 16), name) for name in machines},
+        elsewhere={f"peak of {name} over {dtype}": find(name).peak_flops("bf16")
+                   / find(name).peak_flops(dtype)
+                   for name in machines for dtype in ("fp32", "tf32")})
+
+
+def fsdp_doubles() -> Numbers:
+    alone = _deepest("h200")
+    return Numbers(kit={f"{n} devices": _deepest("h200", n) / alone for n in (2, 8, 64)})
+
+
+def communication() -> Numbers:
+    found = {}
+    for devices in (8, 64, 512):
+        step, waited, said = _messages(_of("llama-8b", devices), Layout(shard=devices))
+        before, after = said / (step - waited + said), waited / step
+        found[f"llama-8b on {devices} H100s, {before:.0%} to {after:.0%}"] = 1 - after / before
+    return Numbers(elsewhere=found)
+
+
+def _attention(name: str, context: int) -> float:
+    """Bytes that attention keeps and needs in backward: a sequence of gpt2-124m, 16 bits."""
+    model = _of("gpt2-124m", 1, context=context).model
+    block = operations(MicroBatch(model=model, compute_bytes=2, kind="gpu", attention=name)).block
+    return sum(op.saved_bytes + op.backward[0].nbytes for op in block if op.pairs)
+
+
+def flash_attention_linear() -> Numbers:
+    def doubled(name: str) -> dict[str, float]:
+        return {f"{name}, {2 * T:,} tokens over {T:,}":
+                _attention(name, 2 * T) / _attention(name, T) - 1 for T in (2048, 8192)}
+
+    return Numbers(kit=doubled("sdpa"), elsewhere=doubled("plain"))
+
+
+def flash_attention_10x() -> Numbers:
+    def whole(T: int, name: str) -> float:
+        return _peak(_of("gpt2-124m", 1, context=T, attention=name))
+
+    less = {T: _attention("plain", T) / _attention("sdpa", T) for T in (2048, 4096)}
+    return Numbers(
+        kit={"2,048 tokens": less[2048]},
+        elsewhere={"4,096 tokens": less[4096], **{
+            f"peak of gpt2-124m, a sequence of {T:,}": whole(T, "plain") / whole(T, "sdpa")
+            for T in less}})
+
+
+def flash_attention_speed() -> Numbers:
+    return Numbers(elsewhere={name: _seconds(_of(name, 16, attention="plain"), "a100-80")
+                              / _seconds(_of(name, 16), "a100-80")
+                              for name in ("gpt2-124m", "gpt2-1.5b")})
+
+
+# github.com/JonasGeiping/cramming, at 2009755ebe1a, cramming/config/arch/crammed-bert.yaml
+CRAMMED = ModelConfig(
+    layers=16, width=768, heads=12, mlp_width=1536, mlp="swiglu", vocab=32_768, context=128,
+    position="rope", bias=False)
+
+
+def _values_and_outputs(m: ModelConfig) -> int:
+    """Weights."""
+    return m.L * m.D * m.E * (m.G + m.H)
+
+
+def _simplified(change: Callable[[ModelConfig], float]) -> dict[str, float]:
+    return {"that BERT": change(CRAMMED), **{name: change(preset(name).model) for name in SIZES}}
+
+
+def simplified_blocks_parameters() -> Numbers:
+    return Numbers(kit=_simplified(lambda m: _values_and_outputs(m) / parameter_count(m)))
+
+
+def simplified_blocks_speed() -> Numbers:
+    def quicker(m: ModelConfig) -> float:
+        whole = forward_flops(m, attention="causal")
+        return whole / (whole - 2 * m.T * _values_and_outputs(m))
+
+    return Numbers(elsewhere=_simplified(quicker))
+
+
+def _of_optimizer(lean: Callable[[Config], float]) -> dict[str, float]:
+    """Less of the peak, by `lean`, than AdamW in float32 takes."""
+    return {f"peak of {name}, {n} of its sequences": 1 - lean(_of(name, n)) / _peak(_of(name, n))
+            for name, n in (("llama-1b", 1), ("gpt2-124m", 16))}
+
+
+def lion_lighter() -> Numbers:
+    lion, adamw = (OPTIMIZERS[name].state_bytes() for name in ("lion", "adamw"))
+    return Numbers(kit={"a parameter": 1 - lion / adamw},
+                   elsewhere=_of_optimizer(lambda config: _peak(config, optimizer="lion")))
+
+
+def lion_faster() -> Numbers:
+    def quicker(config: Config, machine: str) -> float:
+        return _seconds(config, machine) / _seconds(config, machine, optimizer="lion")
+
+    return Numbers(
+        kit={name: quicker(preset("gpt2-124m"), name) for name in ("a100-80", "h100")},
+        elsewhere={f"h100, {n} sequence{'s' * (n > 1)} an update": quicker(
+            _of("gpt2-124m", n), "h100") for n in (1, 16)})
+
+
+def masked_tokens() -> Numbers:
+    def blocks(layers: int, width: int, tokens: int) -> int:
+        model = ModelConfig(layers=layers, width=width, heads=width // 64, context=tokens)
+        return sum(one.flops for one in products(model, batch=1) if one.name != "head")
+
+    decoder = blocks(8, 512, 196)
+    return Numbers(
+        kit={"75% masked": (blocks(24, 1024, 196) + decoder) / (blocks(24, 1024, 49) + decoder)},
+        elsewhere={"BERT-base, 15% of 512 tokens masked, and no decoder":
+                   blocks(12, 768, 512) / blocks(12, 768, round(0.85 * 512))})
+
+
+def combined() -> Numbers:
+    last = _seconds(_of("gpt2-124m", 16, "fp8-tensorwise"))
+    return Numbers(elsewhere={
+        "over float32 and plain attention":
+            _seconds(_of("gpt2-124m", 16, "fp32", attention="plain")) / last,
+        "over bf16 and a flash kernel": _seconds(_of("gpt2-124m", 16)) / last})
+
+
+def impossible_triangle() -> Numbers:
+    levers = itertools.product(("gpt2-350m", "gpt2-1.5b", "llama-1b"), ("fp32", "bf16"),
+                               (1e10, 3e10), ("a100-80", "h100"))
+    points = triangle(Candidate(name=f"run {i}", config=_of(name, 16, recipe), tokens=tokens,
+                                machine=machine)
+                      for i, (name, recipe, tokens, machine) in enumerate(levers))
+    moves = [[one.values[axis] - other.values[axis] for axis in ("days", "dollars", "loss")]
+             for one, other in itertools.permutations(points, 2)]
+    two = [move for move in moves if sum(change < 0 for change in move) > 1]
+    return Numbers(kit={"moves": sum(max(move) > 0 for move in two) / len(two)})
+
+
+def zero(stage: int, elsewhere: Callable[[], dict[str, float]]) -> Numbers:
+    def states(devices: int) -> float:
+        whole, part = (sum(row.bytes for row in model_states(7.5e9, zero=zero, devices=devices))
+                       for zero in (0, stage))
+        return whole / part
+
+    return Numbers(kit={"64 devices": states(64)},
+                   elsewhere={"8 devices": states(8), **elsewhere()})
+
+
+def _step_on_64() -> dict[str, float]:
+    alone, sharded = (_peak(_of("llama-8b", 64), layout=layout)
+                      for layout in (Layout(data=64), Layout(shard=64)))
+    return {"peak of llama-8b, a sequence a device": alone / sharded}
+
+
+def zero_3_communication() -> Numbers:
+    def more(pieces: int) -> float:
+        config = _of("llama-70b", 8 * pieces).replace({"grad_accum_steps": 8 * pieces})
+        replicas, sharded = (_messages(config, layout, precision="bf16-master")[-1]
+                             for layout in (Layout(data=8), Layout(shard=8)))
+        return sharded / replicas - 1
+
+    return Numbers(kit={"1 micro-batch": more(1)}, elsewhere={"8 micro-batches": more(8)})
+
+
+def offload() -> Numbers:
+    alone = _deepest("a100-40")
+    return Numbers(elsewhere={
+        "AdamW's state on the host": _deepest("a100-40", optimizer_state="cpu") / alone,
+        "and weights in bf16, no gradient kept": _deepest(
+            "a100-40", optimizer_state="cpu", param_dtype="bf16", optimizer_step="in-backward")
+        / alone})
+
+
+def recompute_memory() -> Numbers:
+    names = ("gpt2-124m", "gpt2-1.5b")
+
+    def waiting(name: str) -> float:
+        whole, less = (kept(preset(name).model, batch=64, recompute=recompute, compute_bytes=2,
+                            kind="gpu").waiting_bytes for recompute in ("none", "block"))
+        return whole / less
+
+    return Numbers(
+        kit={name: _peak(_of(name, 64)) / _peak(_of(name, 64), recompute="block")
+             for name in names},
+        measured={shape: 1 / median(ratios) for shape, ratios in
+                  _recorded("bf16, {}", "bf16, recompute block").items() if shape == SHAPES[0]},
+        elsewhere={f"activations of {name}": waiting(name) for name in names})
+
+
+def recompute_time() -> Numbers:
+    return Numbers(
+        kit={name: recomputed_flops(preset(name).model, blocks=True)
+             / training_flops(preset(name).model) for name in SIZES},
+        elsewhere={f"seconds of {name} on one H100": _seconds(_of(name, 1), recompute="block")
+                   / _seconds(_of(name, 1)) - 1 for name in ("gpt2-1.5b", "llama-8b")})
+
+
+def selective() -> Numbers:
+    def quicker(of: Callable[[Run], float]) -> dict[str, float]:
+        found: dict[str, dict[str | None, float]] = {}
+        for run in runs("korthikanti"):
+            found.setdefault(run.model, {})[run.recompute] = of(run)
+        return {model: by["block"] / by["selective"] for model, by in found.items()}
+
+    return Numbers(kit=quicker(seconds), measured=quicker(lambda run: run.published_seconds))
+
+
+def _eight_bits(name: str, recipe: str, devices: int) -> float:
+    layout = Layout(shard=devices)
+    return _seconds(_of(name, devices), layout=layout) / _seconds(_of(name, devices, recipe),
+                                                                 layout=layout)
+
+
+def fp8_doubles() -> Numbers:
+    return Numbers(
+        kit={f"{name} on {n} H100{'s' * (n > 1)}": _eight_bits(name, "fp8-tensorwise", n)
+             for name, n in (("gpt2-1.5b", 1), ("llama-8b", 8))},
+        measured={"0.34 over 0.24 s a step": 0.34 / 0.24},
+        elsewhere={"peak": find("h100").peak_flops("fp8") / find("h100").peak_flops("bf16")})
+
+
+def fp8_rowwise() -> Numbers:
+    return Numbers(elsewhere={recipe: _eight_bits("llama-70b", recipe, 2048)
+                              for recipe in ("fp8-rowwise", "fp8-tensorwise")})
+
+
+def adam_8bit() -> Numbers:
+    adamw = OPTIMIZERS["adamw"]
+    return Numbers(
+        kit={"a parameter": 1 - adamw.state_bytes("int8") / adamw.state_bytes()},
+        elsewhere=_of_optimizer(lambda config: _peak(
+            config.replace({"memory.moment_format": "int8"}))))
+
+
+def activations() -> Numbers:
+    def kept_bytes(recipe: str, place: str) -> float:
+        config = _of("gpt2-124m", 16, recipe).replace({"memory.activation_offload": place})
+        return next(row.bytes for row in memory(config).rows if row.name == "activations")
+
+    def most(place: str) -> int:
+        return _most(lambda n: _peak(_of("gpt2-124m", n, "fp32").replace(
+            {"memory.activation_offload": place}), "a100-80") <= _usable("a100-80"))
+
+    return Numbers(
+        kit={recipe: kept_bytes(recipe, "device") / kept_bytes(recipe, "int2")
+             for recipe in ("fp32", "bf16")},
+        elsewhere={"largest batch on an A100 of 80 GB, fp32": most("int2") / most("device")})
+
+
+def chunked_loss() -> Numbers:
+    def peak(context: int, name: str) -> float:
+        config = _of("llama-8b", 64, context=context).replace({
+            "memory.recompute": "block", "memory.param_dtype": "bf16",
+            "memory.cross_entropy": name})
+        return _peak(config, "a100-80", layout=Layout(shard=8))
+
+    return Numbers(kit={f"{T:,} tokens": 1 - peak(T, "chunked") / peak(T, "full")
+                        for T in (1024, 4096)})
+
+
+def update_in_backward() -> Numbers:
+    base = _of("llama-8b", 8, context=512, kv_heads=32, mlp_width=11_008, vocab=32_000).replace(
+        {"memory.recompute": "block"})
+    lean = base.replace({"memory.param_dtype": "bf16", "memory.optimizer_step": "in-backward",
+                         "optimizer.clip": 0})
+    whole = _peak(base, precision="bf16-master")
+    return Numbers(kit={"SGD": 1 - _peak(lean, optimizer="sgd") / whole},
+                   measured={"its table 1": 1 - 14.58 / 102.20},
+                   elsewhere={"the same with AdamW": 1 - _peak(lean) / whole})
+
+
+NUMBERS: dict[str, Callable[[], Numbers]] = {
+    "mixed-precision-memory": mixed_precision_memory,
+    "mixed-precision-batch": mixed_precision_batch,
+    "mixed-precision-speed": mixed_precision_speed,
+    "fsdp-doubles": fsdp_doubles, "communication-32-to-18": communication,
+    "flash-attention-linear": flash_attention_linear, "flash-attention-10x": flash_attention_10x,
+    "flash-attention-speed": flash_attention_speed,
+    "simplified-blocks-parameters": simplified_blocks_parameters,
+    "simplified-blocks-speed": simplified_blocks_speed,
+    "lion-lighter": lion_lighter, "lion-faster": lion_faster, "masked-tokens-3x": masked_tokens,
+    "combined-5x": combined, "impossible-triangle": impossible_triangle,
+    "zero-1": lambda: zero(1, dict), "zero-2": lambda: zero(2, dict),
+    "zero-3": lambda: zero(3, _step_on_64), "zero-3-communication": zero_3_communication,
+    "offload-10x": offload, "recompute-memory": recompute_memory,
+    "recompute-time": recompute_time, "recompute-20-percent": recompute_time,
+    "selective-29-percent": selective, "fp8-2x": fp8_doubles, "fp8-1-34x": fp8_rowwise,
+    "adam-8bit": adam_8bit, "activations-12x": activations, "chunked-loss-60": chunked_loss,
+    "update-in-backward-10-8": update_in_backward,
+}
+
+if __name__ == "__main__":
+    print(page(), end="")
