@@ -88,16 +88,17 @@ class Run:
 
 @pytest.fixture
 def notebook(lab):
-    """notebook(name, cells or a Path) -> the notebook, open; at the end nothing may have gone wrong in it."""
+    """notebook(name, cells or a Path, theme) -> the notebook, open; at the end nothing may have gone wrong in it."""
     opening, folder = lab
     opened = []
 
-    def open_it(name, cells):
+    def open_it(name, cells, theme="Light"):
         if isinstance(cells, Path):
             shutil.copy(cells, folder / name)
         else:
             write_notebook(folder / name, cells)
         opened.append(opening(name))
+        opened[-1].theme(theme)
         return opened[-1]
 
     yield open_it
@@ -380,10 +381,12 @@ def texts_of_figures(page):
     return sorted(found)
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+THEMES = pytest.mark.parametrize("theme", ["Light", "Dark"])
+
+
+@THEMES
 def test_figures_can_be_read_in_either_theme(notebook, theme):
-    opened = notebook("drawn.ipynb", DRAWN)
-    opened.theme(theme)
+    opened = notebook("drawn.ipynb", DRAWN, theme)
     opened.run()
     opened.settle()
     found = texts_of_figures(opened.page)
@@ -394,10 +397,9 @@ def test_figures_can_be_read_in_either_theme(notebook, theme):
     assert (level < 40) if theme == "Dark" else (level > 250)
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@THEMES
 def test_everything_can_be_read_in_either_theme(notebook, theme):
-    opened = notebook("themed.ipynb", THEMED)
-    opened.theme(theme)
+    opened = notebook("themed.ipynb", THEMED, theme)
     opened.run()
     opened.settle()
     found = opened.page.evaluate(CONTRAST)

@@ -10,6 +10,7 @@ from lpkit.tables import html_table
 
 # Units that are a logarithm or a share already: errors are differences, and called so.
 DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
+TIED = "cannot be told apart"       # an answer, where it may be the right one
 
 
 @dataclass(frozen=True, kw_only=True)
