@@ -407,6 +407,21 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
     assert found[0][0] >= 4.5, found[:5]
 
 
+def test_a_narrow_figure_keeps_its_width_and_scrolls_under_a_title_that_wraps(notebook):
+    words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
+    opened = notebook("narrow.ipynb", [f"from lpkit.ui import Figure\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})"])
+    opened.run()
+    opened.settle()
+    page, title = opened.page, opened.page.locator(".lpkit-title")
+    assert not title.is_visible() and page.locator(".gtitle").is_visible()
+    page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function("() => document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect().width === 760")
+    assert title.inner_text() == words.replace("&lt;", "<") and not page.locator(".gtitle").is_visible()
+    assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === e.clientWidth")
+    assert page.locator(".lpkit-scroll").evaluate("e => e.clientWidth < 390 && e.scrollWidth === 760 && getComputedStyle(e).overflowX === 'auto'")
+
+
 SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for longer than anywidget waits
     const late = new AbortController();
     setTimeout(() => late.abort());

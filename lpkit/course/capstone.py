@@ -208,7 +208,7 @@ class Score:
             rows.append((f"{MARKS[mark][1]} {name}", question.asked, *known, allowed, mark))
         heads = ("", "", "you", "the kit", "off", "allowed", "")
         return (f"<p><b>{self.right} of {len(QUESTIONS)}</b>{html.escape(self.why)}</p>"
-                + html_table(heads, rows, prose=1))
+                + html_table(heads, rows))
 
 
 def mark(case: Case, answers: Answers) -> Score:

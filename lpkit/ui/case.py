@@ -48,7 +48,7 @@ class Accusation(Stored, Question):
         self.explorer, self.figure, self.layer = explorer, explorer.figure, ""
         self.fault = widgets.Dropdown(
             options=[(NOTHING, ""), *((name, name) for name in faults)], description=NOBODY,
-            style={"description_width": "initial"}, layout={"width": "auto"})
+            style={"description_width": "initial"}, layout={"max_width": "100%"})
         super().__init__(question, [self.fault], None)
         self.children = [self.children[0], explorer, *self.children[1:]]
         explorer.figure.observe(self._clicked, names="clicked")

@@ -53,7 +53,7 @@ def value_figure(listed: Any, code: int) -> dict:
         line = {"width": 3, "color": colour}
         data.append(scatter(points, [0] * len(points), mode=mode, xaxis="x2", yaxis="y2",
                             text=list(map(_words, points)), textposition=place, showlegend=False,
-                            marker={"symbol": "line-ns", "size": 26, "line": line},
+                            marker={"symbol": "line-ns", "size": 20, "line": line},
                             hover="%{x:.6g}"))
     shapes, notes = _cells(fmt, code)
     notes.append(note(f"{_terms(fmt, code)} = {words}", CELL * fmt.bits + 0.02, 1.12, "left middle",
