@@ -108,7 +108,7 @@ def _control(control: Control, label: str) -> widgets.Widget:
     elif isinstance(control, Mapping):
         made = widgets.Dropdown(options=list(control.items()))
     elif all(isinstance(value, (int, float)) for value in control):
-        made = widgets.SelectionSlider(options=[(f"{value:,}", value) for value in control])
+        made = widgets.SelectionSlider(options=[(f"{value:,.15g}", value) for value in control])
     else:
         made = widgets.Dropdown(options=[(str(value), value) for value in control])
     made.description = made.description or label
