@@ -96,7 +96,7 @@ def _powers(reach: float) -> dict:
     ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
     return {"tickvals": list(map(_place, ticks)),
             "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
-            "range": [-1.2 * reach, 1.2 * reach], "zeroline": False}
+            "range": [-1.35 * reach, 1.35 * reach], "zeroline": False}
 
 
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,

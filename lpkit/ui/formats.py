@@ -264,7 +264,7 @@ def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
 def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
     """Training losses by name, step by step; the first are broad, so that equal ones show."""
     lines = [scatter(range(1, len(curves[name]) + 1), curves[name], name,
-                     line={**line, "width": 2 + 1.5 * below})
+                     line={**line, "width": 2 + 2.5 * below})
              for below, (name, line) in zip(reversed(range(len(curves))),
                                             lines_of(curves).items())]
     return figure(lines, title, height=380, xaxis=axis("step"),
