@@ -1,9 +1,10 @@
 """Look at a notebook as a reader sees it:
 `python -m tests.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1400 390] [--theme light dark]`.
 
-Opens it in a served lab, runs all cells, waits for the end, writes a screenshot of its full length in every theme and
-width (of several, OUT-dark-390.png and so on), and prints what should not have happened (exit code 1). A copy is run,
-in a folder of its own where ../data is the project's: the notebook and its folder stay as they are.
+Opens it in a served lab, runs all cells, waits for the end, shows what waits for a guess, writes a screenshot of its
+full length in every theme and width (of several, OUT-dark-390.png and so on), and prints what should not have happened
+(exit code 1). A copy is run, in a folder of its own where ../data is the project's: the notebook and its folder stay
+as they are.
 """
 
 import argparse
@@ -33,6 +34,8 @@ def look(notebook: Path, picture: Path, *, seconds: float = 300, widths=(1200,),
             opened = Notebook(context, server, notebook.name)
             started = time.monotonic()
             opened.run(seconds=seconds)
+            opened.settle()
+            opened.page.evaluate("() => document.querySelectorAll('button:has(.fa-eye)').forEach(hides => hides.click())")
             opened.settle()
             print(f"{notebook.name}: ran in {time.monotonic() - started:.1f} s", file=sys.stderr)
             looks = list(itertools.product(themes, widths))
