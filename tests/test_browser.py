@@ -407,9 +407,11 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
     assert found[0][0] >= 4.5, found[:5]
 
 
-def test_a_narrow_figure_keeps_its_width_and_scrolls_under_a_title_that_wraps(notebook):
+def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_a_table(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lpkit.ui import Figure\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})"])
+    opened = notebook("narrow.ipynb", [f"from lpkit.ui import Figure, Guess, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
+                                       "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
+                                       "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
     opened.run()
     opened.settle()
     page, title = opened.page, opened.page.locator(".lpkit-title")
@@ -420,6 +422,9 @@ def test_a_narrow_figure_keeps_its_width_and_scrolls_under_a_title_that_wraps(no
     assert title.inner_text() == words.replace("&lt;", "<") and not page.locator(".gtitle").is_visible()
     assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === e.clientWidth")
     assert page.locator(".lpkit-scroll").evaluate("e => e.clientWidth < 390 && e.scrollWidth === 760 && getComputedStyle(e).overflowX === 'auto'")
+    page.get_by_role("button", name="Show it without a guess").click()
+    assert page.locator("table").evaluate("""e => { const box = e.closest('.widget-vbox');
+        return box.clientWidth < 390 && box.scrollWidth >= e.clientWidth && getComputedStyle(box).overflowX === 'auto' }""")
 
 
 SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for longer than anywidget waits

@@ -222,7 +222,7 @@ class Reveal(widgets.VBox):
             widgets.HTML(f'<div style="font:13px {FONT};color:{QUIET};padding:0 8px">'
                          f"Hidden. {words}</div>"), self.button],
             layout={"padding": "4px 12px", "flex_flow": "row wrap", "align_items": "center"})
-        super().__init__(layout={"width": "100%", "overflow": "hidden"})
+        super().__init__(layout={"width": "100%", "overflow": "auto hidden"})
         for question in questions:
             question.observe(self._look, names=["locked", "waived"])
         self._look()
