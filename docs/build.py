@@ -32,20 +32,14 @@ DOCS = Path(__file__).resolve().parent
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = """\
-<div class="lpkit-scroll"><div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div></div>
+<div class="lpkit-room"><div class="lpkit-title">{title}</div>
+<div class="lpkit-scroll"><div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div></div></div>
 <script type="application/json" id="{name}-spec">{spec}</script>
 <script>
 window.addEventListener("load", () => {{
   const spec = JSON.parse(document.getElementById("{name}-spec").textContent);
   const phone = matchMedia("(max-width: 720px)").matches, layout = spec.layout;
-  if (phone) {{     // a finger scrolls, and does not zoom; a title as wide as the page takes two lines
-    const title = document.createElement("p");
-    title.className = "lpkit-title";
-    title.innerText = (layout.title?.text ?? "").replace(/<[^>]*>/g, " ");
-    document.getElementById("{name}").parentElement.before(title);
-    delete layout.title;
-    layout.dragmode = false;
-  }}
+  if (phone) layout.dragmode = false;     // a finger scrolls, and does not zoom
   const config = {{displaylogo: false, responsive: true, displayModeBar: phone ? false : "hover"}};
   Plotly.newPlot("{name}", spec.data, layout, config);
 }});
@@ -59,7 +53,9 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
     data = output.get("data", {})
     if PLOTLY in data:
         spec = {key: data[PLOTLY].get(key, {}) for key in ("data", "layout")}
-        shown = FIGURE.format(name=html.escape(name), height=int(spec["layout"].get("height") or 400),
+        title = re.sub("<[^>]*>", " ", (spec["layout"].get("title") or {}).get("text") or "")
+        shown = FIGURE.format(name=html.escape(name), title=html.escape(html.unescape(title)),
+                              height=int(spec["layout"].get("height") or 400),
                               spec=json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c"))
         awake = not data.get("text/plain", "").startswith("Explorer:")
         return new_output("display_data", {"text/html": shown if awake else f"{ASLEEP}\n{shown}"})

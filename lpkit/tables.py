@@ -9,21 +9,27 @@ INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # on white: of figures
 TEXT, QUIET, LINE, LINK = (f"var(--jp-{name}, {colour})" for name, colour in (
     ("content-font-color1", INK), ("content-font-color2", FAINT), ("border-color2", GRID),
     ("content-link-color", "#004488")))
+SENTENCE = 16       # letters in a cell
 FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, "
         "sans-serif")
 
 
-def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "",
-               prose: int | None = None) -> str:
-    """A quiet table. Cells are escaped. All columns but the first, and `prose`, one of sentences,
-    are set to the right. No heads: rows alone."""
-    def line(cells: Sequence[object], tag: str, style: str) -> str:
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
+               caption: str = "") -> str:
+    """A quiet table. Cells are escaped. The first column, and those that hold sentences, are set to
+    the left, others to the right; sentences alone may wrap. No heads: rows alone."""
+    rows = [list(map(str, row)) for row in rows]
+    columns = list(zip(*rows)) or [()] * len(heads)
+    least = [min(16, max(map(len, column)) / 2) if any(
+        sum(map(str.isalpha, cell)) > SENTENCE for cell in column) else 0 for column in columns]
+
+    def line(cells: Sequence[str], tag: str, style: str) -> str:
         made = ""
-        for i, cell in enumerate(cells):
-            side = "left" if i in (0, prose) else "right"
-            wrap = "" if prose in (i, None) else "white-space:nowrap;"     # a sentence may wrap
+        for i, (cell, em) in enumerate(zip(cells, least)):
+            side = "left" if em or i == 0 else "right"
+            wrap = f"min-width:{em:g}em;" if em else "white-space:nowrap;" * (tag == "td")
             made += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
-                     f"{escape(str(cell))}</{tag}>")
+                     f"{escape(cell)}</{tag}>")
         return f"<tr>{made}</tr>"
 
     rule = f"border-bottom:1px solid {LINE};"

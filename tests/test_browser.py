@@ -88,16 +88,17 @@ class Run:
 
 @pytest.fixture
 def notebook(lab):
-    """notebook(name, cells or a Path) -> the notebook, open; at the end nothing may have gone wrong in it."""
+    """notebook(name, cells or a Path, theme) -> the notebook, open; at the end nothing may have gone wrong in it."""
     opening, folder = lab
     opened = []
 
-    def open_it(name, cells):
+    def open_it(name, cells, theme="Light"):
         if isinstance(cells, Path):
             shutil.copy(cells, folder / name)
         else:
             write_notebook(folder / name, cells)
         opened.append(opening(name))
+        opened[-1].theme(theme)
         return opened[-1]
 
     yield open_it
@@ -380,10 +381,12 @@ def texts_of_figures(page):
     return sorted(found)
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+THEMES = pytest.mark.parametrize("theme", ["Light", "Dark"])
+
+
+@THEMES
 def test_figures_can_be_read_in_either_theme(notebook, theme):
-    opened = notebook("drawn.ipynb", DRAWN)
-    opened.theme(theme)
+    opened = notebook("drawn.ipynb", DRAWN, theme)
     opened.run()
     opened.settle()
     found = texts_of_figures(opened.page)
@@ -394,15 +397,34 @@ def test_figures_can_be_read_in_either_theme(notebook, theme):
     assert (level < 40) if theme == "Dark" else (level > 250)
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@THEMES
 def test_everything_can_be_read_in_either_theme(notebook, theme):
-    opened = notebook("themed.ipynb", THEMED)
-    opened.theme(theme)
+    opened = notebook("themed.ipynb", THEMED, theme)
     opened.run()
     opened.settle()
     found = opened.page.evaluate(CONTRAST)
     assert len(found) > 40 and any("no size will do" in said for _, said in found) and any(said == "wrong" for _, said in found)
     assert found[0][0] >= 4.5, found[:5]
+
+
+def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_a_table(notebook):
+    words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
+    opened = notebook("narrow.ipynb", [f"from lpkit.ui import Figure, Guess, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
+                                       "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
+                                       "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
+    opened.run()
+    opened.settle()
+    page, title = opened.page, opened.page.locator(".lpkit-title")
+    assert not title.is_visible() and page.locator(".gtitle").is_visible()
+    page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function("() => document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect().width === 760")
+    assert title.inner_text() == words.replace("&lt;", "<") and not page.locator(".gtitle").is_visible()
+    assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === e.clientWidth")
+    assert page.locator(".lpkit-scroll").evaluate("e => e.clientWidth < 390 && e.scrollWidth === 760 && getComputedStyle(e).overflowX === 'auto'")
+    page.get_by_role("button", name="Show it without a guess").click()
+    assert page.locator("table").evaluate("""e => { const box = e.closest('.widget-vbox');
+        return box.clientWidth < 390 && box.scrollWidth >= e.clientWidth && getComputedStyle(box).overflowX === 'auto' }""")
 
 
 SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for longer than anywidget waits

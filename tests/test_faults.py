@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from lpkit.config import Config
+from lpkit.course import learner
+from lpkit.course.learner import keep
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import nonfinite_report, source_of_nonfinite, standing_out
 from lpkit.precision.linear import scaled_linears
 from lpkit.studies.bisect import Starts, bisect, search, train
-from lpkit.studies.case import UNTOLD, Case
+from lpkit.studies.case import Case
 from lpkit.studies.faults import (
     FAULTS,
     Injection,
@@ -24,7 +26,7 @@ from lpkit.studies.faults import (
 )
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
-from lpkit.ui import Accusation, case_figure, search_figure, telemetry_explorer
+from lpkit.ui import TIED, Accusation, case_figure, search_figure, telemetry_explorer
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 60,
@@ -163,7 +165,7 @@ def test_an_unseen_fault_accuses_nobody(starts, name):
     case = Case.open(starts, name, seed=0)
     _, finding, _, said = solved(case)
     assert finding.certainty == "low" and "chance" in said and FAULTS[name].unseen in said
-    assert case.judge((case.layer, UNTOLD)) == "You named the layer and the fault."
+    assert case.answers == [f"{name} in {case.layer}", f"{TIED} in {case.layer}"]
 
 
 @pytest.mark.parametrize("layer", PLACES)
@@ -199,27 +201,35 @@ def test_all_runs_of_a_case_meet_the_same_batches(starts):
     assert well == pytest.approx(on, abs=0.02) and bf16 == pytest.approx(on, abs=0.02)
 
 
-def test_an_accusation_is_a_click_a_choice_and_a_button(starts):
+def test_an_accusation_is_a_click_a_choice_and_a_lock_and_is_kept(starts, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     case = Case.open(starts, "zero-amax-block", seed=0)
-    accusation = Accusation(telemetry_explorer(case.run(2, every=1).samples), (*FAULTS, UNTOLD))
-    assert accusation.answer is None and case.judge(accusation.answer) == "You accused nobody."
+    samples = case.run(2, every=1).samples
+
+    def asked():
+        return keep("07.accused", Accusation("Who?", telemetry_explorer(samples), (*FAULTS, TIED)))
+
+    accusation = asked()
     accusation.button.click()
-    assert accusation.answer is None            # neither a layer nor a fault yet
-    # the first row, which the menu shows already, can be accused as well
-    accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[0]}
-    assert accusation.value == (PLACES[0], "")
-    accusation.figure.clicked = {"curve": 1, "x": 3, "y": 3}       # a bar of the histogram is no layer
+    assert not accusation.locked and accusation.answer is None          # neither a layer nor a fault yet
+    accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[0]}   # the menu shows it already
+    assert accusation.value is None and accusation.fault.description == PLACES[0]
+    accusation.figure.clicked = {"curve": 1, "x": 3, "y": 3}            # a bar of the histogram is no layer
+    accusation.fault.value = "zero-amax-block"
+    assert accusation.value == f"zero-amax-block in {PLACES[0]}"
     accusation.figure.clicked = {"curve": 0, "x": "1", "y": case.layer}
     accusation.button.click()
-    assert accusation.answer is None and "say what was done" in accusation.words.value
-    accusation.fault.value = "zero-amax-block"
-    accusation.button.click()
-    assert accusation.answer == (case.layer, "zero-amax-block") == accusation.value and accusation.button.disabled
     accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[-1]}      # looking on changes nothing
-    assert accusation.answer == accusation.value == (case.layer, "zero-amax-block")
-    assert case.judge(accusation.answer) == "You named the layer and the fault."
-    assert case.judge((case.layer, "stale-amax")) == "You named the layer, not the fault."
-    assert case.judge(("head", "stale-amax")) == "You accused the innocent."
+    assert accusation.answer == f"zero-amax-block in {case.layer}" and accusation.fault.disabled
+    accusation.judged(case.answers)
+    again = asked()         # another day
+    assert again.answer == accusation.answer and (again.fault.value, again.layer) == ("zero-amax-block", case.layer)
+    again.judged(case.answers)
+    assert "That is right." in again.status.value and learner.read().guesses[0].held
+    late = Accusation("Who was it?", telemetry_explorer(samples), FAULTS)
+    late.judged(case.answers)
+    late.restore(accusation.value, None)
+    assert late.locked and late.answer is None
 
 
 def test_a_run_that_breaks_says_so_in_the_figure():

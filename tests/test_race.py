@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import plotly.graph_objects as go
@@ -213,5 +214,8 @@ def test_one_of_several_words():
 
 
 def test_a_column_of_sentences_is_set_to_the_left():
-    table = html_table(("a", "b", "c"), [("1", "2", "a sentence")], prose=2)
-    assert table.count("text-align:right") == 2 and "white-space:nowrap" in table and "nowrap" not in html_table(("a",), [("1",)])
+    words = "a sentence of a good many letters, which may take two lines"
+    table = html_table(("a", "b", "c"), [("1", "2", words), ("1", "2", "3")])
+    sides = re.findall(r"<td style='.*?text-align:(\w+);(white-space|min-width)", table)
+    assert sides == 2 * [("left", "white-space"), ("right", "white-space"), ("left", "min-width")]
+    assert "<th" in html_table(("a",), [])

@@ -356,12 +356,13 @@ def test_set_moves_several_controls_and_draws_once():
 
 
 def test_each_kind_of_choice_gets_its_control():
-    explorer = Explorer(lambda **choices: spec(), number=[1, 2], word=["a", "b"], labelled={"one": 1}, whole=range(2, 9, 3),
+    explorer = Explorer(lambda **choices: spec(), number=[1, 0.2, 2_200_000.0], word=["a", "b"], labelled={"one": 1}, whole=range(2, 9, 3),
                         tick=False, typed=0.3, own=widgets.FloatSlider(min=0, max=1), start={"word": "b", "whole": 5})
     kinds = {name: type(control).__name__ for name, control in explorer.controls.items()}
     assert kinds == {"number": "SelectionSlider", "word": "Dropdown", "labelled": "Dropdown", "whole": "IntSlider",
                      "tick": "Checkbox", "typed": "FloatText", "own": "FloatSlider"}
     assert explorer.choices == {"number": 1, "word": "b", "labelled": 1, "whole": 5, "tick": False, "typed": 0.3, "own": 0.0}
+    assert [label for label, _ in explorer.controls["number"].options] == ["1", "0.2", "2,200,000"]
     assert (explorer.controls["whole"].min, explorer.controls["whole"].max) == (2, 8)
     assert all(control.description for control in explorer.controls.values())
     with pytest.raises(ConfigError, match="no values"):

@@ -22,6 +22,7 @@ from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import MARKS
+from lpkit.predict import published
 from lpkit.predict.activations import kept
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import LOSS, Memory, memory, model_states
@@ -36,7 +37,6 @@ from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES
 
 FP8 = tuple(name for name, row in RECIPES.items() if row.dtype == "fp8" and not row.history)
-LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
 STYLES = ("gpt2", "llama")
 
 
@@ -89,8 +89,9 @@ def _drawn(chance: random.Random) -> Case:
              "context": chance.choice((512, 1024, 2048)), "attention": "sdpa",
              "vocab": chance.choice((32_000, 50_304, 65_536, 128_256))}
     if style == "llama":
-        sizes |= LLAMA | {"kv_heads": heads // chance.choice((1, 2)), "tied": chance.random() < 0.5,
-                          "mlp_width": 256 * chance.randint(width // 100, width // 70)}
+        sizes |= published.STYLES[style] | {
+            "kv_heads": heads // chance.choice((1, 2)), "tied": chance.random() < 0.5,
+            "mlp_width": 256 * chance.randint(width // 100, width // 70)}
     recipe = chance.choice(FP8)
     config = Config(model=ModelConfig(**sizes)).replace({
         "global_batch": chance.choice((2, 4, 8, 16)),
@@ -207,7 +208,7 @@ class Score:
             rows.append((f"{MARKS[mark][1]} {name}", question.asked, *known, allowed, mark))
         heads = ("", "", "you", "the kit", "off", "allowed", "")
         return (f"<p><b>{self.right} of {len(QUESTIONS)}</b>{html.escape(self.why)}</p>"
-                + html_table(heads, rows, prose=1))
+                + html_table(heads, rows))
 
 
 def mark(case: Case, answers: Answers) -> Score:

@@ -10,6 +10,7 @@ from lpkit.tables import html_table
 
 # Units that are a logarithm or a share already: errors are differences, and called so.
 DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
+TIED = "cannot be told apart"       # an answer, where it may be the right one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class Comparison:
             sizes = ["" if value is None else quantity(value, row.unit) for value in values]
             lines.append([row.name, *sizes, *[off] * guessed,
                           off_by(row.formula, row.measured, row.unit), row.where])
-        return html_table(heads, lines, prose=len(heads) - 1)
+        return html_table(heads, lines)
 
 
 def rivals(values: Mapping[str, float], within: float) -> list[str]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from lpkit.errors import pick
 from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.precision.linear import scaled_linears
+from lpkit.predict.compare import TIED
 from lpkit.studies import faults
 from lpkit.studies.bisect import Starts, bounded, train
 from lpkit.studies.faults import FAULTS, Fault, Injection
 
 UNKNOWN = "unknown"
-UNTOLD = "cannot be told apart"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,12 @@ class Case:
     def layer(self) -> str:
         return self.injection.layers[0]
 
+    @property
+    def answers(self) -> list[str]:
+        """What is right to say, as "fault in layer". TIED is where nobody could tell."""
+        faults = [self.injection.fault] + [TIED] * bool(self.fault.unseen)
+        return [f"{fault} in {self.layer}" for fault in faults]
+
     def run(self, steps: int, *, faulty: bool = True, cured: bool = False, every: int = 0) -> Run:
         """The same steps on the same batches: with the fault or without, under its cure or not.
         Telemetry every so many steps, from its first on; 0: none."""
@@ -81,18 +87,6 @@ class Case:
         return (f"{self.injection.fault} costs {cost:.3f} nats per token. With {self.layer} in "
                 f"{row.cure}, {self.recovered(well, ill, cured):.0%} of that comes back: "
                 f"{row.remedy}.")
-
-    def judge(self, accused: tuple[str, str] | None) -> str:
-        """What an accusation, (layer, fault), is worth. UNTOLD is right where nobody could tell."""
-        if accused is None:
-            return "You accused nobody."
-        layer, fault = accused
-        right = fault == self.injection.fault or (fault == UNTOLD and bool(self.fault.unseen))
-        verdicts = {(True, True): "You named the layer and the fault.",
-                    (True, False): "You named the layer, not the fault.",
-                    (False, True): "You named the fault, not the layer.",
-                    (False, False): "You accused the innocent."}
-        return verdicts[layer == self.layer, right]
 
     def _mean(self, run: Run) -> float:
         """Nats per token. A run that breaks knows nothing."""

@@ -70,13 +70,13 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                         "stopped_by": control.stopped_by or None}
             # the first error is the one to raise
             with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
+                found = runs.results(run)
                 if summary["error"] is None:    # a device that failed is not measured any more
-                    speed = runs.results(run)["tokens_per_second"]
-                    summary |= _mfu(training, speed, observers.errors)
+                    summary |= _mfu(training, found["tokens_per_second"], observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
                     trained = reached - summary["from_step"]
                     summary["energy_tokens"] = trained * config.tokens_per_step
-                _conclude(run, summary, reached, config)
+                _conclude(run, found | summary, reached, config)
     return run
 
 
@@ -104,7 +104,7 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
     if reached is not None:
         summary |= {"steps": reached, "tokens": reached * config.tokens_per_step}
     if reached is not None or not path.exists():
-        records.write(path, runs.results(run) | summary)
+        records.write(path, summary)
 
 
 def _without_memory(error: BaseException, account: Account, step: int, run: Run) -> dict[str, Any]:

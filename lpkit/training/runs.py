@@ -160,7 +160,7 @@ class Run:
         with suppress(DamagedError):        # a bad file does not hide the run
             summary = self.summary or results(self)
         rows = described(results(self) | {"status": "not known"} | summary)
-        return html_table((), [*rows, *(("problem", one) for one in self.problems)], prose=1)
+        return html_table((), [*rows, *(("problem", one) for one in self.problems)])
 
 
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],

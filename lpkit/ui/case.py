@@ -9,13 +9,14 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
-from lpkit.tables import FAINT, FONT, TEXT
-from lpkit.ui.controls import WIDE, Explorer
+from lpkit.tables import FAINT
+from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, figure, heat, note, scatter
 from lpkit.ui.figure import Stored
+from lpkit.ui.questions import Question
 from lpkit.ui.style import COLOURS, WARNING
 
-NOTHING = "what was done"      # an answer that is none
+NOBODY, NOTHING = "Click a row of the map", "what was done"      # answers that are none
 
 
 def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
@@ -37,60 +38,40 @@ def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> di
                   yaxis=axis("loss (nats per token)"))
 
 
-class Accusation(Stored, widgets.VBox):
-    """Telemetry to look at, a row of whose map is accused by a click, a menu of faults, and a
-    button. `.value` is (layer, fault) as it stands, each empty until it is chosen; `.answer` is the
-    same once the button was pressed, and None until then."""
+class Accusation(Stored, Question):
+    """Telemetry to look at, a row of whose map is accused by a click, and a menu of faults.
+    `.value` is "fault in layer", and None until both are chosen."""
 
-    value = traitlets.Tuple(("", ""), help="layer and fault, as they stand")
-    answer = traitlets.Tuple(None, allow_none=True, help="layer and fault, once accused")
+    value = traitlets.Unicode(None, allow_none=True)
 
-    def __init__(self, explorer: Explorer, faults: Collection[str]):
-        self.explorer, self.figure = explorer, explorer.figure
-        self.words = widgets.HTML(layout={"flex": "1 1 300px", "min_width": "0"})
+    def __init__(self, question: str, explorer: Explorer, faults: Collection[str]):
+        self.explorer, self.figure, self.layer = explorer, explorer.figure, ""
         self.fault = widgets.Dropdown(
-            options=[(NOTHING, ""), *((name, name) for name in faults)],
-            layout={"width": "220px"})
-        self.button = widgets.Button(description="Accuse", icon="gavel",
-                                     layout={"width": "120px"})
-        bar = widgets.HBox([self.words, self.fault, self.button], layout={
-            "flex_flow": "row wrap", "align_items": "center", "padding": "4px 12px", **WIDE})
-        super().__init__([explorer, bar], layout=WIDE)
+            options=[(NOTHING, ""), *((name, name) for name in faults)], description=NOBODY,
+            style={"description_width": "initial"}, layout={"max_width": "100%"})
+        super().__init__(question, [self.fault], None)
+        self.children = [self.children[0], explorer, *self.children[1:]]
         explorer.figure.observe(self._clicked, names="clicked")
-        explorer.controls["layer"].observe(self._chosen, names="value")
-        self.fault.observe(lambda change: self._stands(self.value[0], change["new"]), names="value")
-        self.button.on_click(self._accuse)
-        self._say()
+        explorer.controls["layer"].observe(lambda change: self._accuse(change["new"]), "value")
+        self.fault.observe(lambda _: self._accuse(self.layer), "value")
 
     def _clicked(self, change: dict) -> None:
         if change["new"].get("curve") == 0:
-            self._stands(change["new"]["y"], self.value[1])
+            self._accuse(change["new"]["y"])
 
-    def _chosen(self, change: dict) -> None:
-        self._stands(change["new"], self.value[1])
+    def _accuse(self, layer: str) -> None:
+        if not self.locked:
+            self.layer, self.fault.description = layer, layer or NOBODY
+            self.value = f"{self.fault.value} in {layer}" if layer and self.fault.value else None
 
-    def _stands(self, layer: str, fault: str) -> None:
-        if self.answer is None:
-            self.value = layer, fault
-            self._say()
+    def restore(self, value: float | str, factor: float | None) -> None:
+        self.fault.value, _, layer = str(value).partition(" in ")
+        self._accuse(layer)
+        super().restore(value, factor)
 
-    def _accuse(self, _button: Any) -> None:
-        if all(self.value):
-            self.answer = self.value
-            self.button.disabled = self.fault.disabled = True
-        self._say(missing=True)
-
-    def _say(self, missing: bool = False) -> None:
-        layer, fault = (f"<b>{escape(word)}</b>" if word else "" for word in self.value)
-        if self.answer is not None:
-            said = f"You accuse {layer} of {fault}."
-        elif missing and layer:
-            said = f"{layer}: say what was done to it, then accuse."
-        elif layer:
-            said = f"The accused: {layer}"
-        else:
-            said = "Click into the map: the row is the layer that you accuse."
-        self.words.value = f'<div style="font:14px {FONT};color:{TEXT}">{said}</div>'
+    def judged(self, right: Sequence[str]) -> None:
+        """By the answers that are right."""
+        self._ends(" or ".join(right), self.value in right)
 
 
 def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> dict:

@@ -8,7 +8,7 @@ from html import escape
 from textwrap import wrap
 
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Row
+from lpkit.predict.compare import DIFFERENCES, Row
 from lpkit.predict.flops import Product
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
@@ -18,7 +18,6 @@ from lpkit.ui.style import ANSWER_COLOURS, COLOURS
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
            "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", "bottom center")}
-DIFFERENCES = {"%": "points", "dB": "dB"}    # units whose deviation is a difference; others': in %
 LINEAR = 0.1        # deviations below it are drawn in proportion, those above by powers of ten
 NAME_LETTERS = 22   # of a line of a row's name
 SHOWN = 10.0        # at least so far does the axis reach to both sides
@@ -31,9 +30,9 @@ PRODUCTS = {    # how names of products end
 
 def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
     """The plotly spec of how far formula and guess are off, for a `Comparison` or its rows, the
-    first on top; zero is what was measured (the formula, where nothing was). In percent of that;
-    rows in dB in dB, rows in % in points. Proportional near zero, then by powers of ten: 0.001% and
-    a factor of 3 can be read in one figure."""
+    first on top; zero is what was measured (the formula, where nothing was). In percent of that,
+    or in a unit of `DIFFERENCES`. Proportional near zero, then by powers of ten: 0.001% and a
+    factor of 3 can be read in one figure."""
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
@@ -83,8 +82,7 @@ def _off(off: float, row: Row) -> str:
     if math.isinf(off):
         return "of nothing"
     number = f"{off:+.2g}" if abs(off) < 9.95 else f"{off:+,.0f}"
-    unit = DIFFERENCES.get(row.unit)
-    return f"{number} {unit}" if unit else f"{number}%"
+    return f"{number} {DIFFERENCES[row.unit]}" if row.unit in DIFFERENCES else f"{number}%"
 
 
 def _place(off: float) -> float:
@@ -98,7 +96,7 @@ def _powers(reach: float) -> dict:
     ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
     return {"tickvals": list(map(_place, ticks)),
             "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
-            "range": [-1.2 * reach, 1.2 * reach], "zeroline": False}
+            "range": [-1.35 * reach, 1.35 * reach], "zeroline": False}
 
 
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,

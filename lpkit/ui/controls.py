@@ -47,11 +47,13 @@ class Explorer(Stored, widgets.VBox):
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         self.figure = Figure()
-        self.table = widgets.HTML(layout={"flex": "0 1 auto", "margin": "8px 0 0 0"})
+        self.table = widgets.HTML(layout={"flex": "0 1 auto", "margin": "8px 0 0 0",
+                                          "overflow": "auto"})
         self.message = widgets.HTML(layout={"display": "none"})
         panel = widgets.GridBox(list(self.controls.values()), layout={
-            "grid_template_columns": "repeat(auto-fill, minmax(300px, 1fr))", "width": "100%",
-            "grid_gap": "2px 24px", "align_items": "center", "padding": "8px 12px"})
+            "grid_template_columns": "repeat(auto-fill, minmax(min(300px, 100%), 1fr))",
+            "width": "100%", "grid_gap": "2px 24px", "align_items": "center",
+            "padding": "8px 12px"})
         drawing = widgets.Box([self.figure], layout={"flex": "1 1 520px", "min_width": "0",
                                                      "overflow": "hidden"})
         row = widgets.HBox([drawing, self.table], layout={
@@ -107,7 +109,7 @@ def _control(control: Control, label: str) -> widgets.Widget:
     elif isinstance(control, Mapping):
         made = widgets.Dropdown(options=list(control.items()))
     elif all(isinstance(value, (int, float)) for value in control):
-        made = widgets.SelectionSlider(options=[(f"{value:,}", value) for value in control])
+        made = widgets.SelectionSlider(options=[(f"{value:,.15g}", value) for value in control])
     else:
         made = widgets.Dropdown(options=[(str(value), value) for value in control])
     made.description = made.description or label

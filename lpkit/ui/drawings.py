@@ -9,10 +9,9 @@ from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, INK
 from lpkit.techniques.recipes import PRODUCTS, SIDE_WORDS, SIDES, Cast, Recipe
 from lpkit.ui.draw import axis, bars, box, figure, note, rule, scatter
-from lpkit.ui.style import COLOURS, ROLE_COLOURS
+from lpkit.ui.style import COLOURS, ROLE_COLOURS, lines_of
 
 HIDDEN = {"visible": False, "constrain": "domain"}
-TICKS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[4])
 
 
 # Values.
@@ -20,7 +19,7 @@ TICKS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[4])
 def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
     """The plotly spec: a row of ticks for each `Listed` format (its `values` by code), as shares of
     its largest value; all of them, and below in powers of two."""
-    data, names = [], list(formats)
+    data, names, lines = [], list(formats), lines_of(formats)
     for row, (name, listed) in enumerate(formats.items()):
         values = sorted({v for v in listed.values if math.isfinite(v) and v >= 0})
         shares = [v / values[-1] for v in values]
@@ -30,7 +29,7 @@ def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
                 showlegend=False, text=[f"{v:g}" for v in values[-len(xs):]],
                 xaxis=f"x{panel}", yaxis=f"y{panel}", hover="%{text}, %{x:.3g} of the largest",
                 marker={"symbol": "line-ns", "size": 18,
-                        "line": {"width": 1.2, "color": TICKS[row % len(TICKS)]}}))
+                        "line": {"width": 1.2, "color": lines[name]["color"]}}))
     rows = {"tickvals": list(range(len(names))), "ticktext": names, "showgrid": False,
             "range": [len(names) - 0.4, -0.6], "zeroline": False}
     powers = {"type": "log", "dtick": 4 * math.log10(2), "tick0": 0, "showgrid": True}
@@ -182,7 +181,7 @@ def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
     names_axis = {"range": [layers - 0.5, -0.5], "showgrid": False, "ticks": ""}
     across = {"range": [0, end + 0.2], "zeroline": False, "dtick": layers}
     words = {"font": {"size": 12, "color": FAINT}, "bgcolor": "rgba(255,255,255,0.8)"}
-    shapes = [rule(x=forward_ends)]
+    shapes = [rule(x=forward_ends, xref=f"x{i}", yref=f"y{i} domain") for i in ("", 2)]
     notes = [note("forward", forward_ends - 0.1, 1, "right bottom", yref="paper", **words),
              note("backward", forward_ends + 0.1, 1, "left bottom", yref="paper", **words),
              note(f"the step ends at {plain_end}", plain_end, layers - 1, "left middle", **words,

@@ -38,12 +38,16 @@ function inTurn(work, rests) {
 async function render({ model, el }) {
   const part = name => model.widget_manager.get_model(model.get(name).replace("IPY_MODEL_", ""));
   const shown = await part("shown");
-  const place = document.createElement("div");
-  place.className = "lpkit-figure";
-  place.style.width = "100%";
+  const [title, box, place] = ["title", "scroll", "figure"].map(name => {
+    const made = document.createElement("div");
+    made.className = `lpkit-${name}`;
+    return made;
+  });
   place.style.minHeight = `${shown.get("spec").layout?.height ?? 360}px`; // the page does not jump when it is drawn
   el.style.width = "100%";
-  el.append(place);
+  el.classList.add("lpkit-room");
+  el.append(title, box);
+  box.append(place);
   const Plotly = await plotly(await part("library"));
 
   let waits = false, gone = false;
@@ -54,6 +58,7 @@ async function render({ model, el }) {
       waits = false;
       if (gone) return;
       const { data, layout } = structuredClone(shown.get("spec")); // plotly writes into what it is given
+      title.textContent = new DOMParser().parseFromString(layout.title?.text ?? "", "text/html").body.textContent;
       await Plotly.react(place, data, { ...layout, autosize: true }, model.get("config"));
       place.style.minHeight = "";
       place.dataset.drawn = Number(place.dataset.drawn ?? 0) + 1;

@@ -53,7 +53,7 @@ def value_figure(listed: Any, code: int) -> dict:
         line = {"width": 3, "color": colour}
         data.append(scatter(points, [0] * len(points), mode=mode, xaxis="x2", yaxis="y2",
                             text=list(map(_words, points)), textposition=place, showlegend=False,
-                            marker={"symbol": "line-ns", "size": 26, "line": line},
+                            marker={"symbol": "line-ns", "size": 20, "line": line},
                             hover="%{x:.6g}"))
     shapes, notes = _cells(fmt, code)
     notes.append(note(f"{_terms(fmt, code)} = {words}", CELL * fmt.bits + 0.02, 1.12, "left middle",
@@ -264,7 +264,7 @@ def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
 def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
     """Training losses by name, step by step; the first are broad, so that equal ones show."""
     lines = [scatter(range(1, len(curves[name]) + 1), curves[name], name,
-                     line={**line, "width": 2 + 1.5 * below})
+                     line={**line, "width": 2 + 2.5 * below})
              for below, (name, line) in zip(reversed(range(len(curves))),
                                             lines_of(curves).items())]
     return figure(lines, title, height=380, xaxis=axis("step"),

@@ -62,7 +62,7 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
             for name, refusal in found.refusals.items() if refusal.layouts]
     heads = ("left out by", "layouts", "the nearest of them")
-    refused = html_table(heads, rows, prose=2) if rows else ""
+    refused = html_table(heads, rows) if rows else ""
     if found.options:
         return option_figure(found.options[0], found), _ranked(found) + refused
     title = f"None of {found.counted} layouts will do; the nearest misses stand in the table"
@@ -170,7 +170,7 @@ def _ranked(found: Plan) -> str:
              "cost")
     price = found.machine.price_source.partition(";")[0]
     caption += f"; nine of ten: {found.options[0].bill.spread.words}"
-    return html_table(heads, rows, prose=0, caption=f"{caption}; price {price}")
+    return html_table(heads, rows, caption=f"{caption}; price {price}")
 
 
 def opened(option: Option) -> str:

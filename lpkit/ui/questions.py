@@ -14,13 +14,12 @@ import ipywidgets as widgets
 import traitlets
 
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Row, off_by
+from lpkit.predict.compare import TIED, Row, off_by
 from lpkit.predict.units import quantity
 from lpkit.tables import FONT, QUIET, TEXT
 from lpkit.ui.figure import WIDGET_MIME
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-TIED = "cannot be told apart"       # an answer of a Pick, where it may be the right one
 
 
 class Question(widgets.VBox):
@@ -101,7 +100,9 @@ class Question(widgets.VBox):
                              f'line-height:1.4">{escape(f"{words} {self.note}".strip())}</div>')
 
     def _outcome(self) -> str:
-        return ""
+        if not self.result:
+            return ""
+        return " That is right." if self.result["held"] else f" Right: {self.result['measured']}."
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         return {**super()._repr_mimebundle_(**kwargs), "text/plain": self.question}
@@ -206,11 +207,6 @@ class Pick(Question):
         words = f"{TIED}: {', '.join(best)}" if right == [TIED] else " or ".join(right)
         return words if self.answer is None else f"{words} (you said {self.answer})"
 
-    def _outcome(self) -> str:
-        if not self.result:
-            return ""
-        return " That is right." if self.result["held"] else f" Right: {self.result['measured']}."
-
 
 class Reveal(widgets.VBox):
     """`content` (text, what has `_repr_html_`, a widget), hidden until all of `questions` are
@@ -226,7 +222,7 @@ class Reveal(widgets.VBox):
             widgets.HTML(f'<div style="font:13px {FONT};color:{QUIET};padding:0 8px">'
                          f"Hidden. {words}</div>"), self.button],
             layout={"padding": "4px 12px", "flex_flow": "row wrap", "align_items": "center"})
-        super().__init__(layout={"width": "100%", "overflow": "hidden"})
+        super().__init__(layout={"width": "100%", "overflow": "auto hidden"})
         for question in questions:
             question.observe(self._look, names=["locked", "waived"])
         self._look()

@@ -92,15 +92,15 @@ class LiveRun(Stored, widgets.VBox):
     def __init__(self, handle: Any, *, throttle: Callable[..., Throttle] = Throttle):
         self.handle = handle
         self._stopping = self._paused = False
-        self.status = widgets.HTML(layout={"flex": "1 1 auto", "min_width": "0"})
+        self.status = widgets.HTML(layout={"flex": "1 1 300px", "min_width": "0"})
         self.pause_button, self.stop_button = (
-            widgets.Button(description=word, icon=word.lower(), layout={"width": "104px"})
+            widgets.Button(description=word, icon=word.lower(), layout={"flex": "0 0 104px"})
             for word in ("Pause", "Stop"))
         self.stop_button.tooltip = "stop after this step and keep a checkpoint"
         self.figure = Figure()
         bar = widgets.HBox(
             [self.status, self.pause_button, self.stop_button],
-            layout={"width": "100%", "align_items": "center", "padding": "4px 12px"})
+            layout={"flex_flow": "row wrap", "align_items": "center", "padding": "4px 12px"})
         super().__init__([bar, self.figure], layout={"width": "100%", "overflow": "hidden"})
         self.pause_button.on_click(self._pause)
         self.stop_button.on_click(self._stop)
