@@ -94,6 +94,22 @@ def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str
             "calibrated": {kind: _range(each) for kind, each in after.items()}}
 
 
+def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
+    """1 for each run that is outside the range which the other sources of its kind give, else 0."""
+    found = []
+    for name in {run.source.name: None for run in some}:
+        others = kinds([run for run in some if run.source.name != name], numbers)["kinds"]
+        for run in some:
+            if run.source.name == name:
+                made = step(run, numbers=numbers)
+                known = others.get(evidence.kind_of(made.machine, made.precision))
+                widest = {side: choose(one[side] for one in others.values())
+                          for side, choose in (("low", min), ("high", max))}
+                off = run.published_seconds / seconds(run, numbers=numbers)
+                found.append(not (known or widest)["low"] <= off <= (known or widest)["high"])
+    return [float(one) for one in found]
+
+
 def _range(by_source: dict[str, list[float]]) -> dict[str, float]:
     """The wider one: where sources count alike, and where runs do."""
     each = sorted((off, len(offs)) for offs in by_source.values() for off in offs)
