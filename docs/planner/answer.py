@@ -26,25 +26,25 @@ BILLIONS = [scale * step for scale in (1, 10, 100, 1000, 10_000) for step in (1,
 
 def choices() -> list[dict[str, Any]]:
     """The controls, group by group. One has names to choose from, or steps of a slider, or neither: a number that may be
-    left out, in whose place the words are true."""
+    left out."""
     def names(name: str, label: str, options: Any, value: str) -> dict[str, Any]:
         return {"name": name, "label": label, "options": list(options), "value": value}
 
     def steps(name: str, label: str, values: Any, value: float) -> dict[str, Any]:
         return {"name": name, "label": label, "steps": list(values), "value": value}
 
-    def maybe(name: str, label: str, words: str) -> dict[str, Any]:
-        return {"name": name, "label": label, "words": words, "value": None}
+    def maybe(name: str, label: str) -> dict[str, Any]:
+        return {"name": name, "label": label, "value": None}
 
     machines = [(name, machine.title) for name, machine in CATALOGUE.items()]
     same = lambda rows: [(name, name) for name in rows]
     return [
         {"title": "Run", "controls": [
-            names("model", "model", same(PRESETS), "llama-8b"), maybe("length", "tokens of a sequence", "the model's"),
+            names("model", "model", same(PRESETS), "llama-8b"), maybe("length", "tokens of a sequence"),
             steps("batch", "sequences of an update", MANY, 512), steps("billions", "tokens of the run, billions", BILLIONS, 300)]},
         {"title": "Machine", "controls": [
             names("machine", "machine", machines, "h100"), steps("devices", "devices", MANY, 64),
-            maybe("price", "dollars per device and hour", "the catalogue's")]},
+            maybe("price", "dollars per device and hour")]},
         {"title": "Layout", "controls": [
             steps("tensor", "tensor ranks", FEW, 1), steps("pipeline", "pipeline stages", [*FEW, 64], 1),
             steps("interleave", "chunks of a stage", FEW, 1), steps("context", "context ranks", FEW, 1),
@@ -87,13 +87,14 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
     words = [f"{key}={value}" for key, value in settings.items()]
     words += ["--machine", machine, "--precision", precision, "--recompute", recompute, "--optimizer", optimizer]
     words += [] if price is None else ["--price-per-hour", f"{price}"]
-    return {"command": join(["lpkit", "predict", model, *words]), **_said(found), "prediction": found.to_dict()}
+    usual = {"length": config.model.context, "price": found.machine.price_per_hour}      # of what may be left out
+    return {"command": join(["lpkit", "predict", model, *words]), "usual": usual, **_said(found), "prediction": found.to_dict()}
 
 
 def _said(found: Prediction) -> dict[str, Any]:
     """In words, and as bars."""
     held, step, run, on = found.memory, found.step, found.run, found.machine
-    level, verdict = "fits", "fits"
+    level, verdict = "fits", f"fits, with {quantity(-held.missing_bytes, 'bytes')} to spare of the usable {USABLE_MEMORY_SHARE:.0%}"
     if not held.fits:
         level, verdict = "over", f"does not fit: {quantity(held.peak_bytes - on.memory_bytes, 'bytes')} too many"
     elif held.missing_bytes > 0:
@@ -112,11 +113,12 @@ def _said(found: Prediction) -> dict[str, Any]:
                for row in step.rows if row.seconds or row.hidden_seconds]
     bars = lambda rows: [{"name": row.name, "size": size, "text": text, "formula": row.formula, "source": row.source,
                           "hidden": getattr(row, "hidden_seconds", 0)} for row, size, text in rows]
-    phases = ", ".join(f"{name} {seconds / step.step_seconds:.0%}" for name, seconds in step.phases.items() if seconds)
+    phases = ", ".join(f"{name} {seconds / step.step_seconds:.0%}" for name, seconds in step.phases.items()
+                       if seconds > 0.005 * step.step_seconds)
     return {
         "level": level, "verdict": verdict, "facts": facts,
         "title": f"{quantity(found.parameters)} parameters on {found.devices:,} x {on.title}: {found.layout}; "
-                 f"{step.micro_batches:,} x {step.sequences} sequences a rank; {found.assumptions['steps']:,} steps of "
+                 f"{step.micro_batches:,} micro-batches of {step.sequences}; {found.assumptions['steps']:,} steps of "
                  f"{quantity(step.tokens)} tokens",
         "bytes": {"title": f"A device at its peak: {quantity(held.peak_bytes, 'bytes')} of {quantity(on.memory_bytes, 'bytes')}",
                   "beside": held.peak_moment, "whole": held.peak_bytes, "limit": on.memory_bytes, "rows": bars(of_device)},

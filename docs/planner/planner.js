@@ -13,6 +13,8 @@ const made = (tag, props = {}, ...children) => {
 const controls = new Map(); // by name: {read() -> value, write(text) -> whether it is one}
 let answer; // Python's, once it is there
 
+const lastLine = error => String(error).trim().split("\n").pop();
+
 function say(words, error = false) {
   get("status").textContent = words;
   get("status").classList.toggle("error", error);
@@ -28,8 +30,8 @@ function chooser({ name, label, options, value }) {
   return made("div", { className: "control" }, made("label", { htmlFor: name, textContent: label }), box);
 }
 
-function number(name, value, words = "") {
-  const box = made("input", { id: name, type: "number", min: 0, step: "any", placeholder: words, inputMode: "decimal" });
+function number(name, value) {
+  const box = made("input", { id: name, type: "number", min: 0, step: "any", inputMode: "decimal" });
   box.value = value ?? "";
   return box;
 }
@@ -50,8 +52,8 @@ function slider({ name, label, steps, value }) {
   return made("div", { className: "control" }, made("label", { htmlFor: name, textContent: label }), range, box);
 }
 
-function optional({ name, label, words }) {
-  const box = number(name, null, words);
+function optional({ name, label }) {
+  const box = number(name, null);
   const write = text => (text === "" || plain(text)) && ((box.value = text), true);
   controls.set(name, { read: () => (box.value === "" ? null : Number(box.value)), write });
   return made("div", { className: "control short" }, made("label", { htmlFor: name, textContent: label }), box);
@@ -121,18 +123,19 @@ function draw(chart, said, colours) {
 
 function show(said, colours) {
   get("answer").hidden = false;
-  get("answer").classList.toggle("stale", Boolean(said.error)); // of the last that could be
-  say(said.error ?? "", Boolean(said.error));
+  get("answer").classList.toggle("stale", Boolean(said.error));
+  get("answer").classList.toggle("none", Boolean(said.error) && !get("title").textContent); // no answer yet
+  get("verdict").textContent = said.error ?? said.verdict;
+  get("verdict").className = said.level ?? "";
   if (said.error) return;
-  get("verdict").textContent = said.verdict;
-  get("verdict").className = said.level;
   get("facts").replaceChildren(...Object.entries(said.facts).map(([name, text]) =>
     made("div", {}, made("dt", { textContent: name }), made("dd", { textContent: text }))));
   get("title").textContent = said.title;
   draw(get("bytes"), said.bytes, colours.bytes);
   draw(get("seconds"), said.seconds, colours.seconds);
-  get("command").textContent = said.command;
+  get("command").replaceChildren(...said.command.split(" ").flatMap(word => [made("span", { textContent: word }), " "]));
   get("json").textContent = JSON.stringify(said.prediction, null, 1);
+  for (const [name, text] of Object.entries(said.usual)) get(name).placeholder = text ?? "";
   get("sources").replaceChildren(...said.prediction.sources.map(text => made("li", { textContent: text })));
 }
 
@@ -154,13 +157,14 @@ async function start() {
   const form = get("controls");
   form.append(...groups.map(({ title, controls }) =>
     made("fieldset", {}, made("legend", { textContent: title }), ...controls.map(kindOf))));
-  const refused = recall();
+  let refused = recall();
   const move = () => {
     const started = performance.now();
     try {
+      say("");
       show(JSON.parse(answer(JSON.stringify(asked()))), colours);
     } catch (error) {
-      say(`The formulas broke off: ${String(error).trim().split("\n").pop()}`, true);
+      say(`The formulas broke off: ${lastLine(error)}`, true);
     }
     document.body.getBoundingClientRect(); // laid out, too
     performance.measure("move", { start: started });
@@ -168,15 +172,15 @@ async function start() {
   answer = await loading;
   move();
   performance.measure("first", { start: 0 });
-  if (refused && !get("status").textContent) say(refused, true);
+  if (refused) say(refused, true);
   form.addEventListener("input", move);
   form.addEventListener("change", keep);
   form.addEventListener("submit", event => event.preventDefault());
   addEventListener("hashchange", () => {
-    const refused = recall();
+    refused = recall();
     move();
-    if (refused && !get("status").textContent) say(refused, true);
+    if (refused) say(refused, true);
   });
 }
 
-start().catch(error => say(`Python did not load: ${String(error).trim().split("\n").pop()}. Load the page again.`, true));
+start().catch(error => say(`Python did not load: ${lastLine(error)}. Load the page again.`, true));

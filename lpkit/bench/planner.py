@@ -65,5 +65,5 @@ def make(folder: Path) -> None:
 def first_seconds(page, address: str) -> float:
     """Open the planner at `address` and wait for its first answer."""
     page.goto(address)
-    page.wait_for_function("performance.getEntriesByName('first').length", timeout=120_000)
+    page.wait_for_function("() => performance.getEntriesByName('first').length", timeout=120_000)
     return page.evaluate("performance.getEntriesByName('first')[0].duration") / 1000
