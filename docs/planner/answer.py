@@ -121,7 +121,7 @@ def _said(found: Prediction) -> dict[str, Any]:
                  f"{step.micro_batches:,} micro-batches of {step.sequences}; {found.assumptions['steps']:,} steps of "
                  f"{quantity(step.tokens)} tokens",
         "bytes": {"title": f"A device at its peak: {quantity(held.peak_bytes, 'bytes')} of {quantity(on.memory_bytes, 'bytes')}",
-                  "beside": held.peak_moment, "whole": held.peak_bytes, "limit": on.memory_bytes, "rows": bars(of_device)},
+                  "beside": f"the moment: {held.peak_moment}", "whole": held.peak_bytes, "limit": on.memory_bytes, "rows": bars(of_device)},
         "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": phases, "whole": step.step_seconds,
                     "limit": step.step_seconds, "rows": bars(of_step)},
     }
