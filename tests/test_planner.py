@@ -1,4 +1,4 @@
-"""The planner: the browser's numbers are the command line's, bit for bit; nothing comes from elsewhere; what an address holds is data."""
+"""The planner: the browser's numbers are the command line's; nothing comes from elsewhere; what an address holds is data."""
 
 import importlib.util
 import json
@@ -161,13 +161,23 @@ def ask(page, values: dict) -> None:
     })""", words)
 
 
+def leaves(value, path="") -> dict:
+    """Every number and word of nested JSON, by its path."""
+    if not isinstance(value, (dict, list)):
+        return {path: value}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return {key: leaf for name, one in pairs for key, leaf in leaves(one, f"{path}/{name}").items()}
+
+
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize("run", RUNS[::-1], ids=lambda run: run.get("model", "usual"))
 def test_the_browser_computes_what_cpython_does(page, run):
     ask(page, USUAL | run)
     said = json.loads(answer.answer(json.dumps(USUAL | run)))
-    assert json.loads(page.locator("#json").text_content()) == said["prediction"]
+    there, here = leaves(json.loads(page.locator("#json").text_content())), leaves(said["prediction"])
+    # sum() of floats compensates from Python 3.12 on, which the browser's is, and rounds the last bit otherwise
+    assert there == (here if sys.version_info >= (3, 12) else pytest.approx(here, rel=1e-14, abs=0))
     assert page.locator("#command").text_content().strip() == said["command"]
     shown = dict(zip(page.locator("#facts dt").all_text_contents(), page.locator("#facts dd").all_text_contents()))
     assert shown == said["facts"] and page.locator("#verdict").text_content() == said["verdict"]
@@ -252,10 +262,10 @@ def test_on_a_phone_the_answer_stays_in_sight(page):
         for control in page.locator("select, input").all():
             box = control.bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= 390 and box["height"] >= 28
-        page.locator("#optimizer").scroll_into_view_if_needed()
-        page.evaluate("scrollTo(0, document.getElementById('optimizer').getBoundingClientRect().top + scrollY - 500)")
-        head = page.locator("#head").bounding_box()
-        assert head["y"] + head["height"] == 844 and head["height"] < 844 / 3
+        for top in (0, 400):
+            page.evaluate("top => scrollTo(0, top)", top)
+            head = page.locator("#head").bounding_box()
+            assert head["y"] + head["height"] == pytest.approx(844, abs=1) and head["height"] < 844 / 3
     finally:
         page.set_viewport_size({"width": 1200, "height": 1000})
 
