@@ -2,6 +2,7 @@
 
     python docs/build.py            run the course into docs/executed, build docs/_build/html
     python docs/build.py --no-run   build from the copies that docs/executed already holds
+    python docs/make_planner.py X   the planner alone, into the folder X
 
 An executed copy keeps each figure as plotly's own JSON. Here it becomes a <div> and a few lines of script that call
 the plotly.js which the plotly package ships, copied into the site: interactive, and offline.
@@ -45,6 +46,11 @@ window.addEventListener("load", () => {{
 }});
 </script>"""
 FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # of a Markdown cell, as JupyterLab draws it
+PLANNER = """\
+<a href="planner/index.html">The planner</a> asks the formulas in the browser: what a model on a machine in a layout takes, as
+bytes, seconds and dollars, while the sliders move.
+
+"""
 ASLEEP = '<p class="lpkit-control"><em>Controls work in JupyterLab: start it with <code>make lab</code>.</em></p>'
 
 
@@ -105,6 +111,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     shutil.rmtree(source, ignore_errors=True)
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
+    (source / "extra").mkdir()
     for folder in (pages, pages / "recipes"):
         (source / folder.relative_to(pages)).mkdir(exist_ok=True)
         for file in folder.iterdir():
@@ -131,6 +138,18 @@ def linked(text: str, executed: list[Path]) -> str:
     there = {path.name for path in executed}
     return re.sub(r"\[([^]]+)\]\(\.\./notebooks/([^)]+)\)",
                   lambda link: f"[{link[1]}](notebooks/{link[2]})" if link[2] in there else f"`{link[1]}`", text)
+
+
+def planner(source: Path) -> str:
+    """The planner among the files that Sphinx copies as they are, with a link on the first page. Returns why there is none:
+    a site without it is a site."""
+    done = subprocess.run([sys.executable, str(DOCS / "make_planner.py"), str(source / "extra" / "planner")],
+                          stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        return done.stderr.strip()
+    first, rest = (source / "index.md").read_text(encoding="utf-8").split("```{toctree}", 1)
+    (source / "index.md").write_text(f"{first}{PLANNER}```{{toctree}}{rest}", encoding="utf-8")
+    return ""
 
 
 def way(executed: list[Path]) -> str:
@@ -192,6 +211,8 @@ def main(argv: list[str] | None = None) -> int:
         if missing:
             raise ConfigError(f"docs/executed lacks {', '.join(missing)}; leave out --no-run")
         assemble(DOCS, [executed / path.name for path in paths], build / "source")
+        if why := planner(build / "source"):
+            print(f"docs: built without the planner: {why}", file=sys.stderr)
         sphinx(build / "source", build / "html")
     except ConfigError as error:
         print(f"docs: {error}", file=sys.stderr)

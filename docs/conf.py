@@ -12,6 +12,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]     # a widget's own mime besid
 html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}
 html_static_path = ["_static"]
+html_extra_path = ["extra"]     # the planner, where it could be made
 html_css_files = ["figure.css", "site.css"]      # the first is the widgets' own: figures follow the theme
 html_show_sourcelink = False
 html_copy_source = False

@@ -71,6 +71,8 @@ def site(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("docs")
     build.execute([write(root / "05_small.ipynb")], root / "executed")
     build.assemble(DOCS, [root / "executed" / "05_small.ipynb"], root / "source")
+    why = build.planner(root / "source")
+    assert not why or "npm" in why      # tests/test_planner.py skips with it
     build.sphinx(root / "source", root / "html")      # with warnings as errors
     return root / "html"
 
@@ -160,6 +162,7 @@ def test_the_first_page_shows_the_way(site):
     text = (site / "index.html").read_text()
     assert 'href="notebooks/05_small.html"' in text and "first_run.svg" in text
     assert re.search(r"All of them ran in \d+ minutes", text)
+    assert ('href="planner/index.html"' in text) == (site / "planner" / "lpkit.zip").exists()
     rows = build.way([site.parent / "executed" / "05_small.ipynb"])
     assert "| 05 | [05_small](notebooks/05_small.ipynb) |" in rows, "a notebook that the README does not know"
 

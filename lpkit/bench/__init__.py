@@ -19,6 +19,7 @@ BENCHES = {     # module of this folder, and function
     "loader": "loader:run",
     "low-precision-cpu": "steps:low_precision_cpu",
     "mx-qdq": "kernels:mx_qdq",
+    "planner": "planner:run",
     "published": "published:run",
     "qdq": "kernels:qdq",
     "recipe-losses": "recipe_losses:run",

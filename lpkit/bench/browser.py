@@ -1,15 +1,19 @@
 """A served JupyterLab and a real Chromium, for tests and for looking.
 
-`served(folder, state)` starts the kit's own server on a free port; `chromium()` starts the browser
-that is installed; `Notebook` opens one notebook in the lab, runs it and says what went wrong: page
-errors, requests to another host, standard error, failed cells. Nothing leaves 127.0.0.1.
+`served(folder, state)` starts the kit's own server on a free port, `static(folder)` one of files;
+`chromium()` starts the browser that is installed; `Notebook` opens one notebook in the lab, runs it
+and says what went wrong: page errors, requests to another host, standard error, failed cells.
+Nothing leaves 127.0.0.1.
 """
 
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.parse import quote
 
 from lpkit.course.lab import Server, serve
@@ -52,6 +56,23 @@ def served(folder: Path, state: Path) -> Iterator[Server]:
     config = {"LabApp": {"expose_app_in_browser": True}, "ServerApp": {"terminals_enabled": False}}
     with serve(folder, state=state, settings=SETTINGS, config=config) as server:
         yield server
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *said: object) -> None:
+        pass
+
+
+@contextmanager
+def static(folder: Path) -> Iterator[str]:
+    """The address of `folder`'s files, served as any static host does."""
+    here = partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), here) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
 
 
 class Notebook:
