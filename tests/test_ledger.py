@@ -47,6 +47,9 @@ CHUNKED = {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens
 
 @pytest.mark.parametrize("changes", [
     {"precision.recipe": "fp16"}, {"precision.recipe": "fp16", "memory.recompute": "block", "model.mlp": "swiglu"},
+    {"precision.recipe": "fp16", "memory.recompute": "selective"},
+    {"precision.recipe": "bf16", "memory.param_dtype": "bf16", "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 7,
+     "model.vocab": 3000},
     {"precision.recipe": "bf16", **CHUNKED}, {"precision.recipe": "bf16", **CHUNKED, "memory.param_dtype": "bf16"},
     {"precision.recipe": "fp8-tensorwise", "precision.recipe.transform": "hadamard", "model.mlp": "swiglu", "model.vocab": 80},
     {"precision.recipe": "fp8-rowwise", "precision.recipe.high_precision_layers": ()},

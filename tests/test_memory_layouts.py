@@ -65,6 +65,8 @@ def test_a_pipeline_keeps_what_it_gathered_and_adds_up_whole_gradients():
         if moment == LAST:
             assert found.at(moment)["gathered weights"] == pytest.approx(2 * stage)
             assert found.at(moment)["gradients"] == pytest.approx(4 * stage)
+    # 8 micro-batches of 4 sequences have begun: each keeps the inputs of 16 blocks, and the 7 that wait what they sent on
+    assert found.at(LOSS)["activations"] == pytest.approx((8 * 16 + 7) * 4 * 8192 * 16_384 * 2 / 8, rel=0.01)
     assert found.at(UPDATE)["gradients"] == pytest.approx(4 * stage / 8) and "gathered weights" not in found.at(UPDATE)
     alone = memory(config, "h100", layout=Layout(shard=64, tensor=8))       # no pipeline: shards
     assert max(row.bytes for row in alone.rows if row.name == "gathered weights") < stage

@@ -22,7 +22,7 @@ from lpkit.techniques.row import Settings
 from lpkit.training.training import RandomTokens, Training
 
 VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are numbers or names
-    "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 1024),
+    "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 100),
     "high_precision_layers": (("head",), ("head",), (), ("head", "first"), ("head", "last"))})
 
 

@@ -21,8 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "whole step; by default each operation has its own")
     parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that "
                         "fits")
-    parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-pure (weights in 16 "
-                        "bits); by default the config's")
+    parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-fp32-grads, bf16-pure "
+                        "(weights in 16 bits); by default the config's")
     parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by "
                         "default the config's")
     parser.add_argument("--recompute", help="none, selective, block or core-attention; by default "

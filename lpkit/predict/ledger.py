@@ -300,6 +300,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
                                                                  stream_cut))
     elif cut > 1 or layout.pipeline > 1:
         keep = keep.sharded(cut, layers / m.L)
+    if not heads:
+        keep = replace(keep, operations=keep.operations | {"norm": 0.0, "head": 0.0})
     parts = parameters(m)
     outside = parts["embedding"] + parts["positions"] + parts["head"]
     inside = (sum(parts.values()) - outside) * layers / m.L / layout.tensor
@@ -364,6 +366,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     waits = (under_way - 1) * keep.waiting_bytes
     activations = {moment: held + waits for moment, held in walked(walk.ACTIVATIONS).items()}
     if waits:
+        if not heads:   # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
+            waits = (under_way - 1) * z.stream
+            activations = {moment: held + waits for moment, held in activations.items()}
+            waits += (under_way - 1) * keep.waiting_bytes
         activations = dict.fromkeys(IN_BACKWARD, waits) | activations
     if sharded:
         block = inside / layers

@@ -234,7 +234,7 @@ class Walk:
         if narrow and not mixed:    # gradients in 16 bits; then, without the logits' own, in 32
             each = self.stream + (part + self.table) * compute
             self.mark(each + logits * (FP32 + 2 * compute) - before)
-            self.mark(each + logits * (FP32 + compute) + FP32 * self.table - before)
+            self.mark(each + logits * (FP32 + compute))
             return
         self.mark(self.stream + part * FP32 + logits * (FP32 + compute + narrow)
                   + self.table * (own if mixed else 0) + FP32 * self.table - before)

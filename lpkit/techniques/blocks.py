@@ -143,7 +143,7 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
     return Op(name=name, part=name.partition(".")[0], params=out * (K + bias), matmul=(K, out),
               cut=cut, reads_residual=cut == "column", writes_residual=cut == "row",
               saved_bytes=s.tokens * K * itemsize, saved_itemsize=s.compute_bytes,
-              result_bytes=s.tokens * out * s.compute_bytes)
+              result_bytes=s.tokens * out * max(s.compute_bytes, s.operand_bytes or 0))
 
 
 def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
