@@ -201,8 +201,9 @@ class Reader:
              "backward moves 1.5 times as much",
              "`2 (2 + 4)` bytes a weight", "`12 + 8 s` bytes a parameter")
     def seconds(self, *, fp8: bool) -> float:
-        q, words = self.q, {row[0]: float(row[1]) for row in self.tables["rent-formula-1"].tables[0]}
-        peak, self.fp8_share, attention, bandwidth, fused, kernel = words.values()
+        q = self.q
+        shares = self.tables["rent-formula-1"].column(0, q["machine"])
+        peak, self.fp8_share, attention, bandwidth, fused, kernel = map(float, shares.values())
         peak *= q["bf16_flops"]
         self.Q, self.k = bandwidth * q["bytes_per_second"], kernel / 1e6
         forward = backward = 0.0
