@@ -166,19 +166,19 @@ def test_stages_of_zero_talk_differently(zero, rows):
 
 
 def test_recomputation_costs_what_it_repeats():
-    plain, block = (step_time(LLAMA, H100, precision="bf16-master", recompute=mode) for mode in ("none", "block"))
+    plain, block = (step_time(LLAMA, H100, precision="bf16-master", efficiency=ASSUMED, recompute=mode) for mode in ("none", "block"))
     again = block["recomputation"].seconds
     assert block.step_seconds - plain.step_seconds == pytest.approx(again)
     assert 0.25 < again / plain.step_seconds < 1 / 3     # one forward pass of three, without the head
-    half = step_time(LLAMA.replace({"memory.recompute": "block", "memory.recompute.every": 2}), H100, precision="bf16-master")
+    half = step_time(LLAMA.replace({"memory.recompute": "block", "memory.recompute.every": 2}), H100, precision="bf16-master", efficiency=ASSUMED)
     assert half["recomputation"].seconds == pytest.approx(again / 2)      # every second block, as the config says
-    selective = step_time(LLAMA, H100, precision="bf16-master", recompute="selective")
+    selective = step_time(LLAMA, H100, precision="bf16-master", efficiency=ASSUMED, recompute="selective")
     assert plain.step_seconds < selective.step_seconds < block.step_seconds
     assert set(RECOMPUTE) == {"none", "core-attention", "selective", "block", "budget"}
-    core = step_time(LLAMA, H100, precision="bf16-master", recompute="core-attention")
+    core = step_time(LLAMA, H100, precision="bf16-master", efficiency=ASSUMED, recompute="core-attention")
     assert core["recomputation"].seconds == pytest.approx(core["attention"].seconds * 2 / 7)   # of a flash kernel's products
     kept = step_time(LLAMA.replace({"memory.recompute": "budget", "memory.recompute.budget": 0.75}), H100,
-                     precision="bf16-master")
+                     precision="bf16-master", efficiency=ASSUMED)
     assert kept["recomputation"].seconds == pytest.approx(again / 4)      # at most what the budget does not keep
 
 

@@ -119,10 +119,11 @@ class Plan:
     first = "cheapest"      # or soonest
 
     def __init__(self, config: Config, tokens: float, machine: Machine, optimizer: str,
-                 efficiency: Efficiency, calibration: Calibration | None, *, budget: float,
+                 efficiency: Efficiency | None, calibration: Calibration | None, *, budget: float,
                  deadline: float):
         self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
-        self.efficiency, self.calibration = efficiency, calibration
+        self.given, self.calibration = efficiency, calibration
+        self.efficiency = efficiency or evidence.efficiency(machine)
         self.budget, self.deadline = budget, deadline
         self.recomputations = (config.memory.recompute.name,)
         if config.memory.recompute == MemoryConfig().recompute:
@@ -305,7 +306,7 @@ class Plan:
     def option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1
         how = {"precision": self.precision, "optimizer": self.optimizer, "recompute": recompute}
-        step = step_time(config, self.machine, layout, efficiency=self.efficiency,
+        step = step_time(config, self.machine, layout, efficiency=self.given,
                          calibration=self.calibration, **how)
         return Option(base=config, layout=layout, memory=held, time=step,
                       bill=bill(step, self.machine, self.tokens), **how)
@@ -343,7 +344,7 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
                               f"ask `lpkit predict` for its bytes")
     memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
     found = Plan(config, tokens, on, optimizer or config.optimizer.name,
-                 efficiency or evidence.efficiency(on), calibration,
+                 efficiency, calibration,
                  budget=budget or math.inf, deadline=deadline_seconds or math.inf)
     asked = [precision_of(config, on, name) for name in precisions or (None,)]
     for precision in asked:

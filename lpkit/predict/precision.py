@@ -3,12 +3,14 @@
 Everything that a recipe leaves alone costs the same in both, so the gain of the step is that of its
 Linears under Amdahl's law (1967, https://doi.org/10.1145/1465482.1465560). What a machine reaches
 of its datasheet is an `Efficiency`; records in data/measured replace it (`lpkit.studies.advice`).
+What nobody reached is not taken off here: both sides would lose it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lpkit.config import Config
+from lpkit.predict import evidence
 from lpkit.predict.casts import LinearCost, Recipe, linear_cost
 from lpkit.predict.flops import Product
 from lpkit.predict.recipes import BF16, FP32, PRECISIONS
@@ -73,7 +75,7 @@ def amdahl(share: float, speedup: float) -> float:
 def step_cost(config: Config, recipe: Recipe, machine: Machine,
               efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
     """One update on one `machine`. Raises ConfigError when it lacks the recipe's dtype."""
-    how = {"precision": base, "efficiency": efficiency}
+    how = {"precision": base, "efficiency": efficiency or evidence.efficiency(machine)}
     plain = step_time(config, machine, Layout(), **how)
     cast = step_time(config, machine, Layout(), recipe=recipe, **how)
     costs, touched, seconds = [], {}, 0.0

@@ -34,7 +34,7 @@ def quantity(value: float | None, unit: str = "") -> str:
 def between(pair: Sequence[float], show: Callable[[float], str]) -> str:
     """
     >>> between((3600, 7200), duration), between((5, 5), duration)
-    ('1.00 h to 2.00 h', '5.00 s')
+    ('1.00 h to 2.00 h', '5 s')
     """
     low, high = map(show, pair)
     return low if low == high else f"{low} to {high}"
