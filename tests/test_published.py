@@ -251,14 +251,17 @@ def test_the_best_published_layout_is_among_the_first_three_and_the_worst_is_not
 
 def test_nothing_promises_more_than_anybody_published():
     """Model FLOPs utilisation of every plan, against the best published run on that machine at its bits."""
-    best = {}
+    reached = {}
     for run in RUNS:
         try:
             made = step(run)
         except ConfigError:
             continue
         key = (evidence.generation_of(made.machine), evidence.kind_of(made.machine, made.precision))
-        best[key] = max(best.get(key, 0), made.mfu * made.step_seconds / run.published_seconds)
+        if not run.limited:
+            reached.setdefault(key, []).append(made.mfu * made.step_seconds / run.published_seconds)
+    best = {key: 1.001 * max(each) for key, each in reached.items() if len(each) >= 5}     # fewer say nothing of what can be
+    assert len(best) > 4
     for name, machine, devices in (("gpt2-124m", "h100", 8), ("llama-8b", "a100-80", 64), ("llama-8b", "h100", 64), ("llama-8b", "b200", 64),
                                    ("llama-70b", "h100", 512), ("llama-70b", "h200", 512), ("llama-405b", "h100", 8192), ("llama-8b", "mi300x", 64)):
         for precision in ("bf16", "fp8-tensorwise"):
