@@ -352,7 +352,7 @@ def lion_faster() -> Numbers:
     return Numbers(
         kit={name: quicker(preset("gpt2-124m"), name) for name in ("a100-80", "h100")},
         elsewhere={f"h100, {n} sequence{'s' * (n > 1)} an update": quicker(
-            _of("gpt2-124m", n), "h100") for n in (1, 16)})
+            _of("gpt2-124m", n), "h100") for n in (1, 8)})
 
 
 def masked_tokens() -> Numbers:
