@@ -18,7 +18,7 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import plan
 from lpkit.predict.scaling import DEFAULT, LAWS
 from lpkit.predict.time import bill, step_time
-from lpkit.predict.units import quantity
+from lpkit.predict.units import between, duration, quantity
 from lpkit.techniques.machines import Machine, find
 
 
@@ -104,7 +104,9 @@ def triangle(candidates: Iterable[Candidate], *,
             loss, where, note = measured[one.name], "measured", "measured"
         values = {"days": paid.seconds / 86_400, "dollars": paid.cost, "loss": loss,
                   "tokens_per_second": step.tokens_per_second}
-        facts = {"machine": on.name, "devices": step.devices, "parameters": count,
+        dollars = between(paid.range_of(paid.cost), lambda value: "$" + quantity(value))
+        likely = f"nine of ten: {between(paid.range_of(paid.seconds), duration)}, {dollars}"
+        facts = {"range": likely, "machine": on.name, "devices": step.devices, "parameters": count,
                  "tokens": one.tokens, "layout": str(one.config.parallel), "note": note}
         made.append(Point(name=one.name, where=where, values=values, facts=facts))
     return tuple(made)

@@ -345,7 +345,8 @@ def _shades(goal: str, y: float) -> dict:
 def _facts(point: Point) -> str:
     values = [f"{name.replace('_', ' ')}: {quantity(value)}"
               for name, value in point.values.items()]
-    return "<br>".join([point.name, *values, point.facts.get("layout", ""),
+    return "<br>".join([point.name, *values, point.facts.get("range", ""),
+                        point.facts.get("layout", ""),
                         point.facts.get("note", point.where)])
 
 
