@@ -12,7 +12,7 @@ from lpkit.errors import ConfigError
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE
 from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.units import duration, quantity
+from lpkit.predict.units import between, duration, quantity
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two
 from lpkit.techniques.machines import CATALOGUE
@@ -104,6 +104,7 @@ def _said(found: Prediction) -> dict[str, Any]:
         "MFU": f"{step.mfu:.1%}",
         "tokens/s": quantity(step.tokens_per_second),
         "run": duration(run.seconds),
+        "nine of ten": between(run.range_of(run.seconds), duration),
         "cost": "no price" if run.cost is None else f"${quantity(run.cost)}",
         "energy": "no rated power" if run.energy_wh is None else quantity(run.energy_wh, "Wh"),
     }
@@ -122,6 +123,6 @@ def _said(found: Prediction) -> dict[str, Any]:
                  f"{quantity(step.tokens)} tokens",
         "bytes": {"title": f"A device at its peak: {quantity(held.peak_bytes, 'bytes')} of {quantity(on.memory_bytes, 'bytes')}",
                   "beside": f"the moment: {held.peak_moment}", "whole": held.peak_bytes, "limit": on.memory_bytes, "rows": bars(of_device)},
-        "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": phases, "whole": step.step_seconds,
+        "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": f"{phases}; {between(step.seconds_range, duration)}: {step.spread.words}", "whole": step.step_seconds,
                     "limit": step.step_seconds, "rows": bars(of_step)},
     }
