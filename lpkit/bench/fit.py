@@ -45,7 +45,7 @@ def taken(held_out: bool) -> list[Run]:
 
 def fit(some: Sequence[Run], numbers: Numbers) -> Numbers:
     """Coordinate by coordinate, with steps that shrink where none helps."""
-    weights, best = _weights(some), math.inf
+    weights = _weights(some)
     published = [run.published_seconds for run in some]
 
     def loss(tried: Numbers) -> float:

@@ -206,7 +206,9 @@ def step(run: Run, calibration: Calibration | None = None,
     if not (run.interleave or chunks):
         raise ConfigError(f"not stated: the chunks of the {schedule} schedule")
     on = run.source.on(run.machine)
-    reached = numbers and evidence.reached(evidence.generation_of(on), run.stack_row, numbers)
+    # explicit, so that no cap is on it: the best published MFU is of the runs that it is held to
+    reached = evidence.reached(evidence.generation_of(on), run.stack_row,
+                               numbers or evidence.fitted()["numbers"])
     return step_time(run.config, on, layout, calibration=calibration, stack=run.stack_row,
                      recompute=RECOMPUTE.get(run.recompute, run.recompute),
                      precision=PRECISIONS.get(run.precision, run.precision),
