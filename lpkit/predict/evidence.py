@@ -66,6 +66,7 @@ GENERATIONS = {
     "mi355x": Generation(machines=("mi355x",), sixteen=0.68, eight=None, attention=0.3,
                          source=f"{MAMF}; attention assumed"),
 }
+_GENERATION_OF = {machine: name for name, row in GENERATIONS.items() for machine in row.machines}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
 LIKE = {"gb200": "b200", "mi325x": "mi300x", "mi355x": "mi300x"}     # what a step keeps of it
@@ -109,7 +110,7 @@ def fitted() -> Mapping[str, Any]:
 
 
 def generation_of(machine: Machine) -> str | None:
-    return next((name for name, row in GENERATIONS.items() if machine.name in row.machines), None)
+    return _GENERATION_OF.get(machine.name)
 
 
 def efficiency(machine: Machine, stack: str = DEFAULT) -> Efficiency:

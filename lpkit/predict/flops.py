@@ -6,11 +6,13 @@ model worth training and is bound by memory, not by arithmetic. Equal to
 (https://arxiv.org/abs/2204.02311), which also defines MFU.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import MicroBatch, Operations, operations
+from lpkit.predict.params import of
+from lpkit.techniques.blocks import Operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Product:
     def on_rank(self, tensor: int, context: int) -> "Product":
         """Of one of `tensor` ranks, each with a part of the weights and heads, and of `context`
         ranks, each with a part of the tokens; the keys of all tokens meet the queries of some."""
+        if tensor == context == 1:
+            return self
         M = self.M // context
         if self.pairs:
             return replace(self, M=M, group=self.group // tensor)
@@ -59,8 +63,7 @@ class Product:
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Every matrix product of one forward pass over `batch` sequences of model.context tokens."""
-    ops = operations(MicroBatch(model=model, batch=batch))
-    found = []
+    ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
         if op.matmul:
@@ -68,7 +71,8 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
             found.append(Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls,
                                  cut=op.cut))
         for one in op.pairs:
-            found.append(Product(**vars(one), calls=calls, pairs=True))
+            found.append(Product(**vars(one) | {"group": batch * one.group}, calls=calls,
+                                 pairs=True))
     return tuple(found)
 
 
@@ -77,7 +81,7 @@ def moved_bytes(ops: Operations) -> tuple[int, int]:
     PyTorch runs it without compiling (norms, residual additions, activations, rotations, casts, the
     loss): of one block, and outside the blocks."""
     outside = (ops.embed, ops.positions, ops.norm, ops.head, ops.loss)
-    return sum(op.moved_bytes for op in ops.block), sum(op.moved_bytes for op in outside)
+    return sum([op.moved_bytes for op in ops.block]), sum([op.moved_bytes for op in outside])
 
 
 Attention = Literal["full", "causal"]
@@ -86,9 +90,14 @@ Attention = Literal["full", "causal"]
 def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
     """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the
     T(T+1)/2 pairs that a mask leaves, which is what a flash kernel has to do."""
+    return batch * _sequence_flops(model, attention)
+
+
+@functools.lru_cache(maxsize=256)
+def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
     T = model.T
     total = 0
-    for p in products(model, batch=batch):
+    for p in products(model, batch=1):
         causal = attention == "causal" and p.pairs
         total += p.flops * (T + 1) // (2 * T) if causal else p.flops
     return total

@@ -4,6 +4,7 @@ Sources: Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051
 are `machines.LATENCY_SOURCE`'s.
 """
 
+import math
 from dataclasses import dataclass
 
 from lpkit.errors import ConfigError
@@ -29,8 +30,6 @@ class Link:
 
     def all_gather_seconds(self, nbytes: float) -> float:
         """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
-        if self.size == 1:
-            return 0.0
         return self.hops_seconds + (self.size - 1) / self.size * nbytes / self.bytes_per_second
 
     # The same messages, the other way round; `nbytes` is the whole operand.
@@ -42,9 +41,10 @@ class Link:
 
     def send_seconds(self, nbytes: float) -> float:
         """To the next rank."""
-        if self.size == 1:
-            return 0.0
-        return self.hops_seconds / (self.size - 1) + nbytes / self.bytes_per_second
+        return self.hops_seconds / max(1, self.size - 1) + nbytes / self.bytes_per_second
+
+
+ALONE = Link(size=1, bytes_per_second=math.inf, hops_seconds=0.0, words="no link")
 
 
 def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = ASSUMED) -> Link:
@@ -54,9 +54,10 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     members that a group has in one node pull together. Raises ConfigError for a machine without a
     link or a network.
     """
-    first, size = axis, layout.state_ranks if axis == "states" else getattr(layout, axis)
-    if axis == "states":
-        first = "context"
+    size = layout.state_ranks if axis == "states" else getattr(layout, axis)
+    if size == 1:
+        return ALONE
+    first = "context" if axis == "states" else axis
     local = max(1, min(size, machine.devices_per_node // layout.stride(first)))
     nodes = -(-size // local)
     wire = (machine.link_bytes_per_second or 0) / 2         # the datasheet adds both directions
@@ -75,4 +76,4 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
         rate = min(beyond, rate) if local > 1 else beyond
         words = f"network, {nodes} nodes, {local} rank(s) in each"
     hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
-    return Link(size=size, bytes_per_second=max(rate, 1.0), hops_seconds=hops, words=words)
+    return Link(size=size, bytes_per_second=rate, hops_seconds=hops, words=words)

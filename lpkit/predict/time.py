@@ -299,10 +299,9 @@ class _Rank:
 
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
-        made = TimeRow(name=name, phases=phases, formula=formula, source=source,
-                       hidden_seconds=hidden)
-        if made.seconds or hidden:
-            self.made.append(made)
+        if hidden or any(phases.values()):
+            self.made.append(TimeRow(name=name, phases=phases, formula=formula, source=source,
+                                     hidden_seconds=hidden))
 
     def rows(self, optimizer_bytes: float) -> list[TimeRow]:
         """Of the slowest stage of a pipeline, a middle one or the last one, with the head."""

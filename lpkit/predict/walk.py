@@ -9,7 +9,7 @@ walked, those between are added at once. tests/test_predict.py holds the walk ag
 step. Bytes; the order is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
@@ -21,6 +21,7 @@ EMBED, UPDATE = "embeddings", "optimizer works"
 ACTIVATIONS, COPIES = "activations", "weight copies"
 GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
+Step = tuple[str | None, float]     # a row and what it grows by; None: there for a moment
 
 
 class Block:
@@ -106,6 +107,19 @@ class Walk:
             rows = self.most[self.moment] = self.now.copy()
             rows[TEMPORARIES] += more
 
+    def follow(self, steps: Iterable[Step]) -> None:
+        """`add` and `mark`, many times: most of the time is spent here."""
+        now, total, highest = self.now, self.total, self.highest
+        for row, nbytes in steps:
+            if row:
+                now[row] += nbytes
+                total += nbytes
+            elif total + nbytes > highest:
+                highest = total + nbytes
+                rows = self.most[self.moment] = now.copy()
+                rows[TEMPORARIES] += nbytes
+        self.total, self.highest = total, highest
+
     def walk(self, packed: float) -> None:
         kept, last_again, first_again = self.kept, self.layers - 1 in self.again, 0 in self.again
         # token ids and targets have a row of their own
@@ -130,15 +144,17 @@ class Walk:
         else:
             self.whole_loss()
         self.begin(LAST)
-        self.block(self.last, recompute=last_again)
+        steps = list(self.block(self.last, last_again))
+        self.follow(steps)
         done = 1
         if self.layers > 2 and (self.layers - 2 in self.again) != last_again:
-            self.block(self.inner, recompute=not last_again)
+            self.follow(self.block(self.inner, not last_again))
             done = 2
         if self.layers > done:
             self.between(self.layers - done - 1, done)
             self.begin(FIRST)
-            self.block(self.first, recompute=first_again)
+            alike = self.first is self.last and first_again == last_again
+            self.follow(steps if alike else self.block(self.first, first_again))
         if self.embeds:
             self.embeddings()
 
@@ -193,12 +209,12 @@ class Walk:
         self.add(TEMPORARIES, logits * compute)
         self.begin(HEAD)
         self.mark(logits * FP32 if compute < FP32 else 0)
-        self.fold(head, self.kept.operations["head"], low)
+        self.follow(self.fold(head, self.kept.operations["head"], low))
         if self.sharded:
             self.add(TEMPORARIES, self.table * compute)
         elif self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
-        self.fold(self.ops.norm, self.kept.operations["norm"])
+        self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
     def chunked_loss(self) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
@@ -221,7 +237,7 @@ class Walk:
         else:
             self.add(GRADIENTS, self.gradient_bytes * self.table)
         self.begin(HEAD)
-        self.fold(self.ops.norm, self.kept.operations["norm"])
+        self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
     def chunk_of_loss(self, tokens: float, *, summed: bool) -> None:
         """`summed`: the head's gradient of chunks before it is there, in float32."""
@@ -254,7 +270,7 @@ class Walk:
             waiting = self.waiting_table if tied else 0.0       # is in the sum
             self.mark(table + self.table * self.update_bytes - waiting)
 
-    def block(self, block: Block, *, recompute: bool) -> None:
+    def block(self, block: Block, recompute: bool) -> Iterator[Step]:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
         unused, low = 0.0, block.low
         self.row = AGAIN if recompute else ACTIVATIONS
@@ -264,33 +280,30 @@ class Walk:
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
                 unused = final.result_bytes / self.stream_cut
-            self.add(ACTIVATIONS, self.stream + unused - self.kept.again_bytes)
-            self.add(AGAIN, sum(block.saved.values()) - self.stream)
-            self.add(COPIES, block.copied_bytes)
-            self.add(LOW, block.low_bytes)
-            self.mark(max(self.whole_input(final),
-                          self.forward(final, low) if low else 0))
-        self.add(TEMPORARIES, self.fetched)
+            yield ACTIVATIONS, self.stream + unused - self.kept.again_bytes
+            yield AGAIN, sum(block.saved.values()) - self.stream
+            yield COPIES, block.copied_bytes
+            yield LOW, block.low_bytes
+            yield None, max(self.whole_input(final), self.forward(final, low) if low else 0)
+        yield TEMPORARIES, self.fetched
         for op in reversed(self.ops.block):
-            self.fold(op, block.saved.get(op.name, 0.0), low)
-        self.add(TEMPORARIES, -self.fetched)
+            yield from self.fold(op, block.saved.get(op.name, 0.0), low)
+        yield TEMPORARIES, -self.fetched
         if not self.gathers:
-            self.add(GRADIENTS, self.small_gradient_bytes)
+            yield GRADIENTS, self.small_gradient_bytes
         if recompute:
-            self.add(ACTIVATIONS, -self.stream - unused)
-            self.add(AGAIN, self.stream)
+            yield ACTIVATIONS, -self.stream - unused
+            yield AGAIN, self.stream
 
-    def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> None:
+    def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> Iterator[Step]:
         """One operation's backward: it frees the `saved_bytes` of its own."""
         if op.matmul:
-            self.linear(op, saved_bytes, low)
+            yield from self.linear(op, saved_bytes, low)
         cut = self.stream_cut if op.in_stream else self.cut
-        for hold in op.backward:        # not by `add`: most of the time is spent here
-            self.mark(hold.nbytes / cut)
-            freed, grown = hold.frees * saved_bytes, hold.grows / cut
-            self.now[self.row] -= freed
-            self.now[TEMPORARIES] += grown
-            self.total = self.total - freed + grown
+        for hold in op.backward:
+            yield None, hold.nbytes / cut
+            yield self.row, -hold.frees * saved_bytes
+            yield TEMPORARIES, hold.grows / cut
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
         """Of a Linear's input, of its output and of its weight. The stream's side is a part of the
@@ -326,7 +339,7 @@ class Walk:
         x, y, _ = self.numbers(op)
         return self.gathered * (x if op.cut == "column" else y) * self.s.compute_bytes
 
-    def linear(self, op: Op, saved_bytes: float, low: Low | None) -> None:
+    def linear(self, op: Op, saved_bytes: float, low: Low | None) -> Iterator[Step]:
         """A product's two gradients. That of its output is freed after it, with the saved input and
         the weight's copy, unless the residual stream needs it still; the input's gradient stays in
         TEMPORARIES."""
@@ -343,28 +356,28 @@ class Walk:
         if self.gathered > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
         if low is not None:     # one autograd.Function: nothing is freed before its end
-            self.low_linear(op, low, whole, wide, dy)
-            self.add(TEMPORARIES, dx - dy)
-            self.add(LOW, -self.cast(op)[2] * low.number_bytes)
+            yield from self.low_linear(op, low, whole, wide, dy)
+            yield TEMPORARIES, dx - dy
+            yield LOW, -self.cast(op)[2] * low.number_bytes
         else:
             # in float32 the gradient of the output is there once more
-            self.mark(self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw)
-            self.add(TEMPORARIES, dx - dy)
-        self.add(self.row, -saved_bytes)
+            yield None, self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
+            yield TEMPORARIES, dx - dy
+        yield self.row, -saved_bytes
         if low is None and s.mixed:
-            self.add(COPIES, -self.copies(weight))
-            self.mark(dw + max(final, wide if op.reads_residual else 0) + wide - dx)
+            yield COPIES, -self.copies(weight)
+            yield None, dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it
         if self.update_bytes and not (op is self.ops.head and self.waiting_table):
-            self.mark(final + weight * self.update_bytes)
+            yield None, final + weight * self.update_bytes
         if wide != dx:
-            self.add(TEMPORARIES, wide - dx)
+            yield TEMPORARIES, wide - dx
         if not self.gathers:
-            self.add(GRADIENTS, final)
+            yield GRADIENTS, final
         elif not s.mixed:
-            self.mark(final)
+            yield None, final
 
-    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> None:
+    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> Iterator[Step]:
         """The work of a Linear that is cast. Padded, its gradients are there once more, cut to
         size: that of its output before, the others after."""
         s, (x, y, weight) = self.s, self.cast(op)
@@ -374,6 +387,6 @@ class Walk:
         grown = 0.0
         if op.name in self.padded:
             grown = y * compute - dy
-            self.mark(y * compute)
-            self.mark(dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy)
-        self.mark(whole + grown + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final))
+            yield None, y * compute
+            yield None, dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy
+        yield None, whole + grown + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final)
