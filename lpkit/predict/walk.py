@@ -9,7 +9,7 @@ walked, those between are added at once. tests/test_predict.py holds the walk ag
 step. Bytes; the order is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
@@ -107,7 +107,7 @@ class Walk:
             rows = self.most[self.moment] = self.now.copy()
             rows[TEMPORARIES] += more
 
-    def follow(self, steps: Iterable[Step]) -> None:
+    def follow(self, steps: list[Step]) -> None:
         """`add` and `mark`, many times: most of the time is spent here."""
         now, total, highest = self.now, self.total, self.highest
         for row, nbytes in steps:
@@ -144,7 +144,7 @@ class Walk:
         else:
             self.whole_loss()
         self.begin(LAST)
-        steps = list(self.block(self.last, last_again))
+        steps = self.block(self.last, last_again)
         self.follow(steps)
         done = 1
         if self.layers > 2 and (self.layers - 2 in self.again) != last_again:
@@ -270,8 +270,9 @@ class Walk:
             waiting = self.waiting_table if tied else 0.0       # is in the sum
             self.mark(table + self.table * self.update_bytes - waiting)
 
-    def block(self, block: Block, recompute: bool) -> Iterator[Step]:
+    def block(self, block: Block, recompute: bool) -> list[Step]:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
+        steps: list[Step] = []
         unused, low = 0.0, block.low
         self.row = AGAIN if recompute else ACTIVATIONS
         if recompute:
@@ -280,30 +281,33 @@ class Walk:
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
                 unused = final.result_bytes / self.stream_cut
-            yield ACTIVATIONS, self.stream + unused - self.kept.again_bytes
-            yield AGAIN, sum(block.saved.values()) - self.stream
-            yield COPIES, block.copied_bytes
-            yield LOW, block.low_bytes
-            yield None, max(self.whole_input(final), self.forward(final, low) if low else 0)
-        yield TEMPORARIES, self.fetched
+            steps = [(ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
+                     (AGAIN, sum(block.saved.values()) - self.stream),
+                     (COPIES, block.copied_bytes), (LOW, block.low_bytes),
+                     (None, max(self.whole_input(final), self.forward(final, low) if low else 0))]
+        steps.append((TEMPORARIES, self.fetched))
         for op in reversed(self.ops.block):
-            yield from self.fold(op, block.saved.get(op.name, 0.0), low)
-        yield TEMPORARIES, -self.fetched
+            steps += self.fold(op, block.saved.get(op.name, 0.0), low)
+        steps.append((TEMPORARIES, -self.fetched))
         if not self.gathers:
-            yield GRADIENTS, self.small_gradient_bytes
+            steps.append((GRADIENTS, self.small_gradient_bytes))
         if recompute:
-            yield ACTIVATIONS, -self.stream - unused
-            yield AGAIN, self.stream
+            steps += (ACTIVATIONS, -self.stream - unused), (AGAIN, self.stream)
+        return steps
 
-    def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> Iterator[Step]:
+    def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> list[Step]:
         """One operation's backward: it frees the `saved_bytes` of its own."""
         if op.matmul:
-            yield from self.linear(op, saved_bytes, low)
+            return self.linear(op, saved_bytes, low)
+        steps: list[Step] = []
         cut = self.stream_cut if op.in_stream else self.cut
         for hold in op.backward:
-            yield None, hold.nbytes / cut
-            yield self.row, -hold.frees * saved_bytes
-            yield TEMPORARIES, hold.grows / cut
+            steps.append((None, hold.nbytes / cut))
+            if hold.frees:
+                steps.append((self.row, -hold.frees * saved_bytes))
+            if hold.grows:
+                steps.append((TEMPORARIES, hold.grows / cut))
+        return steps
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
         """Of a Linear's input, of its output and of its weight. The stream's side is a part of the
@@ -339,7 +343,7 @@ class Walk:
         x, y, _ = self.numbers(op)
         return self.gathered * (x if op.cut == "column" else y) * self.s.compute_bytes
 
-    def linear(self, op: Op, saved_bytes: float, low: Low | None) -> Iterator[Step]:
+    def linear(self, op: Op, saved_bytes: float, low: Low | None) -> list[Step]:
         """A product's two gradients. That of its output is freed after it, with the saved input and
         the weight's copy, unless the residual stream needs it still; the input's gradient stays in
         TEMPORARIES."""
@@ -356,37 +360,35 @@ class Walk:
         if self.gathered > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
         if low is not None:     # one autograd.Function: nothing is freed before its end
-            yield from self.low_linear(op, low, whole, wide, dy)
-            yield TEMPORARIES, dx - dy
-            yield LOW, -self.cast(op)[2] * low.number_bytes
+            steps = [*self.low_linear(op, low, whole, wide, dy), (TEMPORARIES, dx - dy),
+                     (LOW, -self.cast(op)[2] * low.number_bytes), (self.row, -saved_bytes)]
         else:
             # in float32 the gradient of the output is there once more
-            yield None, self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
-            yield TEMPORARIES, dx - dy
-        yield self.row, -saved_bytes
-        if low is None and s.mixed:
-            yield COPIES, -self.copies(weight)
-            yield None, dw + max(final, wide if op.reads_residual else 0) + wide - dx
+            work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
+            steps = [(None, work), (TEMPORARIES, dx - dy), (self.row, -saved_bytes)]
+            if s.mixed:
+                work = dw + max(final, wide if op.reads_residual else 0) + wide - dx
+                steps += (COPIES, -self.copies(weight)), (None, work)
         # a head that waits for its embedding is updated with it
         if self.update_bytes and not (op is self.ops.head and self.waiting_table):
-            yield None, final + weight * self.update_bytes
+            steps.append((None, final + weight * self.update_bytes))
         if wide != dx:
-            yield TEMPORARIES, wide - dx
+            steps.append((TEMPORARIES, wide - dx))
         if not self.gathers:
-            yield GRADIENTS, final
+            steps.append((GRADIENTS, final))
         elif not s.mixed:
-            yield None, final
+            steps.append((None, final))
+        return steps
 
-    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> Iterator[Step]:
+    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> list[Step]:
         """The work of a Linear that is cast. Padded, its gradients are there once more, cut to
         size: that of its output before, the others after."""
         s, (x, y, weight) = self.s, self.cast(op)
         compute, real = s.compute_bytes, self.numbers(op)
         dx, dw = x * wide / real[0], weight * compute
         final = weight * self.weight_bytes if s.mixed else 0.0
-        grown = 0.0
-        if op.name in self.padded:
-            grown = y * compute - dy
-            yield None, y * compute
-            yield None, dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy
-        yield None, whole + grown + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final)
+        work = whole + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final)
+        if op.name not in self.padded:
+            return [(None, work)]
+        cut = dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy
+        return [(None, y * compute), (None, cut), (None, work + y * compute - dy)]
