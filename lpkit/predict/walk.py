@@ -5,8 +5,10 @@ Autograd frees what an operation kept as soon as its backward is done, while gra
 is live rises and falls with every operation. Each operation of `techniques.blocks` says what its
 backward holds; here they are folded in reverse. Blocks are alike, so what is live is a straight
 line from one to the next, and its peak lies in the last block or in the first: these two are
-walked, those between are added at once. tests/test_predict.py holds the walk against a measured
-step. Bytes; the order is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
+walked, those between are added at once. Where the last is not as those before it (it stays in 16
+bits, or does not run again), the one before it is walked as well. tests/test_predict.py holds the
+walk against a measured step. Bytes; the order is that of PyTorch's autograd engine for
+`lpkit.nn.transformer`.
 """
 
 from collections.abc import Mapping
@@ -147,8 +149,9 @@ class Walk:
         steps = self.block(self.last, last_again)
         self.follow(steps)
         done = 1
-        if self.layers > 2 and (self.layers - 2 in self.again) != last_again:
-            self.follow(self.block(self.inner, not last_again))
+        inner_again = self.layers - 2 in self.again
+        if self.layers > 2 and (inner_again != last_again or self.inner is not self.last):
+            self.follow(self.block(self.inner, inner_again))
             done = 2
         if self.layers > done:
             self.between(self.layers - done - 1, done)
