@@ -30,6 +30,8 @@ class Link:
 
     def all_gather_seconds(self, nbytes: float) -> float:
         """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
+        if self.size == 1:
+            return 0.0
         return self.hops_seconds + (self.size - 1) / self.size * nbytes / self.bytes_per_second
 
     # The same messages, the other way round; `nbytes` is the whole operand.
@@ -41,7 +43,9 @@ class Link:
 
     def send_seconds(self, nbytes: float) -> float:
         """To the next rank."""
-        return self.hops_seconds / max(1, self.size - 1) + nbytes / self.bytes_per_second
+        if self.size == 1:
+            return 0.0
+        return self.hops_seconds / (self.size - 1) + nbytes / self.bytes_per_second
 
 
 ALONE = Link(size=1, bytes_per_second=math.inf, hops_seconds=0.0, words="no link")
