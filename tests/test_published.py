@@ -88,14 +88,14 @@ def test_a_bad_file_is_named(ledger):
 def test_the_ledger_is_as_large_and_as_wide_as_claimed():
     machines = Counter(run.machine for run in RUNS)
     precisions = Counter(run.precision for run in RUNS)
-    assert len(RUNS) == 563 and len({run.source.url for run in RUNS}) == len(sources()) - 1     # Narayanan's two tables
+    assert len(RUNS) == 614 and len({run.source.url for run in RUNS}) == len(sources()) - 1     # Narayanan's two tables
     assert machines == {
-        "a100-40": 79, "a100-80": 191, "b200": 22, "gb200": 31, "gb300": 31, "h100": 186, "h200": 6, "mi300x": 17}
-    assert sum(count for name, count in precisions.items() if name.startswith(("fp8", "mx", "nv"))) == 181
-    assert sum(1 for run in RUNS if (run.tensor or 1) > 1 or (run.pipeline or 1) > 1) == 216
+        "a100-40": 79, "a100-80": 191, "b200": 31, "gb200": 43, "gb300": 35, "h100": 208, "h200": 9, "mi300x": 17, "mi355x": 1}
+    assert sum(count for name, count in precisions.items() if name.startswith(("fp8", "mx", "nv"))) == 232
+    assert sum(1 for run in RUNS if (run.tensor or 1) > 1 or (run.pipeline or 1) > 1) == 253
     assert sum(run.memory is not None for run in RUNS) == 75
     held = Counter(run.source.held_out for run in RUNS)
-    assert held == {False: 350, True: 213}
+    assert held == {False: 350, True: 264}
 
 
 def test_whole_sources_are_held_out():
@@ -105,7 +105,7 @@ def test_whole_sources_are_held_out():
         owner = re.match(r"https://(github\.com/[^/]+/[^/]+|.*)", source.url)[1]
         sides.setdefault(owner, set()).add(source.held_out)
     assert all(len(side) == 1 for side in sides.values()), sides
-    for machine in ("a100-80", "h100", "h200", "b200", "mi300x"):      # either side has evidence; of GB200 there is one source
+    for machine in ("a100-80", "h100", "h200", "b200", "mi300x"):      # either side has evidence; of GB200 none may be fitted
         assert {run.source.held_out for run in RUNS if run.machine == machine} == {True, False}, machine
 
 

@@ -156,18 +156,18 @@ def best_mfu(some: Iterable[Run]) -> dict[str, float]:
 
 
 def best_layouts(some: Iterable[Run]) -> list[list[int]]:
-    """Parameters and ranks of tensor, pipeline and context, of the fastest run of each model on
-    each number of devices of a page."""
+    """Parameters, devices and ranks of tensor, pipeline and context, of the fastest run of each
+    model on each number of devices of a page."""
     best: dict[tuple, Run] = {}
     for run in some:
         same = (run.source.url, run.model, run.context, run.devices, run.precision)
         if same not in best or run.published_seconds < best[same].published_seconds:
             best[same] = run
     return [list(split) for split in sorted({
-        (parameter_count(run.config.model), run.layout.tensor, run.layout.pipeline,
+        (parameter_count(run.config.model), run.devices, run.layout.tensor, run.layout.pipeline,
          run.layout.context) for run in best.values() if run.devices > 1})]
 
 
 if __name__ == "__main__":
     text = json.dumps(made(), indent=1)
-    print(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text))
+    print(re.sub(r"\[[\d\s,]+\]", lambda found: json.dumps(json.loads(found[0])), text))

@@ -208,9 +208,10 @@ def best_mfu(machine: Machine, precision: str) -> float | None:
 
 
 def was_best(parameters: float, layout: Layout) -> float:
-    """How far in size, as |log|, the nearest model is whose best published layout splits it so;
-    infinite where none of about its size does."""
+    """How far in size and devices, as |log|, the nearest run is whose best published layout splits
+    the model so; infinite where none of about its size does."""
     split = [layout.tensor, layout.pipeline, layout.context]
-    off = [abs(math.log(parameters / size)) for size, *ranks in fitted()["best_layouts"]
-           if ranks == split]
-    return min((one for one in off if one <= math.log(ALIKE)), default=math.inf)
+    return min((abs(math.log(parameters / size)) + abs(math.log(layout.devices / devices))
+                for size, devices, *ranks in fitted()["best_layouts"]
+                if ranks == split and abs(math.log(parameters / size)) <= math.log(ALIKE)),
+               default=math.inf)
