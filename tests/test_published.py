@@ -13,6 +13,7 @@ from lpkit.bench import published as bench
 from lpkit.cli import main
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
+from lpkit.predict.peaks import by_layout
 from lpkit.predict.plan import plan
 from lpkit.predict.published import FOLDER, SHOWN, published, row, runs, seconds, sources, step
 from lpkit.predict.time import step_time
@@ -176,6 +177,9 @@ def test_the_record_is_what_the_formula_says_now(record):
     for then, now in zip(record["table"], taken):
         assert then["error"] == pytest.approx(now["error"], abs=1e-9), then
     assert record["breakdown"][1:] == bench.breakdown(taken)
+    for (name, count, signed, size), (kind, by_hand) in zip(record["peaks"][1:], by_layout().items(), strict=True):
+        assert (name, int(count)) == (kind, by_hand[0])
+        assert [float(signed.rstrip("%")), float(size.rstrip("%"))] == pytest.approx([100 * off for off in by_hand[1:]], abs=0.051)
 
 
 def test_the_page_is_made_from_the_record(record):
@@ -183,6 +187,8 @@ def test_the_page_is_made_from_the_record(record):
     assert page == bench.page()
     held = next(line for line in record["breakdown"] if line[:3] == ["held out", "", "all"])
     assert f"says {held[4]} times the published speed" in " ".join(page.split())
+    for line in record["peaks"]:
+        assert f"| {' | '.join(line)} |" in page, line
 
 
 def test_a_flat_mfu_and_the_errors_by_hand():
@@ -197,6 +203,7 @@ def test_the_bench_prints_both_tables(capsys):
     assert main(["bench", "published"]) == 0
     printed = capsys.readouterr().out
     assert "held out, MI300X" in printed and "may be fitted  layout" in printed and "flat MFU's" in printed
+    assert all(kind in printed for kind in by_layout()) and "median size of it" in printed
 
 
 def test_the_fitted_numbers_are_an_optimum():

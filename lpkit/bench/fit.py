@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
@@ -78,20 +78,32 @@ def _weights(some: Iterable[Run]) -> list[float]:
 
 def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
     """By "kinds" and "calibrated", what published seconds are over the formula's."""
-    plain: dict = defaultdict(lambda: defaultdict(list))
-    after: dict = defaultdict(lambda: defaultdict(list))
-    before: dict[tuple[str, str, str], float] = {}
+    found = []
     for run in some:
         made = step(run, numbers=numbers)
         off = run.published_seconds / seconds(run, numbers=numbers)
         kind, name = evidence.kind_of(run.source.on(run.machine), made.precision), run.source.name
-        plain[kind][name].append(off)
-        same = (name, run.machine, made.precision)
-        if same in before:
-            after[kind][name].append(off / before[same])
+        found.append(((name, run.machine, made.precision), kind, off))
+    after = after_one((same, off) for same, _, off in found)
+    return {"kinds": _ranges((kind, same[0], off) for same, kind, off in found),
+            "calibrated": _ranges((kind, same[0], off) for (same, kind, _), off
+                                  in zip(found, after) if off is not None)}
+
+
+def after_one(each: Iterable[tuple[Hashable, float]]) -> Iterator[float | None]:
+    """Each over the one before it that is of the same: what is left after a calibration by that."""
+    before: dict[Hashable, float] = {}
+    for same, off in each:
+        yield off / before[same] if same in before else None
         before[same] = off
-    return {"kinds": {kind: _range(each) for kind, each in plain.items()},
-            "calibrated": {kind: _range(each) for kind, each in after.items()}}
+
+
+def _ranges(each: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
+    """By kind, of (kind, source, what published seconds are over the formula's)."""
+    kinds: dict = defaultdict(lambda: defaultdict(list))
+    for kind, source, off in each:
+        kinds[kind][source].append(off)
+    return {kind: _range(by_source) for kind, by_source in kinds.items()}
 
 
 def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
@@ -102,11 +114,10 @@ def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
         for run in some:
             if run.source.name == name:
                 made = step(run, numbers=numbers)
-                known = others.get(evidence.kind_of(made.machine, made.precision))
-                widest = {side: choose(one[side] for one in others.values())
-                          for side, choose in (("low", min), ("high", max))}
+                known = (others.get(evidence.kind_of(made.machine, made.precision))
+                         or evidence.widest(others))
                 off = run.published_seconds / seconds(run, numbers=numbers)
-                found.append(not (known or widest)["low"] <= off <= (known or widest)["high"])
+                found.append(not known["low"] <= off <= known["high"])
     return [float(one) for one in found]
 
 

@@ -192,8 +192,7 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
     found, words = kinds.get(kind), f"nine of ten held-out runs, {kind}"
     if found is None:       # nothing of this kind was published: as wide as anything was
-        found = {side: choose(one[side] for one in kinds.values())
-                 for side, choose in (("low", min), ("high", max))}
+        found = widest(kinds)
         words = f"{UNSEEN}: as wide as any"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
@@ -202,6 +201,11 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     if calibrated:
         words += ", after one measured step"
     return Spread(low=found["low"], high=found["high"], words=words)
+
+
+def widest(kinds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {side: choose(one[side] for one in kinds.values())
+            for side, choose in (("low", min), ("high", max))}
 
 
 def best_mfu(machine: Machine, precision: str) -> float | None:
