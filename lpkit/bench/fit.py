@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
@@ -22,7 +22,7 @@ CAP = 0.7               # of |log|: a run that is off by twice has other reasons
 START, LEAST_STEP, ROUNDS = 0.1, 0.005, 12
 AT_MOST_ONE = ("overlap", "split_overlap")
 BEGIN = {"a100 keeps": 0.87, "h100 keeps": 0.74, "b200 keeps": 0.66, "mi300x keeps": 0.38,
-         "eager attention": 0.61, "eager fused": 1.12, "eager overlap": 0.58,
+         "mi325x keeps": 0.6, "eager attention": 0.61, "eager fused": 1.12, "eager overlap": 0.58,
          "eager layer_seconds": 9e-4, "megatron fused": 0.26, "megatron overlap": 1.0,
          "megatron split_overlap": 1.0}
 ENOUGH = 5
@@ -78,20 +78,32 @@ def _weights(some: Iterable[Run]) -> list[float]:
 
 def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
     """By "kinds" and "calibrated", what published seconds are over the formula's."""
-    plain: dict = defaultdict(lambda: defaultdict(list))
-    after: dict = defaultdict(lambda: defaultdict(list))
-    before: dict[tuple[str, str, str], float] = {}
+    found = []
     for run in some:
         made = step(run, numbers=numbers)
         off = run.published_seconds / seconds(run, numbers=numbers)
         kind, name = evidence.kind_of(run.source.on(run.machine), made.precision), run.source.name
-        plain[kind][name].append(off)
-        same = (name, run.machine, made.precision)
-        if same in before:
-            after[kind][name].append(off / before[same])
+        found.append(((name, run.machine, made.precision), kind, off))
+    after = after_one((same, off) for same, _, off in found)
+    return {"kinds": _ranges((kind, same[0], off) for same, kind, off in found),
+            "calibrated": _ranges((kind, same[0], off) for (same, kind, _), off
+                                  in zip(found, after) if off is not None)}
+
+
+def after_one(each: Iterable[tuple[Hashable, float]]) -> Iterator[float | None]:
+    """Each over the one before it that is of the same: what is left after a calibration by that."""
+    before: dict[Hashable, float] = {}
+    for same, off in each:
+        yield off / before[same] if same in before else None
         before[same] = off
-    return {"kinds": {kind: _range(each) for kind, each in plain.items()},
-            "calibrated": {kind: _range(each) for kind, each in after.items()}}
+
+
+def _ranges(each: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
+    """By kind, of (kind, source, what published seconds are over the formula's)."""
+    kinds: dict = defaultdict(lambda: defaultdict(list))
+    for kind, source, off in each:
+        kinds[kind][source].append(off)
+    return {kind: _range(by_source) for kind, by_source in kinds.items()}
 
 
 def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
@@ -102,11 +114,10 @@ def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
         for run in some:
             if run.source.name == name:
                 made = step(run, numbers=numbers)
-                known = others.get(evidence.kind_of(made.machine, made.precision))
-                widest = {side: choose(one[side] for one in others.values())
-                          for side, choose in (("low", min), ("high", max))}
+                known = (others.get(evidence.kind_of(made.machine, made.precision))
+                         or evidence.widest(others))
                 off = run.published_seconds / seconds(run, numbers=numbers)
-                found.append(not (known or widest)["low"] <= off <= (known or widest)["high"])
+                found.append(not known["low"] <= off <= known["high"])
     return [float(one) for one in found]
 
 
@@ -156,18 +167,18 @@ def best_mfu(some: Iterable[Run]) -> dict[str, float]:
 
 
 def best_layouts(some: Iterable[Run]) -> list[list[int]]:
-    """Parameters and ranks of tensor, pipeline and context, of the fastest run of each model on
-    each number of devices of a page."""
+    """Parameters, devices and ranks of tensor, pipeline and context, of the fastest run of each
+    model on each number of devices of a page."""
     best: dict[tuple, Run] = {}
     for run in some:
         same = (run.source.url, run.model, run.context, run.devices, run.precision)
         if same not in best or run.published_seconds < best[same].published_seconds:
             best[same] = run
     return [list(split) for split in sorted({
-        (parameter_count(run.config.model), run.layout.tensor, run.layout.pipeline,
+        (parameter_count(run.config.model), run.devices, run.layout.tensor, run.layout.pipeline,
          run.layout.context) for run in best.values() if run.devices > 1})]
 
 
 if __name__ == "__main__":
     text = json.dumps(made(), indent=1)
-    print(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text))
+    print(re.sub(r"\[[\d\s,]+\]", lambda found: json.dumps(json.loads(found[0])), text))

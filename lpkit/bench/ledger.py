@@ -226,11 +226,10 @@ def page() -> str:
                                   for case in result["cases"]]), "",
                   markdown_table(("config", "parameters", "measured peak", "at", *RULES.values()),
                                  map(_errors, result["table"])), ""]
+    heads, *by_layout = peaks.table()
     lines += ["## Published peaks", "", "Of other people's runs, `lpkit.predict.peaks`: what the "
               "page gives, beside the bytes that the formula says an allocator reserves.", "",
-              markdown_table(("layout", "runs", "median error", "median size of it"),
-                             [(name, runs, percent(signed), f"{size:.1%}")
-                              for name, (runs, signed, size) in peaks.by_layout().items()]), "",
+              markdown_table(heads, by_layout), "",
               markdown_table(("run", "layout", "published", "formula", "off", "where"),
                              map(_peak, peaks.peaks())), ""]
     return head + "\n".join(lines)

@@ -78,7 +78,8 @@ def _table(bench: dict[str, Any]) -> str:
         ours, peer = (_amount(case[f"{who}_median"], case["unit"]) for who in ("ours", "peer"))
         rows.append((case["case"], case["peer"], f"{case['ratio']:.3g}x",
                      f"[{low:.3g}, {high:.3g}]", f"{ours} against {peer}", case["verdict"]))
-    tables = [text_table(some, indent="  ") for some in (rows, bench.get("breakdown")) if some]
+    tables = [text_table(some, indent="  ")
+              for some in (rows, bench.get("breakdown"), bench.get("peaks")) if some]
     return "\n\n".join([f"{bench['name']} on {bench['device']}, {bench['cores']} cores; {versions}",
                         *tables])
 

@@ -32,6 +32,8 @@ FIT = resource("data/published") / "fit.json"
 BEKMAN = ("https://github.com/stas00/ml-engineering/blob/"
           "744d01e18b79512572f64a6bbd8b5f4a725203a7/")
 MAMF = f"achievable matmul FLOPS, {BEKMAN}compute/accelerator/README.md"
+AZURE = ("1,222.9 TFLOP/s, https://github.com/samuel-bohman/AI-benchmarking-guide/blob/"
+         "bf209abb91e80c93322db11abe633bbc646bcf1d/Azure_Results/ND_MI300X_v5_results.md")
 FLASH_2 = "FlashAttention-2 and 3: Shah et al. 2024, https://arxiv.org/abs/2407.08608"
 IN_STEP = f"attention in a step of 8B, {BEKMAN}insights/when-to-upgrade-gpus/README.md"
 
@@ -59,8 +61,8 @@ GENERATIONS = {
                        source=f"{MAMF}; {IN_STEP}"),
     "gb200": Generation(machines=("gb200", "gb300"), sixteen=0.729, eight=0.723, attention=0.37,
                         source=f"{MAMF}; attention as b200's"),
-    "mi300x": Generation(machines=("mi300x",), sixteen=0.514, eight=None, attention=0.3,
-                         source=f"{MAMF}; attention assumed"),
+    "mi300x": Generation(machines=("mi300x",), sixteen=0.514, eight=0.468, attention=0.3,
+                         source=f"{MAMF}; 8 bits: {AZURE}; attention assumed"),
     "mi325x": Generation(machines=("mi325x",), sixteen=0.604, eight=None, attention=0.3,
                          source=f"{MAMF}; attention assumed"),
     "mi355x": Generation(machines=("mi355x",), sixteen=0.68, eight=None, attention=0.3,
@@ -69,7 +71,7 @@ GENERATIONS = {
 _GENERATION_OF = {machine: name for name, row in GENERATIONS.items() for machine in row.machines}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
-LIKE = {"gb200": "b200", "mi325x": "mi300x", "mi355x": "mi300x"}     # what a step keeps of it
+LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
 KEPT_BY_OTHERS = "h100"
 SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8", "fp4")
 
@@ -191,8 +193,7 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
     found, words = kinds.get(kind), f"nine of ten held-out runs, {kind}"
     if found is None:       # nothing of this kind was published: as wide as anything was
-        found = {side: choose(one[side] for one in kinds.values())
-                 for side, choose in (("low", min), ("high", max))}
+        found = widest(kinds)
         words = f"{UNSEEN}: as wide as any"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
@@ -203,15 +204,21 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     return Spread(low=found["low"], high=found["high"], words=words)
 
 
+def widest(kinds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {side: choose(one[side] for one in kinds.values())
+            for side, choose in (("low", min), ("high", max))}
+
+
 def best_mfu(machine: Machine, precision: str) -> float | None:
     """The highest that was published, of the 16-bit peak; None where nothing was."""
     return fitted()["best_mfu"].get(f"{generation_of(machine)}, {kind_of(machine, precision)}")
 
 
 def was_best(parameters: float, layout: Layout) -> float:
-    """How far in size, as |log|, the nearest model is whose best published layout splits it so;
-    infinite where none of about its size does."""
+    """How far in size and devices, as |log|, the nearest run is whose best published layout splits
+    the model so; infinite where none of about its size does."""
     split = [layout.tensor, layout.pipeline, layout.context]
-    off = [abs(math.log(parameters / size)) for size, *ranks in fitted()["best_layouts"]
-           if ranks == split]
-    return min((one for one in off if one <= math.log(ALIKE)), default=math.inf)
+    return min((abs(math.log(parameters / size)) + abs(math.log(layout.devices / devices))
+                for size, devices, *ranks in fitted()["best_layouts"]
+                if ranks == split and abs(math.log(parameters / size)) <= math.log(ALIKE)),
+               default=math.inf)

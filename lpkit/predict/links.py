@@ -1,7 +1,8 @@
 """Seconds of messages: alpha-beta over rings. A hop costs a latency, a byte 1 / bandwidth.
 
 Sources: Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051521; the latencies
-are `machines.LATENCY_SOURCE`'s.
+are `machines.LATENCY_SOURCE`'s. Held against published curves (data/published/collectives.csv) in
+docs/plan.md: switches that add up (NVLS) are not known here.
 """
 
 import math
@@ -20,13 +21,15 @@ RINGS = ("ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; "
 class Link:
     """What joins the ranks of one group, per rank and direction.
 
-    `hops_seconds` is the latency of going round once.
+    `hops_seconds` is the latency of going round once. `reduced_bytes_per_second`: of an all-reduce,
+    which each node adds up in itself before it sends; None: as all else.
     """
 
     size: int
     bytes_per_second: float
     hops_seconds: float
     words: str
+    reduced_bytes_per_second: float | None = None
 
     def all_gather_seconds(self, nbytes: float) -> float:
         """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
@@ -39,7 +42,10 @@ class Link:
 
     def all_reduce_seconds(self, nbytes: float) -> float:
         """A reduce-scatter, then an all-gather: 2 (n - 1) hops."""
-        return 2 * self.all_gather_seconds(nbytes)
+        if self.size == 1:
+            return 0.0
+        rate = self.reduced_bytes_per_second or self.bytes_per_second
+        return 2 * (self.hops_seconds + (self.size - 1) / self.size * nbytes / rate)
 
     def send_seconds(self, nbytes: float) -> float:
         """To the next rank."""
@@ -74,10 +80,14 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
         raise ConfigError(f"{axis}={size} on {machine.title} needs {missing}, and it says none; "
                           f"use one device, or describe the machine in YAML with it")
     rate, words = wire * efficiency.links, f"{machine.link or 'link'} in one node"
+    reduced = None
     if nodes > 1:
         pulling = 1 + efficiency.pooled * (local - 1)
         beyond = pulling * machine.network_bytes_per_second * efficiency.network
+        # of a ring's (size - 1) / size, what leaves a node that has added up: (nodes - 1) / nodes
+        reduced = min(beyond * (1 - 1 / size) / (1 - 1 / nodes), rate) if local > 1 else None
         rate = min(beyond, rate) if local > 1 else beyond
         words = f"network, {nodes} nodes, {local} rank(s) in each"
     hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
-    return Link(size=size, bytes_per_second=rate, hops_seconds=hops, words=words)
+    return Link(size=size, bytes_per_second=rate, hops_seconds=hops, words=words,
+                reduced_bytes_per_second=reduced)

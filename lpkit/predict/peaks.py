@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Comparison, Row
+from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
 from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs
 from lpkit.predict.walk import HEAD, LAST
@@ -113,6 +113,13 @@ def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
         errors.setdefault(kind(run), []).append(row.error)
     return {name: (len(found), median(found), median(map(abs, found)))
             for name, found in sorted(errors.items())}
+
+
+def table() -> list[list[str]]:
+    """`by_layout` of all sources, in words, its heads first."""
+    return [["layout", "runs", "median error", "median size of it"],
+            *([name, str(count), percent(signed), f"{size:.1%}"]
+              for name, (count, signed, size) in by_layout().items())]
 
 
 def _taken(*names: str) -> Iterator[tuple[Run, Row]]:

@@ -42,7 +42,8 @@ REPEATED = 20 / 36                      # of a GPT block's pointwise bytes: norm
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",
               "selective-op": "selective op"}
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
-          "Transformer Engine": "megatron", "DeepSpeed ZeRO-3": "deepspeed-2021"}
+          "Transformer Engine": "megatron", "Primus": "megatron",
+          "DeepSpeed ZeRO-3": "deepspeed-2021"}
 COUNTED = {     # FLOPs of a step, as the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
@@ -55,8 +56,8 @@ COUNTED = {     # FLOPs of a step, as the page counts them
 @dataclass(frozen=True, kw_only=True)
 class Source(Checked):
     """A page. `name` is its file in data/published. What its cluster or its stack had is here,
-    where that is not the catalogue's: links in a node, both ways, the network of a device, one way, and
-    tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
+    where that is not the catalogue's: links in a node, both ways, the network of a device, one way,
+    and tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
 
     name: Text
     title: Text
