@@ -7,12 +7,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
-from lpkit import measure, preset
+from lpkit import hardware, measure, preset
+from lpkit.bench import ledger
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
 from lpkit.precision.scaled import hadamard_matrix
-from lpkit.predict import parameter_count
+from lpkit.predict import memory, parameter_count
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 
@@ -48,6 +49,14 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
     assert traced.rows == measured.rows and traced.most == measured.most
     assert (traced.phase, traced.module) == (measured.phase, measured.module)
     assert traced.operations == measured.operations and traced.offloaded_bytes == measured.offloaded_bytes
+
+
+def test_the_last_block_in_16_bits_hides_the_one_before():
+    """nvfp4 keeps the last block in 16 bits; recomputed, the block before it is the first in 4 bits that backward meets, and
+    there the peak lies."""
+    config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4", "memory.recompute": "selective", "model.attention": "sdpa"})
+    traced, closed = predict_trace(config, device="cpu"), memory(config, hardware.machine())
+    assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.01
 
 
 def test_shards_by_arithmetic():
