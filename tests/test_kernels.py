@@ -1,0 +1,112 @@
+"""Every kernel against its definition and float64, forward and backward; planted mistakes are found; what the compiler makes of the
+Triton kernels for GPUs.
+
+On a CPU Triton's interpreter runs them (conftest.py asks for it), with PyTorch's conversions instead of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lpkit.errors import ConfigError
+from lpkit.kernels.jit import INTERPRETED, tl
+from lpkit.kernels.kernel import difference
+from lpkit.techniques.kernels import KERNELS
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+              pytest.mark.skipif(tl is None, reason="Triton is not installed")]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXACT = [name for name in KERNELS if KERNELS[name].load().exact]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def right_interpreter():
+    if INTERPRETED:
+        from lpkit.kernels.interpreter import mend
+        mend()
+
+
+def examples(kernel):
+    return kernel.examples(torch.Generator().manual_seed(0), DEVICE)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_versions_compute_what_the_definition_says(name):
+    kernel = KERNELS[name].load()
+    for version, call in kernel.versions.items():
+        for i, arguments in enumerate(examples(kernel)):
+            said = difference(kernel, call, arguments)
+            assert not said, f"{version}, example {i}: {said}"
+
+
+def scaled(call):
+    def wrong(*arguments):
+        out = call(*arguments)
+        return tuple(map(one_percent, out)) if isinstance(out, tuple) else one_percent(out)
+    return wrong
+
+
+def one_percent(t):
+    return t * 1.01 if t.dtype.is_floating_point and t.dtype.itemsize > 1 else t.view(torch.uint8).roll(1).view(t.dtype)
+
+
+def zeros(call):
+    def wrong(*arguments):
+        out = call(*arguments)
+        return tuple(one * 0 for one in out) if isinstance(out, tuple) else out * 0
+    return wrong
+
+
+def nan_row(call):
+    def wrong(*arguments):
+        out = call(*arguments)
+        first = out[0] if isinstance(out, tuple) else out
+        bad = first.clone()
+        bad.view(-1)[:1] = torch.nan if bad.dtype.is_floating_point else 77
+        return (bad, *out[1:]) if isinstance(out, tuple) else bad
+    return wrong
+
+
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("plant", [scaled, zeros, nan_row])
+def test_a_planted_mistake_is_found(name, plant):
+    kernel = KERNELS[name].load()
+    wrong = plant(kernel.definition)
+    assert any(difference(kernel, wrong, arguments) for arguments in examples(kernel))
+
+
+def run_targets():
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    out = subprocess.run([sys.executable, "-m", "lpkit.kernels.targets", "--json"], capture_output=True, text=True, env=clean)
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout)
+
+
+def test_the_compiler_makes_good_machine_code_of_them():
+    """For Hopper and Blackwell: nothing spills, numbers come 128 bits at a time, no division takes the slow path, and FP8 is
+    converted by the hardware's instruction."""
+    made = run_targets()
+    assert {one["kernel"] for one in made} == {name for name in KERNELS if KERNELS[name].load().builds}
+    for one in made:
+        where = f"{one['function']} for {one['target']}"
+        assert not one["stack_bytes"], f"{where} spills"
+        assert not one["calls"], f"{where} calls a slow path"
+        assert one["wide_accesses"], f"{where} moves less than 128 bits at a time"
+        assert one["registers"] * one["warps"] * 32 <= 65536, f"{where} does not fit a multiprocessor"
+    assert any(one["fp8_conversions"] for one in made) or not any("cast" in name for name in KERNELS)
+
+
+@pytest.mark.parametrize("bad, says", [
+    (torch.randn(4, 8).int(), "not torch.int32"), (torch.randn(8, 4).T, "contiguous"),
+    (torch.empty(1, 65537, dtype=torch.bfloat16), "65,537")])
+def test_what_a_row_kernel_does_not_take_is_refused(bad, says):
+    from lpkit.kernels.rms_norm import forward_op
+
+    with pytest.raises(ConfigError, match=says):
+        forward_op(bad, torch.ones(bad.shape[-1]), 1e-5)
