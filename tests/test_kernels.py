@@ -4,15 +4,18 @@ Triton kernels for GPUs.
 On a CPU Triton's interpreter runs them (conftest.py asks for it), with PyTorch's conversions instead of its own.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from lpkit.errors import ConfigError
+from lpkit.kernels.choose import choose
 from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.kernels.kernel import difference
 from lpkit.techniques.kernels import KERNELS
@@ -20,7 +23,6 @@ from lpkit.techniques.kernels import KERNELS
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
               pytest.mark.skipif(tl is None, reason="Triton is not installed")]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EXACT = [name for name in KERNELS if KERNELS[name].load().exact]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,3 +112,68 @@ def test_what_a_row_kernel_does_not_take_is_refused(bad, says):
 
     with pytest.raises(ConfigError, match=says):
         forward_op(bad, torch.ones(bad.shape[-1]), 1e-5)
+
+
+def stale(call):
+    """The first answer for ever."""
+    kept = {}
+    return lambda *arguments: kept.setdefault("answer", call(*arguments))
+
+
+def of_shape(call):
+    """The first answer for each shape, from a buffer that nobody fills again."""
+    kept = {}
+    return lambda x, *more: kept.setdefault((x.shape, x.dtype), call(x, *more))
+
+
+def at_hand(dtype=torch.bfloat16):
+    rng = torch.Generator().manual_seed(5)
+    return torch.randn(6, 64, generator=rng).to(DEVICE, dtype), torch.randn(64, generator=rng).to(DEVICE), 1e-5
+
+
+@pytest.mark.parametrize("plant", [scaled, zeros, nan_row, stale, of_shape])
+def test_a_wrong_version_is_refused_every_time(plant, tmp_path):
+    """Asked for, it is an error; with auto it is named, and what is right runs."""
+    kernel = KERNELS["rms-norm"].load()
+    for cache in (tmp_path / "first", tmp_path / "second"):
+        bad = dataclasses.replace(kernel, versions={"triton": plant(kernel.definition)})
+        chosen = choose("rms-norm", bad, "auto", at_hand(), cache=cache)
+        assert chosen.choice.used != "triton" and chosen.refused["triton"].startswith(("differs", "fails"))
+        assert "triton" in chosen.choice.why
+        with pytest.raises(ConfigError, match="differs from its definition|fails"):
+            choose("rms-norm", bad, "triton", at_hand(), cache=cache)
+
+
+def test_what_was_raced_is_kept_and_what_changed_is_raced_anew(tmp_path):
+    kernel, calls = KERNELS["rms-norm"].load(), []
+
+    def counted(*arguments):
+        calls.append(arguments[0].shape)
+        return kernel.definition(*arguments)
+
+    ours = dataclasses.replace(kernel, versions={"cpu": counted})
+    first = choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path)
+    raced = len(calls)
+    assert raced and choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path).choice == first.choice
+    assert len(calls) == raced
+    choose("rms-norm", ours, "auto", at_hand(torch.float32), cache=tmp_path)
+    assert len(calls) > raced
+    [damaged, *_] = tmp_path.glob("*.json")
+    damaged.write_text("{")
+    assert choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path).choice.used in ("cpu", "reference")
+
+
+def test_a_version_that_is_slow_loses(tmp_path):
+    kernel = KERNELS["rms-norm"].load()
+
+    def slow(*arguments):
+        time.sleep(0.01)
+        return kernel.definition(*arguments)
+
+    chosen = choose("rms-norm", dataclasses.replace(kernel, versions={"cpu": slow}), "auto", at_hand(), cache=tmp_path)
+    assert chosen.choice.used == "reference"
+
+
+def test_an_unknown_version_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(ConfigError, match="triton"):
+        choose("rms-norm", KERNELS["rms-norm"].load(), "tritn", at_hand(), cache=tmp_path)

@@ -9,7 +9,7 @@ move. `lpkit.techniques.kernels.KERNELS` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,36 +72,36 @@ def row_length(x: Tensor, *others: Tensor) -> int:
     return x.shape[-1]
 
 
-def difference(kernel: Kernel, version: Version, arguments: tuple, *,
-               definition: Version | None = None) -> str:
+def difference(kernel: Kernel, version: Version, arguments: tuple) -> str:
     """Where `version` differs from the definition on these arguments, forward or backward, in one
     clause; empty: nowhere."""
-    definition = definition or kernel.definition
-    got = list(_results(kernel, version, arguments))
-    want = list(_results(kernel, definition, arguments))
+    got = gradients_of(kernel, version, arguments)
+    want = gradients_of(kernel, kernel.definition, arguments)
     if len(got) != len(want):
         return f"{len(got)} results and gradients where the definition has {len(want)}"
     if kernel.exact:
         said = [_bits_differ(*pair) for pair in zip(got, want)]
     else:
-        true = list(_results(kernel, definition, _wide(arguments)))
+        true = gradients_of(kernel, kernel.definition, _wide(arguments))
         # a gradient may be the small difference of large terms
         scale = max((_farthest(one) for one in true), default=0.0)
         said = [_differs(*three, scale) for three in zip(got, want, true)]
     return next((f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one), "")
 
 
-def _results(kernel: Kernel, version: Version, arguments: tuple) -> Iterator[Tensor]:
-    """Of forward, then the gradients of a weighted sum of those."""
+def gradients_of(kernel: Kernel, version: Version, arguments: tuple) -> list[Tensor]:
+    """The results of forward, then the gradients of a weighted sum of those."""
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
     out = out if isinstance(out, tuple) else (out,)
-    yield from (one.detach() for one in out)
     wanted = [arguments[i] for i in kernel.gradients if arguments[i] is not None]
     with_gradient = [one for one in out if one.requires_grad]
+    results = [one.detach() for one in out]
     if wanted and with_gradient:
-        yield from torch.autograd.grad(with_gradient, wanted, [_weights(o) for o in with_gradient])
+        weights = [_weights(one) for one in with_gradient]
+        results += torch.autograd.grad(with_gradient, wanted, weights)
+    return results
 
 
 def _weights(like: Tensor) -> Tensor:
