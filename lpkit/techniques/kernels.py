@@ -5,7 +5,17 @@ from lpkit.techniques.row import Row
 
 KERNELS: dict[str, Row] = {
     "rms-norm": Row(
-        why="reads and writes each number once, forward; backward reads x and dy once",
-        source="https://arxiv.org/abs/1910.07467",
-        implementation="lpkit.kernels.rms_norm:KERNEL"),
+        why="reads and writes each number once; backward reads x and dy once",
+        source="https://arxiv.org/abs/1910.07467", implementation="lpkit.kernels.norm:RMS_NORM"),
+    "layer-norm": Row(
+        why="the same, and the mean of a row while the row is held",
+        source="https://arxiv.org/abs/1607.06450", implementation="lpkit.kernels.norm:LAYER_NORM"),
+    "add-rms-norm": Row(
+        why="the residual addition on the way: the sum is not read again",
+        source="https://arxiv.org/abs/2410.10989",
+        implementation="lpkit.kernels.norm:ADD_RMS_NORM"),
+    "add-layer-norm": Row(
+        why="the residual addition on the way: the sum is not read again",
+        source="https://arxiv.org/abs/2410.10989",
+        implementation="lpkit.kernels.norm:ADD_LAYER_NORM"),
 }
