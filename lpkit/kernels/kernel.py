@@ -56,16 +56,21 @@ class Kernel:
     builds: tuple[Build, ...] = ()
 
 
-def row_length(x: Tensor, *others: Tensor) -> int:
-    """Elements of the last axis of x (..., N), for a kernel whose program holds a row. Raises
-    ConfigError for a row that none could hold, a tensor whose rows are apart, a dtype that is not
-    float32, bf16 or fp16."""
-    for one in (x, *others):
+def floats(*tensors: Tensor) -> None:
+    """What an element-wise kernel takes. Raises ConfigError for a dtype that is not float32, bf16
+    or fp16, and for a tensor whose elements do not lie one after the other."""
+    for one in tensors:
         if one.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {one.dtype}")
         if not one.is_contiguous():
             raise ConfigError(f"a kernel takes contiguous tensors, not strides {one.stride()} of "
                               f"{tuple(one.shape)}; call .contiguous()")
+
+
+def row_length(x: Tensor, *others: Tensor) -> int:
+    """Elements of the last axis of x (..., N), for a kernel whose program holds a row. Raises
+    ConfigError as `floats` does, and for a row that no program holds."""
+    floats(x, *others)
     if x.shape[-1] > LONGEST_ROW:
         raise ConfigError(f"rows of {x.shape[-1]:,} elements do not fit into one program; at most "
                           f"{LONGEST_ROW:,}")

@@ -18,4 +18,10 @@ KERNELS: dict[str, Row] = {
         why="the residual addition on the way: the sum is not read again",
         source="https://arxiv.org/abs/2410.10989",
         implementation="lpkit.kernels.norm:ADD_LAYER_NORM"),
+    "swiglu": Row(
+        why="gate and up are read once, and nothing but them is kept",
+        source="https://arxiv.org/abs/2002.05202", implementation="lpkit.kernels.swiglu:SWIGLU"),
+    "rotary": Row(
+        why="pairs are turned in place of four operations and a concatenation",
+        source="https://arxiv.org/abs/2104.09864", implementation="lpkit.kernels.rotary:ROTARY"),
 }
