@@ -24,4 +24,8 @@ KERNELS: dict[str, Row] = {
     "rotary": Row(
         why="pairs are turned in place of four operations and a concatenation",
         source="https://arxiv.org/abs/2104.09864", implementation="lpkit.kernels.rotary:ROTARY"),
+    "cross-entropy": Row(
+        why="the gradient is written over the logits, so that nothing else of their size exists",
+        source="https://arxiv.org/abs/2410.10989",
+        implementation="lpkit.kernels.cross_entropy:CROSS_ENTROPY"),
 }
