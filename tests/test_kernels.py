@@ -40,6 +40,8 @@ def examples(kernel):
 def test_versions_compute_what_the_definition_says(name):
     kernel = KERNELS[name].load()
     for version, call in kernel.versions.items():
+        if version == "cuda" and DEVICE.type == "cpu":      # test_cuda_norm.py
+            continue
         for i, arguments in enumerate(examples(kernel)):
             said = difference(kernel, call, arguments)
             assert not said, f"{version}, example {i}: {said}"

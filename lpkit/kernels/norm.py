@@ -205,6 +205,12 @@ def add_layer_norm_triton(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
     return _Norm.apply(x, delta, w, b, eps, True)
 
 
+def add_rms_norm_cuda(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from lpkit.kernels import cuda_norm  # whose backward is the one above
+
+    return cuda_norm.add_rms_norm(x, delta, w, eps)
+
+
 # ---- what judges them
 
 def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool):
@@ -247,9 +253,9 @@ def _builds(centred: bool, bias: bool, add: bool):
                   unaligned=("M",)))
 
 
-def _kernel(definition, version, *, bias: bool, add: bool) -> Kernel:
+def _kernel(definition, triton, *, bias: bool, add: bool, **others) -> Kernel:
     return Kernel(
-        definition=definition, versions={"triton": version}, moved_bytes=_moved_bytes,
+        definition=definition, versions={"triton": triton, **others}, moved_bytes=_moved_bytes,
         examples=partial(_examples, add=add, bias=bias),
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
         builds=_builds(centred=bias, bias=bias, add=add))
@@ -257,5 +263,6 @@ def _kernel(definition, version, *, bias: bool, add: bool) -> Kernel:
 
 RMS_NORM = _kernel(rms_norm, rms_norm_triton, bias=False, add=False)
 LAYER_NORM = _kernel(layer_norm, layer_norm_triton, bias=True, add=False)
-ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_triton, bias=False, add=True)
+ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_triton, bias=False, add=True,
+                       cuda=add_rms_norm_cuda)
 ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_triton, bias=True, add=True)
