@@ -63,7 +63,7 @@ def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
     offered = candidates(kernel)
     if asked != "auto":
         pick(offered, asked, f"version of the kernel {name}")
-        if why := _why_not(asked, arguments) or _wrong(kernel, offered[asked], arguments):
+        if why := why_not(asked, arguments) or _wrong(kernel, offered[asked], arguments):
             raise ConfigError(f"system.kernels={asked}: {name} {why}; the nearest that is right: "
                               f"{REFERENCE}")
         return Chosen(call=offered[asked], refused={},
@@ -88,7 +88,7 @@ def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
 def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> dict:
     refused, right = {}, {}
     for key, call in offered.items():
-        why = _why_not(key, arguments)
+        why = why_not(key, arguments)
         if not why and key != REFERENCE:
             why = _wrong(kernel, call, arguments)
         if why:
@@ -103,7 +103,7 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> d
     return {"seconds": seconds, "refused": refused}
 
 
-def _why_not(version: str, arguments: tuple) -> str:
+def why_not(version: str, arguments: tuple) -> str:
     """Why `version` is no candidate on this device, in one clause, or empty."""
     on_cpu = _device(arguments).type == "cpu"
     if version == "triton":

@@ -110,8 +110,25 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield bad, targets
 
 
+def _timed(rng: torch.Generator, device: torch.device):
+    sizes = ((512, 8192),) if device.type == "cpu" else ((16_384, 50_304), (8192, 128_256))
+    for M, V in sizes:
+        logits = torch.randn(M, V, generator=rng).to(device, torch.bfloat16)
+        yield logits, torch.randint(V, (M,), generator=rng).to(device)
+
+
+def _liger(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    # without requires_grad it makes no gradient
+    nats, *_, gradient = cross_entropy_forward(logits.clone().requires_grad_(), targets, None, -100,
+                                               0.0, 0.0, "none", None, False)
+    return nats.float(), gradient.detach()
+
+
 CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"triton": _copied}, examples=_examples,
+    timed=_timed, peers={"liger": _liger},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
                   signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",

@@ -44,6 +44,8 @@ class Kernel:
     gradients:   places of the arguments that have a gradient.
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
     moved_bytes: that any version must read and write, for given arguments, forward.
+    timed:       arguments like those of a training step, for a generator and a device.
+    peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
     builds:      what the tests compile for GPUs.
     """
 
@@ -53,6 +55,8 @@ class Kernel:
     gradients: tuple[int, ...] = ()
     exact: bool = False
     moved_bytes: Callable[..., int]
+    timed: Callable[[torch.Generator, torch.device], Iterable[tuple]] | None = None
+    peers: Mapping[str, Version] = field(default_factory=dict)
     builds: tuple[Build, ...] = ()
 
 
@@ -94,25 +98,32 @@ def difference(kernel: Kernel, version: Version, arguments: tuple) -> str:
     return next((f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one), "")
 
 
-def gradients_of(kernel: Kernel, version: Version, arguments: tuple) -> list[Tensor]:
-    """The results of forward, then the gradients of a weighted sum of those."""
+def timed_rows(device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Tokens and width, as a step has them: those of GPT-2 1.5B, Llama 8B and its MLP; less on a
+    CPU."""
+    if device.type == "cpu":
+        return ((1024, 768),)
+    return ((65_536, 1664), (16_384, 4096), (16_384, 14_336))
+
+
+def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
+                 weights: list[Tensor] | None = None) -> list[Tensor]:
+    """The results of forward, then the gradients of their sum under `weights`, None: some."""
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
     out = out if isinstance(out, tuple) else (out,)
-    wanted = [arguments[i] for i in kernel.gradients if arguments[i] is not None]
-    with_gradient = [one for one in out if one.requires_grad]
     results = [one.detach() for one in out]
-    if wanted and with_gradient:
-        weights = [_weights(one) for one in with_gradient]
-        results += torch.autograd.grad(with_gradient, wanted, weights)
+    if wanted := [arguments[i] for i in kernel.gradients if arguments[i] is not None]:
+        weights = weights_of(out) if weights is None else weights
+        results += torch.autograd.grad(out, wanted, weights)
     return results
 
 
-def _weights(like: Tensor) -> Tensor:
+def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
     """Of no special shape, the same each time, the same in every dtype: -1, -0.75 ... 1."""
-    places = torch.arange(like.numel(), device=like.device)
-    return ((places * 7 % 9 - 4) / 4).view(like.shape).to(like.dtype)
+    return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
+            .to(one.dtype) for one in results]
 
 
 def _wide(arguments: tuple) -> tuple:

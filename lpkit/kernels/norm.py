@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, row_length
+from lpkit.kernels.kernel import Build, Kernel, row_length, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -236,6 +236,38 @@ def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bo
     yield arguments(bad)
 
 
+def _timed(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool):
+    for shape in timed_rows(device):
+        x, delta = (torch.randn(shape, generator=rng).to(device, torch.bfloat16) for _ in range(2))
+        w, b = (torch.randn(shape[1], generator=rng).to(device) for _ in range(2))
+        yield x, *([delta] if add else []), w, *([b] if bias else []), 1e-5
+
+
+def _liger_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, w, eps, 0.0, "gemma", False)     # all of it in float32
+
+
+def _liger_layer(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, w, b, eps)
+
+
+def _liger_add_rms(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    y, s = LigerFusedAddRMSNormFunction.apply(x, delta, w, eps, 0.0, "gemma", False)
+    return s, y
+
+
+def _quack_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, w, eps=eps)
+
+
 def _moved_bytes(x: Tensor, *others: Tensor | float | None) -> int:
     tensors = [t for t in (x, *others) if torch.is_tensor(t)]
     written = sum(t.nbytes for t in tensors if t.shape == x.shape)  # y, and s beside a delta
@@ -253,16 +285,18 @@ def _builds(centred: bool, bias: bool, add: bool):
                   unaligned=("M",)))
 
 
-def _kernel(definition, triton, *, bias: bool, add: bool, **others) -> Kernel:
+def _kernel(definition, triton, peers, *, bias: bool, add: bool, **others) -> Kernel:
     return Kernel(
         definition=definition, versions={"triton": triton, **others}, moved_bytes=_moved_bytes,
-        examples=partial(_examples, add=add, bias=bias),
+        examples=partial(_examples, add=add, bias=bias), peers=peers,
+        timed=partial(_timed, add=add, bias=bias),
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
         builds=_builds(centred=bias, bias=bias, add=add))
 
 
-RMS_NORM = _kernel(rms_norm, rms_norm_triton, bias=False, add=False)
-LAYER_NORM = _kernel(layer_norm, layer_norm_triton, bias=True, add=False)
-ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_triton, bias=False, add=True,
-                       cuda=add_rms_norm_cuda)
-ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_triton, bias=True, add=True)
+RMS_NORM = _kernel(rms_norm, rms_norm_triton, {"liger": _liger_rms, "quack": _quack_rms},
+                   bias=False, add=False)
+LAYER_NORM = _kernel(layer_norm, layer_norm_triton, {"liger": _liger_layer}, bias=True, add=False)
+ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_triton, {"liger": _liger_add_rms}, bias=False,
+                       add=True, cuda=add_rms_norm_cuda)
+ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_triton, {}, bias=True, add=True)

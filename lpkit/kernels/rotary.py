@@ -91,8 +91,15 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield bad, cos, sin
 
 
+def _timed(rng: torch.Generator, device: torch.device):
+    shape = (1, 4, 256, 64) if device.type == "cpu" else (4, 32, 4096, 128)
+    cos, sin = (t.to(device, torch.bfloat16) for t in _angles(*shape[-2:]))
+    yield torch.randn(shape, generator=rng).to(device, torch.bfloat16), cos, sin
+
+
 ROTARY = Kernel(
     definition=rotate, versions={"triton": _Rotate.apply}, examples=_examples, gradients=(0,),
+    timed=_timed,
     moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
     builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},
                   signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats
+from lpkit.kernels.kernel import Build, Kernel, floats, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 BLOCK, WARPS = 1024, 4
@@ -106,9 +106,20 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield (bad,)
 
 
+def _timed(rng: torch.Generator, device: torch.device):
+    for M, N in timed_rows(device):
+        yield (torch.randn(M, 2 * N, generator=rng).to(device, torch.bfloat16),)
+
+
+def _liger(x: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(*x.chunk(2, -1))
+
+
 _TYPES = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"}
 SWIGLU = Kernel(
     definition=swiglu, versions={"triton": _SwiGLU.apply}, examples=_examples, gradients=(0,),
-    moved_bytes=lambda x: 3 * x.nbytes // 2,
+    timed=_timed, peers={"liger": _liger}, moved_bytes=lambda x: 3 * x.nbytes // 2,
     builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
                  for one in (_forward, _backward)))
