@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lpkit.errors import ConfigError
-from lpkit.kernels.choose import choose
+from lpkit.kernels.choose import PYTORCH, choose
 from lpkit.kernels.jit import INTERPRETED, tl
-from lpkit.kernels.kernel import difference
+from lpkit.kernels.kernel import difference, far, gradients_of
 from lpkit.techniques.kernels import KERNELS
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
@@ -40,11 +40,21 @@ def examples(kernel):
 def test_versions_compute_what_the_definition_says(name):
     kernel = KERNELS[name].load()
     for version, call in kernel.versions.items():
-        if version == "cuda" and DEVICE.type == "cpu":      # test_cuda_norm.py
+        if version == PYTORCH or (version == "cuda" and DEVICE.type == "cpu"):      # below; test_cuda_norm.py
             continue
         for i, arguments in enumerate(examples(kernel)):
             said = difference(kernel, call, arguments)
             assert not said, f"{version}, example {i}: {said}"
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if PYTORCH in KERNELS[name].load().versions])
+def test_pytorch_s_own_is_near_the_definition(name):
+    """It rounds between its operations, and sums the gradients of weights in other ways."""
+    kernel = KERNELS[name].load()
+    for arguments in examples(kernel):
+        if arguments[0].numel() > 100 and arguments[0].isfinite().all():
+            both = (gradients_of(kernel, call, arguments) for call in (kernel.versions[PYTORCH], kernel.definition))
+            assert not far(*both)
 
 
 def scaled(call):

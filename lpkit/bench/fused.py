@@ -16,12 +16,11 @@ from torch import Tensor
 from lpkit.bench.harness import ROUNDS, Result, race
 from lpkit.hardware import synchronised
 from lpkit.kernels.choose import COMPILE, REFERENCE, candidates, why_not
-from lpkit.kernels.kernel import Kernel, Version, gradients_of, weights_of
+from lpkit.kernels.kernel import Kernel, Version, far, gradients_of, weights_of
 from lpkit.techniques.kernels import KERNELS
 
 COPY, COPY_TARGET = "a copy of as many bytes", 0.85
 BUFFERS = 4
-NEAR = 0.02             # of the norm: bf16 results of sums in another order
 SAMPLE_SECONDS = 0.01
 
 
@@ -67,7 +66,7 @@ def _contenders(kernel: Kernel, arguments: tuple) -> tuple[dict[str, Version], d
     for key, call in {**candidates(kernel), **kernel.peers}.items():
         why = why_not(key, arguments) if key != COMPILE else ""
         try:
-            why = why or _far(gradients_of(kernel, call, arguments), want)
+            why = why or far(gradients_of(kernel, call, arguments), want)
         except Exception as error:      # whatever a library raises where it does not run
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
         if why:
@@ -76,14 +75,6 @@ def _contenders(kernel: Kernel, arguments: tuple) -> tuple[dict[str, Version], d
             right[key] = call
     assert REFERENCE in right
     return right, missing
-
-
-def _far(got: list[Tensor], want: list[Tensor]) -> str:
-    for ours, theirs in zip(got, want, strict=True):
-        error = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
-        if not error < NEAR:
-            return f"differs from the definition by {error:.3g} of it"
-    return ""
 
 
 def _forward(call: Version, *arguments) -> None:

@@ -21,6 +21,7 @@ from lpkit.errors import ConfigError
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
 LONGEST_ROW = 65536     # elements that one program holds
 SLACK = 2.0             # as far from float64 as the definition is, times this
+NEAR = 0.02             # of the norm: bf16 results that were rounded on the way
 GRAIN = 2.0**-24        # of float32, in which sums are; their order is a version's own
 
 
@@ -124,6 +125,16 @@ def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
     """Of no special shape, the same each time, the same in every dtype: -1, -0.75 ... 1."""
     return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
             .to(one.dtype) for one in results]
+
+
+def far(got: list[Tensor], want: list[Tensor]) -> str:
+    """Where another library's results are not those of the definition within NEAR, or empty. It may
+    round in between."""
+    for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
+        error = _length(ours.double() - theirs.double()) / max(_length(theirs.double()), 1e-30)
+        if not error < NEAR:
+            return f"result {i} of {len(want)} differs from the definition by {error:.3g} of it"
+    return ""
 
 
 def _wide(arguments: tuple) -> tuple:

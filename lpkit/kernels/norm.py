@@ -188,6 +188,29 @@ class _Norm(torch.autograd.Function):
         return dx, dx if ds is not None else None, dw, db if ctx.bias else None, None, None
 
 
+# ---- PyTorch's own
+
+def rms_norm_pytorch(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def layer_norm_pytorch(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def add_rms_norm_pytorch(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    s = x + delta
+    return s, rms_norm_pytorch(s, w, eps)
+
+
+def add_layer_norm_pytorch(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
+                           eps: float) -> tuple[Tensor, Tensor]:
+    s = x + delta
+    return s, layer_norm_pytorch(s, w, b, eps)
+
+
+# ---- versions in Triton and CUDA C++
+
 def rms_norm_triton(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return _Norm.apply(x, None, w, None, eps, False)
 
@@ -285,18 +308,20 @@ def _builds(centred: bool, bias: bool, add: bool):
                   unaligned=("M",)))
 
 
-def _kernel(definition, triton, peers, *, bias: bool, add: bool, **others) -> Kernel:
+def _kernel(definition, pytorch, triton, *, bias: bool, add: bool, peers=(), **others) -> Kernel:
     return Kernel(
-        definition=definition, versions={"triton": triton, **others}, moved_bytes=_moved_bytes,
-        examples=partial(_examples, add=add, bias=bias), peers=peers,
-        timed=partial(_timed, add=add, bias=bias),
+        definition=definition, versions={"pytorch": pytorch, "triton": triton, **others},
+        examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
+        timed=partial(_timed, add=add, bias=bias), peers=dict(peers),
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
         builds=_builds(centred=bias, bias=bias, add=add))
 
 
-RMS_NORM = _kernel(rms_norm, rms_norm_triton, {"liger": _liger_rms, "quack": _quack_rms},
-                   bias=False, add=False)
-LAYER_NORM = _kernel(layer_norm, layer_norm_triton, {"liger": _liger_layer}, bias=True, add=False)
-ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_triton, {"liger": _liger_add_rms}, bias=False,
-                       add=True, cuda=add_rms_norm_cuda)
-ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_triton, {}, bias=True, add=True)
+RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, rms_norm_triton, bias=False, add=False,
+                   peers={"liger": _liger_rms, "quack": _quack_rms})
+LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, layer_norm_triton, bias=True, add=False,
+                     peers={"liger": _liger_layer})
+ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, add_rms_norm_triton, bias=False,
+                       add=True, cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms})
+ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, add_layer_norm_triton, bias=True,
+                         add=True)

@@ -28,6 +28,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos.to(wide.dtype) + turned * sin.to(wide.dtype)).to(x.dtype)
 
 
+def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the dtype of the angles, which under autocast is wider than x's."""
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
+
+
 @jit
 def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
             ROWS: tl.constexpr):
@@ -98,7 +104,8 @@ def _timed(rng: torch.Generator, device: torch.device):
 
 
 ROTARY = Kernel(
-    definition=rotate, versions={"triton": _Rotate.apply}, examples=_examples, gradients=(0,),
+    definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
+    examples=_examples, gradients=(0,),
     timed=_timed,
     moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
     builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},

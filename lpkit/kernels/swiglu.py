@@ -28,6 +28,12 @@ def swiglu(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def swiglu_pytorch(x: Tensor) -> Tensor:
+    """In two operations, each rounded to x's dtype."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 @jit
 def _forward(x, y, N, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -119,7 +125,8 @@ def _liger(x: Tensor) -> Tensor:
 
 _TYPES = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"}
 SWIGLU = Kernel(
-    definition=swiglu, versions={"triton": _SwiGLU.apply}, examples=_examples, gradients=(0,),
+    definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
+    examples=_examples, gradients=(0,),
     timed=_timed, peers={"liger": _liger}, moved_bytes=lambda x: 3 * x.nbytes // 2,
     builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
                  for one in (_forward, _backward)))
