@@ -14,11 +14,13 @@ import time
 import pytest
 import torch
 
+from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import PYTORCH, choose
 from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.kernels.kernel import difference, far, gradients_of
 from lpkit.techniques.kernels import KERNELS
+from lpkit.training.training import RandomTokens, Training
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
               pytest.mark.skipif(tl is None, reason="Triton is not installed")]
@@ -189,3 +191,36 @@ def test_a_version_that_is_slow_loses(tmp_path):
 def test_an_unknown_version_is_refused_with_those_there_are(tmp_path):
     with pytest.raises(ConfigError, match="triton"):
         choose("rms-norm", KERNELS["rms-norm"].load(), "tritn", at_hand(), cache=tmp_path)
+
+
+@pytest.fixture
+def tiny():
+    return Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 16, "model.vocab": 64,
+                             "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.position": "rope", "model.bias": False,
+                             "global_batch": 2, "precision.recipe": "fp32", "system.device": "cpu" if DEVICE.type == "cpu" else "cuda"})
+
+
+def two_losses(config):
+    training = Training.build(config, data=RandomTokens(config, DEVICE))
+    return training, [training.update(step).loss.item() for step in range(2)]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="Triton's kernels need a GPU, or its interpreter")
+def test_a_model_trains_with_the_kernels_that_were_asked_for(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, want = two_losses(tiny)
+    training, got = two_losses(tiny.replace({"system.kernels": "triton"}))
+    used = {key: choice.used for key, choice in training.decisions.choices.items() if key.startswith("kernel:")}
+    assert used == dict.fromkeys(("kernel:rms-norm", "kernel:add-rms-norm", "kernel:swiglu", "kernel:rotary"), "triton")
+    assert training.model.blocks[1].mlp.activate is KERNELS["swiglu"].load().versions["triton"]
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+
+
+def test_where_a_kernel_has_no_such_version_it_says_so(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    training, got = two_losses(tiny.replace({"system.kernels": "reference"}))
+    assert all(c.used == "reference" for k, c in training.decisions.choices.items() if k.startswith("kernel:"))
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(two_losses(tiny)[1]), rtol=1e-5, atol=0)
+    if DEVICE.type == "cpu":
+        with pytest.raises(ConfigError, match="needs a GPU"):
+            two_losses(tiny.replace({"system.kernels": "cuda"}))
