@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice, Stage, Transform
 from lpkit.kernels.choose import candidates, choose
@@ -36,7 +37,9 @@ class Kernels(Transform):
     stage = Stage.KERNELS
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        if self.asked == "auto" and next(model.parameters()).device.type != "cuda":
+        first = next(model.parameters())
+        # a trace runs nothing that could be raced
+        if isinstance(first, FakeTensor) or (self.asked == "auto" and first.device.type != "cuda"):
             return model
         for name, arguments in self._at_hand(model).items():
             kernel = KERNELS[name].load()
