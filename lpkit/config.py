@@ -191,6 +191,8 @@ class SystemConfig(Group):
 
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
     compile: bool | Literal["auto"] = "auto"    # auto: on GPUs
+    # of the kernels that a layer calls; auto: on GPUs the fastest that is right, verified and raced
+    kernels: Literal["auto", "reference", "pytorch", "compile", "triton", "cuda"] = "auto"
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
 
 

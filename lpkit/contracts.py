@@ -25,11 +25,12 @@ class Stage(IntEnum):
 
     STORAGE = 0     # the dtype of the parameters, before anything is made of them
     PRECISION = 1   # swap Linears, before anything wraps them
-    PIPELINE = 2    # keep this rank's layers
-    TENSOR = 3      # shard inside a layer
-    RECOMPUTE = 4   # activation checkpointing
-    COMPILE = 5
-    DATA = 6        # FSDP or DDP wraps what is left
+    KERNELS = 2     # which version of a kernel a layer calls: a forward shows the tensors at hand
+    PIPELINE = 3    # keep this rank's layers
+    TENSOR = 4      # shard inside a layer
+    RECOMPUTE = 5   # activation checkpointing
+    COMPILE = 6
+    DATA = 7        # FSDP or DDP wraps what is left
 
 
 class Transform(ABC):

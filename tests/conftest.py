@@ -3,9 +3,14 @@
 `make test` divides the files between two processes (pytest-xdist); each computes with one thread.
 """
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():       # before anybody imports a kernel
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Files that share what is slow to make: one process has them all.
 TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}

@@ -15,6 +15,7 @@ BENCHES = {     # module of this folder, and function
     "fp8-linear": "fp8:linear",
     "fp8-step": "fp8:step",
     "import": "imports:run",
+    "kernels": "fused:fused",
     "ledger": "ledger:run",
     "loader": "loader:run",
     "low-precision-cpu": "steps:low_precision_cpu",

@@ -149,6 +149,7 @@ def _decide(config: Config, device: str) -> Decisions:
     if asked == "auto":
         used = "bf16"       # a run decides by a race, which a trace cannot hold
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
+                                       "system.kernels": "auto",
                                        "system.threads": torch.get_num_threads(),
                                        "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}

@@ -1,10 +1,13 @@
 """Norms, positions and MLPs: what the rows of `lpkit.techniques.blocks` name."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
+from lpkit.kernels import norm, swiglu
 from lpkit.techniques.blocks import MicroBatch, operations
 
 
@@ -14,12 +17,41 @@ def linear(config: ModelConfig, name: str) -> nn.Linear:
     return nn.Linear(*op.matmul, bias=op.params > op.weights)
 
 
+# A layer names the kernels that it calls (`lpkit.techniques.kernels`) in `kernels`, by attribute.
+# What stands there is PyTorch's own; `lpkit.training.kernels` may put another version in its place.
+
+class LayerNorm(nn.LayerNorm):
+    kernels: ClassVar = {"normalise": "layer-norm", "add_normalise": "add-layer-norm"}
+    normalise = staticmethod(norm.layer_norm_pytorch)
+    add_normalise = staticmethod(norm.add_layer_norm_pytorch)
+
+    def forward(self, x: Tensor) -> Tensor:     # (..., D) -> (..., D)
+        return self.normalise(x, self.weight, self.bias, self.eps)
+
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        return self.add_normalise(x, delta, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    kernels: ClassVar = {"normalise": "rms-norm", "add_normalise": "add-rms-norm"}
+    normalise = staticmethod(norm.rms_norm_pytorch)
+    add_normalise = staticmethod(norm.add_rms_norm_pytorch)
+
+    def forward(self, x: Tensor) -> Tensor:     # (..., D) -> (..., D)
+        return self.normalise(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        return self.add_normalise(x, delta, self.weight, self.eps)
+
+
 def layernorm(config: ModelConfig) -> nn.Module:
-    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
+    return LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
 
 
 def rmsnorm(config: ModelConfig) -> nn.Module:
-    return nn.RMSNorm(config.width, eps=config.norm_eps)
+    return RMSNorm(config.width, eps=config.norm_eps)
 
 
 class GeluMLP(nn.Module):
@@ -36,13 +68,15 @@ class GeluMLP(nn.Module):
 class SwigluMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product (Shazeer, arXiv:2002.05202)."""
 
+    kernels: ClassVar = {"activate": "swiglu"}
+    activate = staticmethod(swiglu.swiglu_pytorch)
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up, self.down = linear(config, "mlp.gate_up"), linear(config, "mlp.down")
 
     def forward(self, x: Tensor) -> Tensor:   # (B, T, D) -> (B, T, D)
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activate(self.gate_up(x)))
 
 
 class LearnedPositions(nn.Module):
@@ -80,12 +114,3 @@ class RotaryPositions(nn.Module):
         angles = torch.outer(places, self.theta ** (-i / self.E))
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:   # (B, H, T, E)
-    if rotation is None:
-        return x
-    cos, sin = rotation
-    left, right = x.chunk(2, dim=-1)
-    # under autocast, x may be narrower
-    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

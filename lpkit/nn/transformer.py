@@ -3,6 +3,8 @@
 What it is given decides which technique sits where; it does not know what is quantised or sharded.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,8 +12,9 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.errors import ConfigError
+from lpkit.kernels import rotary
 from lpkit.nn.attention import last_token, sdpa
-from lpkit.nn.layers import linear, rotate
+from lpkit.nn.layers import linear
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
@@ -37,6 +40,9 @@ class Attention(nn.Module):
     `qk_norm`, each head's q and k have an RMSNorm of their own before rotation (Qwen3,
     https://arxiv.org/abs/2505.09388)."""
 
+    kernels: ClassVar = {"rotate": "rotary"}
+    rotate = staticmethod(rotary.rotate_pytorch)
+
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
@@ -54,7 +60,8 @@ class Attention(nn.Module):
         if self.q_norm is not None:     # under autocast their results may be wider than v
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        if rotation is not None:
+            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
         attend = self.attend
         if cache is not None:
             k, v = cache.extend(layer, k, v)
@@ -73,8 +80,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None,
                 layer: int = 0) -> Tensor:
-        x = x + self.attention(self.norm1(x), rotation, cache, layer)
-        return x + self.mlp(self.norm2(x))
+        x, h = self.norm2.after(x, self.attention(self.norm1(x), rotation, cache, layer))
+        return x + self.mlp(h)
 
 
 class Transformer(nn.Module):

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -30,6 +30,7 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
+from lpkit.training.kernels import OF_KERNEL, Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class Decisions:
     device: torch.device
     recipe: Recipe
     choices: dict[str, Choice]
+    kernels: Mapping[str, str] = field(default_factory=dict)    # of a run that goes on
 
     @property
     def autocast(self) -> AbstractContextManager:
@@ -133,7 +135,15 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
         config.model.attention, device_type=device.type, context=config.model.context,
         recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
     chosen |= memory.choose(config, recipe, device)
-    return Decisions(device=device, recipe=recipe, choices=chosen)
+    kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
+               if key.startswith(OF_KERNEL)}
+    return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
+
+
+def kernels(config: Config, decisions: Decisions) -> Kernels:
+    """The transform that chooses the model's kernels; its `choices` belong to those of the run."""
+    return Kernels(asked=config.system.kernels, before=decisions.kernels,
+                   batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
 def build_model(config: Config, decisions: Decisions,

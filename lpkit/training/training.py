@@ -103,7 +103,8 @@ class Training:
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             val = _policy(config, EVALUATION, files.val, config.micro_batch)
         rows, device, m = rows_of(config), decisions.device, config.memory
-        model = build.build_model(config, decisions, more)
+        kernels = build.kernels(config, decisions)
+        model = build.build_model(config, decisions, (*more, kernels))
         scaler, step_metrics = None, {}
         if scaling := decisions.recipe.loss_scaling:
             scaler = LossScaler(initial=scaling.loss_scale, growth_steps=scaling.growth_steps)
@@ -114,7 +115,7 @@ class Training:
                                   placement=placement, seed=config.seed)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        choices = stepper.recorded(optimizer, decisions.choices)
+        choices = stepper.recorded(optimizer, decisions.choices | kernels.choices)
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
             cached_casts = weights_cached

@@ -1,0 +1,174 @@
+"""Which version of a kernel runs here: those that compute the same are raced, once for a machine.
+
+First each candidate is held against the definition on this machine, forward and backward, on the
+kernel's own examples and on the tensors at hand. One that differs is refused, and is named. Those
+that pass are raced forward and backward, with the definition among them. What was found is kept in
+the user's cache, under the machine, its driver, the versions of PyTorch and Triton, the kernel's
+source and the shapes at hand; another of any of these, and it is found out anew.
+
+A wrong backend is worse than a slow one, and its numbers look like numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lpkit import records
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError, pick
+from lpkit.files import cache_dir
+from lpkit.kernels.jit import INTERPRETED, why_no_triton
+from lpkit.kernels.kernel import Kernel, Version, difference, gradients_of
+from lpkit.machine_facts import cpu_flags, cpu_name, versions
+from lpkit.timing import interleaved_seconds
+
+REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
+TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in between
+ROUNDS, WARM_UP = 7, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """`refused`: why, by the names of candidates that differ or cannot run here."""
+
+    call: Version
+    choice: Choice
+    refused: Mapping[str, str]
+
+
+def candidates(kernel: Kernel) -> dict[str, Version]:
+    return {REFERENCE: kernel.definition, **kernel.versions,
+            COMPILE: lambda *arguments: _compiled(kernel.definition)(*arguments)}
+
+
+@functools.cache        # to compile imports much, and not before it is called
+def _compiled(definition: Version) -> Version:
+    return torch.compile(definition, dynamic=False)
+
+
+def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
+           cache: Path | None = None) -> Chosen:
+    """The version for `arguments`, tensors like those of a step. asked: "auto" or a version's name.
+
+    Raises ConfigError for an unknown version, and for one that differs or cannot run here.
+    """
+    offered = candidates(kernel)
+    if asked != "auto":
+        call = pick(offered, asked, f"version of the kernel {name}")
+        why = why_not(asked, arguments)
+        if why or (asked not in TRUSTED and (why := _wrong(kernel, call, arguments))):
+            raise ConfigError(f"system.kernels={asked}: {name} {why}; the nearest that is right: "
+                              f"{REFERENCE}")
+        return Chosen(call=call, refused={},
+                      choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
+    path = (cache or cache_dir("kernels-raced")) / f"{_key(name, kernel, arguments)}.json"
+    found = _kept(path)
+    if found is None:
+        found = _find(kernel, offered, arguments)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        records.write(path, found)
+    seconds: dict[str, float] = found["seconds"]
+    used = min(seconds, key=seconds.__getitem__)
+    why = f"the fastest of {', '.join(seconds)} here, and verified"
+    if len(seconds) == 1:
+        why = "nothing else runs here"
+    if found["refused"]:
+        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in found["refused"].items())
+    return Chosen(call=offered[used], refused=found["refused"],
+                  choice=Choice(asked=asked, used=used, why=why))
+
+
+def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> dict:
+    refused, right = {}, {}
+    for key, call in offered.items():
+        why = why_not(key, arguments)
+        if not why and key not in TRUSTED:
+            why = _wrong(kernel, call, arguments)
+        if why:
+            refused[key] = why
+        else:
+            right[key] = call
+    seconds = {REFERENCE: 0.0}
+    if len(right) > 1:
+        runners = [functools.partial(_step, kernel, call, arguments) for call in right.values()]
+        raced = interleaved_seconds(runners, rounds=ROUNDS, warm_up=WARM_UP, shuffle=True)
+        seconds = dict(zip(right, map(statistics.median, raced)))
+    return {"seconds": seconds, "refused": refused}
+
+
+def why_not(version: str, arguments: tuple) -> str:
+    """Why `version` is no candidate on this device, in one clause, or empty."""
+    on_cpu = _device(arguments).type == "cpu"
+    if version == "triton":
+        return why_no_triton() or ("needs a GPU" if on_cpu and not INTERPRETED else "")
+    if version == COMPILE and on_cpu:
+        return "a CPU fuses little, and compiling takes seconds"
+    return "needs a GPU" if version == "cuda" and on_cpu else ""
+
+
+def _wrong(kernel: Kernel, call: Version, arguments: tuple) -> str:
+    """What is wrong with it on the examples and at hand; whatever it raises is wrong."""
+    device = _device(arguments)
+    examples: Iterable[tuple] = kernel.examples(torch.Generator().manual_seed(0), device)
+    for example in itertools.chain(examples, [arguments]):
+        try:
+            if said := difference(kernel, call, example):
+                return f"differs from its definition: {said}"
+        except Exception as error:
+            return f"fails: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return ""
+
+
+def _step(kernel: Kernel, call: Version, arguments: tuple) -> None:
+    gradients_of(kernel, call, arguments)
+    if _device(arguments).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _device(arguments: tuple) -> torch.device:
+    return next(a.device for a in arguments if torch.is_tensor(a))
+
+
+def _kept(path: Path) -> dict | None:
+    try:
+        found = records.read(path)
+    except (OSError, ConfigError):
+        return None
+    return found if {"seconds", "refused"} <= found.keys() else None
+
+
+def _key(name: str, kernel: Kernel, arguments: tuple) -> str:
+    device = _device(arguments)
+    if device.type == "cuda":
+        made = torch.cuda.get_device_properties(device)
+        machine = [made.name, made.major, made.minor, torch.version.cuda, _driver()]
+    else:
+        machine = [cpu_name(), *sorted(cpu_flags()), torch.get_num_threads()]
+    shapes = [(tuple(a.shape), str(a.dtype), a.stride()) if torch.is_tensor(a) else a
+              for a in arguments]
+    said = [machine, versions(("torch", "triton")), _source(kernel), shapes]
+    return f"{name}-{hashlib.sha256(repr(said).encode()).hexdigest()[:20]}"
+
+
+@functools.cache
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+
+
+def _source(kernel: Kernel) -> str:
+    """Of the files that its versions are in."""
+    calls: list[Callable] = [kernel.definition, *kernel.versions.values()]
+    files = {inspect.getsourcefile(inspect.unwrap(one)) for one in calls}
+    return "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest() for one in sorted(files))

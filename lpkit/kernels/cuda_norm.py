@@ -1,0 +1,76 @@
+"""add_rms_norm.cu, compiled by PyTorch on first use: what Triton's twin in `norm` does, by hand.
+
+It needs a GPU, nvcc and a C++ compiler; `why_not()` says what is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.kernels.compile_c import own_cache
+from lpkit.kernels.kernel import row_length
+from lpkit.kernels.norm import backward_op
+
+SOURCE = Path(__file__).with_name("add_rms_norm.cu")
+SHARED_BYTES = 48 * 1024        # of a block, without asking for more
+VECTOR_BYTES = 16
+
+
+def why_not() -> str:
+    """Why it cannot be compiled or run here, in one clause; empty: it can."""
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    if home is None or not shutil.which("nvcc", path=os.path.join(home, "bin")):
+        return "there is no nvcc here (CUDA's toolkit brings it; Triton's twin does without)"
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "there is no C++ compiler here"
+    return ""
+
+
+@functools.cache
+def _library() -> Any:
+    if why := why_not():
+        raise ConfigError(f"the CUDA kernel cannot be compiled: {why}")
+    from torch.utils import cpp_extension
+
+    folder = own_cache() / f"cuda-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return cpp_extension.load(
+        name="lpkit_add_rms_norm", sources=[str(SOURCE)], build_directory=str(folder),
+        extra_cuda_cflags=["-O3", "-DLPKIT_WITH_ATEN"])
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, delta, w = x.contiguous(), delta.contiguous(), w.float().contiguous()
+        N = row_length(x, delta)
+        if 4 * N > SHARED_BYTES or N * x.itemsize % VECTOR_BYTES:
+            raise ConfigError(f"the CUDA kernel holds rows of whole 16 bytes and at most "
+                              f"{SHARED_BYTES // 4:,} elements; got {N:,} of {x.dtype}")
+        s, y, r = _library().forward(x, delta, w, eps)
+        ctx.save_for_backward(s, w, r)
+        return s, y
+
+    @staticmethod
+    def backward(ctx, ds: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        s, w, r = ctx.saved_tensors         # by Triton
+        dx, dw, _ = backward_op(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
+                                False)
+        return dx, dx, dw, None
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`norm.add_rms_norm`; rows that are no whole number of 16 bytes are refused."""
+    return _AddRMSNorm.apply(x, delta, w, eps)

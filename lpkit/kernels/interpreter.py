@@ -1,0 +1,50 @@
+"""Triton's interpreter, with PyTorch's conversions in place of its own.
+
+As it is (3.6 to 3.9) it truncates where hardware rounds to nearest-even: float32 to bf16 loses half
+a bit, and a carry in FP8 is lost, so that 127.4 becomes 64 in E4M3. It also multiplies and adds the
+bit patterns of bf16 in `tl.dot`. Stores out of bounds it does not see.
+"""
+
+import numpy as np
+import torch
+
+from lpkit.kernels.jit import tl
+
+
+def mend() -> None:
+    """For this process. A conversion to FP8 saturates, as `cvt.rn.satfinite` does."""
+    from triton.runtime import interpreter
+
+    dtypes = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32,
+              tl.float64: torch.float64, tl.float8e4nv: torch.float8_e4m3fn,
+              tl.float8e5: torch.float8_e5m2}
+    builder, numpy_dtype = interpreter.InterpreterBuilder, interpreter._get_np_dtype
+    plain_cast, plain_dot = builder.cast_impl, builder.create_dot
+
+    def tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        data = np.ascontiguousarray(data).reshape(np.shape(data))
+        whole = {1: np.uint8, 2: np.int16, 4: np.float32, 8: np.float64}[dtype.itemsize]
+        return torch.from_numpy(data.view(whole).copy()).view(dtype)
+
+    def cast(self, source, kind, *_):
+        ours, theirs = dtypes.get(source.dtype.scalar), dtypes.get(kind.scalar)
+        if ours is None and theirs is None:
+            return plain_cast(self, source, kind)
+        if ours is None:        # an integer, or a boolean
+            values = torch.from_numpy(np.asarray(source.data).astype(np.float64))
+        else:
+            values = tensor(source.data, ours)
+        if theirs is None:
+            made = values.double().nan_to_num(0.0).numpy().astype(numpy_dtype(kind))
+        else:
+            if theirs.itemsize == 1:
+                values = values.float().clamp(-torch.finfo(theirs).max, torch.finfo(theirs).max)
+            whole = {1: torch.uint8, 2: torch.int16}.get(theirs.itemsize, theirs)
+            made = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
+        return interpreter.TensorHandle(made.reshape(np.shape(source.data)), kind.scalar)
+
+    def dot(self, a, b, total, *how):
+        return plain_dot(self, *(cast(self, one, tl.float32) for one in (a, b)), total, *how)
+
+    builder.cast_impl = builder.create_fp_to_fp = cast
+    builder.create_dot = dot

@@ -1,0 +1,29 @@
+"""Triton, where it is installed: it exists for Linux alone, and a kernel's file also holds its
+definition, which everybody imports.
+
+`jit` marks a kernel; without Triton it leaves a function that nobody launches. `INTERPRETED` says
+that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. That interpreter
+converts to FP8 wrongly and multiplies the bit patterns of bf16, so kernels load to float32 at once
+and give it integers to store.
+"""
+
+from collections.abc import Callable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:     # the definition serves
+    triton = tl = None
+
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+
+
+def jit(function: Callable) -> Callable:
+    return function if triton is None else triton.jit(function)
+
+
+def why_no_triton() -> str:
+    """In one clause, or empty: it is there."""
+    if triton is None:
+        return "Triton is not installed (pip install triton, on Linux)"
+    return ""

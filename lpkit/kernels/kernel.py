@@ -1,0 +1,188 @@
+"""What a kernel is: a definition in PyTorch's operations, and other ways to compute the same.
+
+A file of this folder holds one, as `KERNEL`: its definition, its Triton kernel, the operator around
+that one, and what is needed to judge it: examples, how exact it must be, the bytes that it must
+move. `lpkit.techniques.kernels.KERNELS` lists them.
+
+`difference` is the judge. The tests, the bench and the choice of a version on this machine ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+
+Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
+LONGEST_ROW = 65536     # elements that one program holds
+SLACK = 2.0             # as far from float64 as the definition is, times this
+NEAR = 0.02             # of the norm: bf16 results that were rounded on the way
+GRAIN = 2.0**-24        # of float32, in which sums are; their order is a version's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """A Triton kernel compiled ahead of time. `signature`: the types of its arguments in Triton's
+    words, "*bf16", "i32", by name; `constants`: its constexpr arguments by name."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """`definition` and each of `versions` take the same arguments and return the same.
+
+    examples:    of arguments, for a generator and a device: random, awkward and adversarial ones.
+    gradients:   places of the arguments that have a gradient.
+    exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
+    moved_bytes: that any version must read and write, for given arguments, forward.
+    timed:       arguments like those of a training step, for a generator and a device.
+    peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
+    builds:      what the tests compile for GPUs.
+    """
+
+    definition: Version
+    versions: Mapping[str, Version] = field(default_factory=dict)
+    examples: Callable[[torch.Generator, torch.device], Iterable[tuple]]
+    gradients: tuple[int, ...] = ()
+    exact: bool = False
+    moved_bytes: Callable[..., int]
+    timed: Callable[[torch.Generator, torch.device], Iterable[tuple]] | None = None
+    peers: Mapping[str, Version] = field(default_factory=dict)
+    builds: tuple[Build, ...] = ()
+
+
+def floats(*tensors: Tensor) -> None:
+    """What an element-wise kernel takes. Raises ConfigError for a dtype that is not float32, bf16
+    or fp16, and for a tensor whose elements do not lie one after the other."""
+    for one in tensors:
+        if one.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {one.dtype}")
+        if not one.is_contiguous():
+            raise ConfigError(f"a kernel takes contiguous tensors, not strides {one.stride()} of "
+                              f"{tuple(one.shape)}; call .contiguous()")
+
+
+def row_length(x: Tensor, *others: Tensor) -> int:
+    """Elements of the last axis of x (..., N), for a kernel whose program holds a row. Raises
+    ConfigError as `floats` does, and for a row that no program holds."""
+    floats(x, *others)
+    if x.shape[-1] > LONGEST_ROW:
+        raise ConfigError(f"rows of {x.shape[-1]:,} elements do not fit into one program; at most "
+                          f"{LONGEST_ROW:,}")
+    return x.shape[-1]
+
+
+def difference(kernel: Kernel, version: Version, arguments: tuple) -> str:
+    """Where `version` differs from the definition on these arguments, forward or backward, in one
+    clause; empty: nowhere."""
+    got = gradients_of(kernel, version, arguments)
+    want = gradients_of(kernel, kernel.definition, arguments)
+    if len(got) != len(want):
+        return f"{len(got)} results and gradients where the definition has {len(want)}"
+    if kernel.exact:
+        said = [_bits_differ(*pair) for pair in zip(got, want)]
+    else:
+        true = gradients_of(kernel, kernel.definition, _wide(arguments))
+        # a gradient may be the small difference of large terms
+        scale = max((_farthest(one) for one in true), default=0.0)
+        said = [_differs(*three, scale) for three in zip(got, want, true)]
+    return next((f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one), "")
+
+
+def timed_rows(device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Tokens and width, as a step has them: those of GPT-2 1.5B, Llama 8B and its MLP; less on a
+    CPU."""
+    if device.type == "cpu":
+        return ((1024, 768),)
+    return ((65_536, 1664), (16_384, 4096), (16_384, 14_336))
+
+
+def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
+                 weights: list[Tensor] | None = None) -> list[Tensor]:
+    """The results of forward, then the gradients of their sum under `weights`, None: some."""
+    arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
+                      for i, a in enumerate(arguments))
+    out = version(*arguments)
+    out = out if isinstance(out, tuple) else (out,)
+    results = [one.detach() for one in out]
+    if wanted := [arguments[i] for i in kernel.gradients if arguments[i] is not None]:
+        weights = weights_of(out) if weights is None else weights
+        results += torch.autograd.grad(out, wanted, weights)
+    return results
+
+
+def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
+    """Of no special shape, the same each time, the same in every dtype: -1, -0.75 ... 1."""
+    return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
+            .to(one.dtype) for one in results]
+
+
+def far(got: list[Tensor], want: list[Tensor]) -> str:
+    """Where another library's results are not those of the definition within NEAR, or empty. It may
+    round in between."""
+    for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
+        error = _length(ours.double() - theirs.double()) / max(_length(theirs.double()), 1e-30)
+        if not error < NEAR:
+            return f"result {i} of {len(want)} differs from the definition by {error:.3g} of it"
+    return ""
+
+
+def _wide(arguments: tuple) -> tuple:
+    return tuple(a.double() if torch.is_tensor(a) and a.is_floating_point() else a
+                 for a in arguments)
+
+
+def _unlike(ours: Tensor, theirs: Tensor) -> str:
+    if (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+        return ""
+    return (f"{ours.dtype} {tuple(ours.shape)} where the definition has {theirs.dtype} "
+            f"{tuple(theirs.shape)}")
+
+
+def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
+    return _unlike(ours, theirs) or _first(ours, theirs, (_bits(ours) != _bits(theirs)).any(-1))
+
+
+def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
+    if unlike := _unlike(ours, theirs):
+        return unlike
+    wrong = ours.isnan() != theirs.isnan()
+    wrong |= (ours.isinf() | theirs.isinf()) & (ours != theirs)
+    if wrong.any():
+        return _first(ours, theirs, wrong)
+    keep = theirs.isfinite()
+    ours, theirs, true = (t[keep].double() for t in (ours, theirs, true))
+    for name, size in (("all together", _length), ("the farthest", _farthest)):
+        mine, its = size(ours - true), size(theirs - true)
+        if mine > SLACK * max(its, size(true) * GRAIN, scale * GRAIN):
+            return f"{name} {mine:.3g} from float64's {size(true):.3g}, the definition {its:.3g}"
+    return ""
+
+
+def _length(t: Tensor) -> float:
+    return torch.linalg.vector_norm(t).item() if t.numel() else 0.0
+
+
+def _farthest(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().reshape(*t.shape, 1).view(torch.uint8)
+
+
+def _first(ours: Tensor, theirs: Tensor, wrong: Tensor) -> str:
+    if not wrong.any():
+        return ""
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"at {list(at)} {ours[at].item()!r}, the definition {theirs[at].item()!r}"

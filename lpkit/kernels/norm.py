@@ -1,0 +1,327 @@
+"""RMSNorm and LayerNorm over the last axis, alone or with the residual addition before them.
+
+    rms_norm(x, w, eps)             x / sqrt(mean(x^2) + eps) * w       (arXiv:1910.07467)
+    layer_norm(x, w, b, eps)        the same of x - mean(x), + b        (arXiv:1607.06450)
+    add_rms_norm(x, delta, w, eps), add_layer_norm(x, delta, w, b, eps)
+                                    s = x + delta, and the norm of s: both are needed further on
+
+A program takes a row and holds it: each number is read once and written once. Backward needs s, and
+of each row 1 / rms and the mean. With n = (s - mean) * r and g = w dy,
+
+    ds = r * (g - mean(g) - n * mean(g n)) + what comes down the residual stream
+    dw, db = the sums over rows of dy n and dy
+
+where RMSNorm lacks mean(g). A program of backward takes rows in strides and sums dw and db of its
+own, (programs, N) float32; the sum over programs is PyTorch's. Sums are in float32, in an order
+that does not depend on timing, so that the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.kernel import Build, Kernel, row_length, timed_rows
+from lpkit.kernels.operator import EVERY_DEVICE, operator
+
+PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
+
+
+# ---- the definitions, in float32, or in float64 where x is
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """x (..., N), w (N,) -> like x."""
+    wide = _wide(x)
+    n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (n * w.to(wide.dtype)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
+    """x (..., N), w and b (N,) -> like x."""
+    wide = _wide(x)
+    b = b if b is None else b.to(wide.dtype)
+    return F.layer_norm(wide, x.shape[-1:], w.to(wide.dtype), b, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    s = x + delta
+    return s, rms_norm(s, w, eps)
+
+
+def add_layer_norm(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
+                   eps: float) -> tuple[Tensor, Tensor]:
+    s = x + delta
+    return s, layer_norm(s, w, b, eps)
+
+
+# ---- the kernels
+
+@jit
+def _forward(x, delta, w, b, s, y, mean, r, N, eps, CENTRED: tl.constexpr, BIAS: tl.constexpr,
+             ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside, where = at < N, row * N + at
+    v = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        v += tl.load(delta + where, mask=inside, other=0.0).to(tl.float32)
+        rounded = v.to(s.dtype.element_ty)
+        tl.store(s + where, rounded, mask=inside)
+        v = rounded.to(tl.float32)
+    if CENTRED:
+        middle = tl.sum(v, 0) / N
+        tl.store(mean + row, middle)
+        v = tl.where(inside, v - middle, 0.0)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / N + eps)
+    tl.store(r + row, scale)
+    n = v * scale * tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        n += tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + where, n.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BIAS: tl.constexpr,
+              ADD: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    of_weight, of_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for row in range(program, M, tl.num_programs(0)):
+        where = tl.cast(row, tl.int64) * N + at
+        n = tl.load(s + where, mask=inside, other=0.0).to(tl.float32)
+        if CENTRED:
+            n = tl.where(inside, n - tl.load(mean + row), 0.0)
+        scale = tl.load(r + row)
+        n *= scale
+        g = tl.load(dy + where, mask=inside, other=0.0).to(tl.float32)
+        of_weight += g * n
+        if BIAS:
+            of_bias += g
+        g *= weight
+        d = g - n * (tl.sum(g * n, 0) / N)
+        if CENTRED:
+            d -= tl.sum(g, 0) / N
+        d *= scale
+        if ADD:
+            d += tl.load(ds + where, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + where, d.to(dx.dtype.element_ty), mask=inside)
+    sums = tl.cast(program, tl.int64) * N + at
+    tl.store(dw + sums, of_weight, mask=inside)
+    if BIAS:
+        tl.store(db + sums, of_bias, mask=inside)
+
+
+def _shape(N: int) -> dict[str, int]:
+    block = triton.next_power_of_2(max(N, 1))
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+# ---- the operators
+
+def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
+            centred: bool) -> tuple[Tensor, ...]:
+    """(s, y, mean, r); s is empty without delta, and mean where nothing is centred."""
+    N = row_length(*(t for t in (x, delta, w, b) if t is not None))
+    s, y, mean, r = _like(x, delta, w, b, eps, centred)
+    _forward[(r.numel(),)](x, delta, w, b, s, y, mean, r, N, eps, CENTRED=centred,
+                           BIAS=b is not None, ADD=delta is not None, **_shape(N))
+    return s, y, mean, r
+
+
+def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
+          centred: bool) -> tuple[Tensor, ...]:
+    rows = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    s = x.new_empty(0) if delta is None else torch.empty_like(x)
+    return s, torch.empty_like(x), torch.empty_like(rows) if centred else rows.new_empty(0), rows
+
+
+def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, r: Tensor,
+             centred: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db); db is empty without a bias."""
+    N, M = row_length(*(t for t in (s, w, dy, ds) if t is not None)), r.numel()
+    programs = max(1, min(M, PROGRAMS))
+    dx = torch.empty_like(s)
+    dw, db = w.new_empty(2, programs, N, dtype=torch.float32)
+    _backward[(programs,)](s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED=centred, BIAS=bias,
+                           ADD=ds is not None, **_shape(N))
+    return dx, dw.sum(0).to(w.dtype), db.sum(0).to(w.dtype) if bias else w.new_empty(0)
+
+
+forward_op = operator(
+    "norm(Tensor x, Tensor? delta, Tensor w, Tensor? b, float eps, bool centred) "
+    "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_like)(forward)
+backward_op = operator(
+    "norm_backward(Tensor s, Tensor w, Tensor dy, Tensor? ds, Tensor mean, Tensor r, bool centred,"
+    " bool bias) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
+    fake=lambda s, w, dy, ds, mean, r, centred, bias: (
+        torch.empty_like(s), torch.empty_like(w),
+        torch.empty_like(w) if bias else w.new_empty(0)))(backward)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
+                centred: bool):
+        x, delta = x.contiguous(), delta if delta is None else delta.contiguous()
+        s, y, mean, r = forward_op(x, delta, w, b, eps, centred)
+        ctx.save_for_backward(x if delta is None else s, w, mean, r)
+        ctx.centred, ctx.bias = centred, b is not None
+        return y if delta is None else (s, y)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        s, w, mean, r = ctx.saved_tensors
+        ds, dy = (None, *gradients) if len(gradients) == 1 else gradients
+        dx, dw, db = backward_op(s, w, dy.contiguous(), ds if ds is None else ds.contiguous(),
+                                 mean, r, ctx.centred, ctx.bias)
+        # both parts of a sum have its gradient
+        return dx, dx if ds is not None else None, dw, db if ctx.bias else None, None, None
+
+
+# ---- PyTorch's own
+
+def rms_norm_pytorch(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def layer_norm_pytorch(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def add_rms_norm_pytorch(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    s = x + delta
+    return s, rms_norm_pytorch(s, w, eps)
+
+
+def add_layer_norm_pytorch(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
+                           eps: float) -> tuple[Tensor, Tensor]:
+    s = x + delta
+    return s, layer_norm_pytorch(s, w, b, eps)
+
+
+# ---- versions in Triton and CUDA C++
+
+def rms_norm_triton(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(x, None, w, None, eps, False)
+
+
+def layer_norm_triton(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
+    return _Norm.apply(x, None, w, b, eps, True)
+
+
+def add_rms_norm_triton(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _Norm.apply(x, delta, w, None, eps, False)
+
+
+def add_layer_norm_triton(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
+                          eps: float) -> tuple[Tensor, Tensor]:
+    return _Norm.apply(x, delta, w, b, eps, True)
+
+
+def add_rms_norm_cuda(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from lpkit.kernels import cuda_norm  # whose backward is the one above
+
+    return cuda_norm.add_rms_norm(x, delta, w, eps)
+
+
+# ---- what judges them
+
+def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool):
+    def like(x: Tensor, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(device, x.dtype)
+
+    def arguments(x: Tensor, *biases: Tensor | None) -> tuple:
+        N = x.shape[-1]
+        w = like(x, N).float()
+        biases = (biases or (like(x, N).float(),)) if bias else ()
+        return (x, *([like(x, *x.shape)] if add else []), w, *biases, 1e-5)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((5, 123), (3, 2, 256), (1, 1), (0, 8), (70, 64)):
+            yield arguments(torch.randn(shape, generator=rng).to(device, dtype))
+    x = torch.randn(4, 48, generator=rng).to(device)
+    yield arguments(x, None)
+    yield arguments(x.T.contiguous().T)         # strided
+    yield arguments(x * 1e-30)                  # squares vanish beside eps
+    yield arguments(x * 1e15)
+    bad = x.clone()
+    bad[1, 3], bad[2, 5] = torch.nan, torch.inf
+    yield arguments(bad)
+
+
+def _timed(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool):
+    for shape in timed_rows(device):
+        x, delta = (torch.randn(shape, generator=rng).to(device, torch.bfloat16) for _ in range(2))
+        w, b = (torch.randn(shape[1], generator=rng).to(device) for _ in range(2))
+        yield x, *([delta] if add else []), w, *([b] if bias else []), 1e-5
+
+
+def _liger_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, w, eps, 0.0, "gemma", False)     # all of it in float32
+
+
+def _liger_layer(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, w, b, eps)
+
+
+def _liger_add_rms(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    y, s = LigerFusedAddRMSNormFunction.apply(x, delta, w, eps, 0.0, "gemma", False)
+    return s, y
+
+
+def _quack_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, w, eps=eps)
+
+
+def _moved_bytes(x: Tensor, *others: Tensor | float | None) -> int:
+    tensors = [t for t in (x, *others) if torch.is_tensor(t)]
+    written = sum(t.nbytes for t in tensors if t.shape == x.shape)  # y, and s beside a delta
+    return sum(t.nbytes for t in tensors) + written
+
+
+def _builds(centred: bool, bias: bool, add: bool):
+    said = {"CENTRED": centred, "BIAS": bias, "ADD": add, "BLOCK": 4096}
+    forward = dict.fromkeys(("x", "s", "y", "delta"), "*bf16") | dict.fromkeys(
+        ("w", "b", "mean", "r"), "*fp32") | {"N": "i32", "eps": "fp32"}
+    backward = dict.fromkeys(("s", "dy", "ds", "dx"), "*bf16") | dict.fromkeys(
+        ("w", "mean", "r", "dw", "db"), "*fp32") | {"M": "i32", "N": "i32"}
+    return (Build(kernel=_forward, signature=forward, constants=said, warps=8, unaligned=("eps",)),
+            Build(kernel=_backward, signature=backward, constants=said, warps=8,
+                  unaligned=("M",)))
+
+
+def _kernel(definition, pytorch, triton, *, bias: bool, add: bool, peers=(), **others) -> Kernel:
+    return Kernel(
+        definition=definition, versions={"pytorch": pytorch, "triton": triton, **others},
+        examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
+        timed=partial(_timed, add=add, bias=bias), peers=dict(peers),
+        gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
+        builds=_builds(centred=bias, bias=bias, add=add))
+
+
+RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, rms_norm_triton, bias=False, add=False,
+                   peers={"liger": _liger_rms, "quack": _quack_rms})
+LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, layer_norm_triton, bias=True, add=False,
+                     peers={"liger": _liger_layer})
+ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, add_rms_norm_triton, bias=False,
+                       add=True, cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms})
+ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, add_layer_norm_triton, bias=True,
+                         add=True)

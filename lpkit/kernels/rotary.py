@@ -1,0 +1,113 @@
+"""Rotary positions: pairs (i, i + E/2) of each head turned by an angle of its position (Su et al.
+2021, https://arxiv.org/abs/2104.09864).
+
+    y = x cos + (-right, left) sin          for x = (left, right)
+
+Each number is read once and written once; backward is the same turn the other way. cos and sin are
+(T, E), as `lpkit.nn` has them, with both halves alike: the first half is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.kernel import Build, Kernel, floats
+from lpkit.kernels.operator import EVERY_DEVICE, operator
+
+ROWS = 16           # of E numbers, that a program turns
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, T, E), cos and sin (T, E) -> like x."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    left, right = wide.chunk(2, dim=-1)
+    turned = torch.cat((-right, left), dim=-1)
+    return (wide * cos.to(wide.dtype) + turned * sin.to(wide.dtype)).to(x.dtype)
+
+
+def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the dtype of the angles, which under autocast is wider than x's."""
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
+
+
+@jit
+def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+            ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)      # a 64-bit remainder would be a call
+    at = tl.arange(0, HALF)
+    inside = (row < rows)[:, None] & (at < E // 2)[None, :]
+    where = row[:, None].to(tl.int64) * E + at[None, :]
+    angle = (row % T)[:, None] * E + at[None, :]
+    left = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(x + where + E // 2, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32) * SIGN
+    to = y.dtype.element_ty
+    tl.store(y + where, (left * c - right * s).to(to), mask=inside)
+    tl.store(y + where + E // 2, (right * c + left * s).to(to), mask=inside)
+
+
+@operator("rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", key=EVERY_DEVICE,
+          fake=lambda x, *_: torch.empty_like(x))
+def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """`sign` -1 turns back."""
+    floats(x, cos, sin)
+    T, E = x.shape[-2:]
+    if E % 2 or any(t.shape != (T, E) for t in (cos, sin)):
+        raise ConfigError(f"x (..., T, E) with E even takes cos and sin (T, E); got "
+                          f"{tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}")
+    y, rows = torch.empty_like(x), x.numel() // E if E else 0
+    _rotate[(triton.cdiv(rows, ROWS),)](
+        x, cos, sin, y, rows, T, SIGN=sign, E=E, HALF=triton.next_power_of_2(max(E // 2, 1)),
+        ROWS=ROWS)
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turn(x.contiguous(), cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return turn(dy.contiguous(), *ctx.saved_tensors, -1), None, None
+
+
+def _angles(T: int, E: int) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(T).float(), 1e4 ** (-torch.arange(0, E, 2) / max(E, 1)))
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _examples(rng: torch.Generator, device: torch.device):
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((2, 3, 5, 16), (1, 2, 37, 64), (1, 1, 1, 2), (0, 2, 4, 8), (2, 1, 9, 20)):
+            cos, sin = (t.to(device, dtype) for t in _angles(*shape[-2:]))
+            yield torch.randn(shape, generator=rng).to(device, dtype), cos, sin
+    x, (cos, sin) = torch.randn(2, 9, 4, 16, generator=rng), _angles(9, 16)
+    cos, sin = cos.to(device), sin.to(device)
+    yield x.to(device).transpose(1, 2), cos, sin        # heads beside tokens, as a product has them
+    bad = x.transpose(1, 2).contiguous().to(device)
+    bad[1, 2, 3, 4], bad[0, 0, 0, 0] = torch.nan, torch.inf
+    yield bad, cos, sin
+
+
+def _timed(rng: torch.Generator, device: torch.device):
+    shape = (1, 4, 256, 64) if device.type == "cpu" else (4, 32, 4096, 128)
+    cos, sin = (t.to(device, torch.bfloat16) for t in _angles(*shape[-2:]))
+    yield torch.randn(shape, generator=rng).to(device, torch.bfloat16), cos, sin
+
+
+ROTARY = Kernel(
+    definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
+    examples=_examples, gradients=(0,),
+    timed=_timed,
+    moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
+    builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},
+                  signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16")
+                  | {"rows": "i32", "T": "i32"}),))

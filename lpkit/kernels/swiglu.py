@@ -1,0 +1,132 @@
+"""SwiGLU: silu(gate) * up, of gate and up side by side in one tensor (Shazeer 2020,
+https://arxiv.org/abs/2002.05202).
+
+Forward reads 2 N numbers a row and writes N. Backward computes sigmoid(gate) again, reads the input
+and dy, and writes both gradients: nothing is kept but the input. With s = sigmoid(gate),
+
+    d up = dy gate s        d gate = dy up s (1 + gate (1 - s))
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.kernel import Build, Kernel, floats, timed_rows
+from lpkit.kernels.operator import EVERY_DEVICE, operator
+
+BLOCK, WARPS = 1024, 4
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """x (..., 2 N) -> (..., N), in float32, or float64 where x is, and rounded once."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    gate, up = wide.chunk(2, -1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def swiglu_pytorch(x: Tensor) -> Tensor:
+    """In two operations, each rounded to x's dtype."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@jit
+def _forward(x, y, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    gate = tl.load(x + row * 2 * N + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * N + N + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * N + at, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(x, dy, dx, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    left = row * 2 * N + at
+    gate = tl.load(x + left, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + left + N, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dy + row * N + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    to = dx.dtype.element_ty
+    tl.store(dx + left, (g * up * s * (1 + gate * (1 - s))).to(to), mask=inside)
+    tl.store(dx + left + N, (g * gate * s).to(to), mask=inside)
+
+
+def _grid(y: Tensor) -> tuple[int, int]:
+    N = y.shape[-1]
+    return (y.numel() // N if N else 0), triton.cdiv(N, BLOCK)
+
+
+def _like(x: Tensor) -> Tensor:
+    if x.shape[-1] % 2:
+        raise ConfigError(f"gate and up lie side by side, so that the last axis is even; got "
+                          f"{tuple(x.shape)}")
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@operator("swiglu(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=_like)
+def forward(x: Tensor) -> Tensor:
+    floats(x)
+    y = _like(x)
+    _forward[_grid(y)](x, y, y.shape[-1], BLOCK=BLOCK, num_warps=WARPS)
+    return y
+
+
+@operator("swiglu_backward(Tensor x, Tensor dy) -> Tensor", key=EVERY_DEVICE,
+          fake=lambda x, dy: torch.empty_like(x))
+def backward(x: Tensor, dy: Tensor) -> Tensor:
+    floats(x, dy)
+    dx = torch.empty_like(x)
+    _backward[_grid(dy)](x, dy, dx, dy.shape[-1], BLOCK=BLOCK, num_warps=WARPS)
+    return dx
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return backward(*ctx.saved_tensors, dy.contiguous())
+
+
+def _examples(rng: torch.Generator, device: torch.device):
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((5, 246), (2, 3, 64), (1, 2), (0, 8), (3, 2100)):
+            yield (torch.randn(shape, generator=rng).to(device, dtype),)
+    x = torch.randn(4, 48, generator=rng).to(device)
+    yield (x.T.contiguous().T,)
+    yield (x * 40,)                 # sigmoid is 0 or 1
+    bad = x.clone()
+    bad[1, 3], bad[2, 30] = torch.nan, torch.inf
+    yield (bad,)
+
+
+def _timed(rng: torch.Generator, device: torch.device):
+    for M, N in timed_rows(device):
+        yield (torch.randn(M, 2 * N, generator=rng).to(device, torch.bfloat16),)
+
+
+def _liger(x: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(*x.chunk(2, -1))
+
+
+_TYPES = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"}
+SWIGLU = Kernel(
+    definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
+    examples=_examples, gradients=(0,),
+    timed=_timed, peers={"liger": _liger}, moved_bytes=lambda x: 3 * x.nbytes // 2,
+    builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
+                 for one in (_forward, _backward)))

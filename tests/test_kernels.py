@@ -1,0 +1,226 @@
+"""Every kernel against its definition and float64, forward and backward; planted mistakes are found; what the compiler makes of the
+Triton kernels for GPUs.
+
+On a CPU Triton's interpreter runs them (conftest.py asks for it), with PyTorch's conversions instead of its own.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.kernels.choose import PYTORCH, choose
+from lpkit.kernels.jit import INTERPRETED, tl
+from lpkit.kernels.kernel import difference, far, gradients_of
+from lpkit.techniques.kernels import KERNELS
+from lpkit.training.training import RandomTokens, Training
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+              pytest.mark.skipif(tl is None, reason="Triton is not installed")]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def right_interpreter():
+    if INTERPRETED:
+        from lpkit.kernels.interpreter import mend
+        mend()
+
+
+def examples(kernel):
+    return kernel.examples(torch.Generator().manual_seed(0), DEVICE)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_versions_compute_what_the_definition_says(name):
+    kernel = KERNELS[name].load()
+    for version, call in kernel.versions.items():
+        if version == PYTORCH or (version == "cuda" and DEVICE.type == "cpu"):      # below; test_cuda_norm.py
+            continue
+        for i, arguments in enumerate(examples(kernel)):
+            said = difference(kernel, call, arguments)
+            assert not said, f"{version}, example {i}: {said}"
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if PYTORCH in KERNELS[name].load().versions])
+def test_pytorch_s_own_is_near_the_definition(name):
+    """It rounds between its operations, and sums the gradients of weights in other ways."""
+    kernel = KERNELS[name].load()
+    for arguments in examples(kernel):
+        if arguments[0].numel() > 100 and arguments[0].isfinite().all():
+            both = (gradients_of(kernel, call, arguments) for call in (kernel.versions[PYTORCH], kernel.definition))
+            assert not far(*both)
+
+
+def scaled(call):
+    def wrong(*arguments):
+        out = call(*arguments)
+        return tuple(map(one_percent, out)) if isinstance(out, tuple) else one_percent(out)
+    return wrong
+
+
+def one_percent(t):
+    return t * 1.01 if t.dtype.is_floating_point and t.dtype.itemsize > 1 else t.view(torch.uint8).roll(1).view(t.dtype)
+
+
+def zeros(call):
+    def wrong(*arguments):
+        out = call(*arguments)
+        return tuple(one * 0 for one in out) if isinstance(out, tuple) else out * 0
+    return wrong
+
+
+def nan_row(call):
+    def wrong(*arguments):
+        out = call(*arguments)
+        first = out[0] if isinstance(out, tuple) else out
+        bad = first.clone()
+        bad.view(-1)[:1] = torch.nan if bad.dtype.is_floating_point else 77
+        return (bad, *out[1:]) if isinstance(out, tuple) else bad
+    return wrong
+
+
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("plant", [scaled, zeros, nan_row])
+def test_a_planted_mistake_is_found(name, plant):
+    kernel = KERNELS[name].load()
+    wrong = plant(kernel.definition)
+    assert any(difference(kernel, wrong, arguments) for arguments in examples(kernel))
+
+
+def run_targets():
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    out = subprocess.run([sys.executable, "-m", "lpkit.kernels.targets", "--json"], capture_output=True, text=True, env=clean)
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout)
+
+
+def test_the_compiler_makes_good_machine_code_of_them():
+    """For Hopper and Blackwell: nothing spills, numbers come 128 bits at a time, no division takes the slow path, and FP8 is
+    converted by the hardware's instruction."""
+    made = run_targets()
+    assert {one["kernel"] for one in made} == {name for name in KERNELS if KERNELS[name].load().builds}
+    for one in made:
+        where = f"{one['function']} for {one['target']}"
+        assert not one["stack_bytes"], f"{where} spills"
+        assert not one["calls"], f"{where} calls a slow path"
+        assert one["wide_accesses"], f"{where} moves less than 128 bits at a time"
+        assert one["registers"] * one["warps"] * 32 <= 65536, f"{where} does not fit a multiprocessor"
+    assert any(one["fp8_conversions"] for one in made) or not any("cast" in name for name in KERNELS)
+
+
+@pytest.mark.parametrize("bad, says", [
+    (torch.randn(4, 8).int(), "not torch.int32"), (torch.randn(8, 4).T, "contiguous"),
+    (torch.empty(1, 65537, dtype=torch.bfloat16), "65,537")])
+def test_what_a_row_kernel_does_not_take_is_refused(bad, says):
+    from lpkit.kernels.norm import forward_op
+
+    with pytest.raises(ConfigError, match=says):
+        forward_op(bad, None, torch.ones(bad.shape[-1]), None, 1e-5, False)
+
+
+def stale(call):
+    """The first answer for ever."""
+    kept = {}
+    return lambda *arguments: kept.setdefault("answer", call(*arguments))
+
+
+def of_shape(call):
+    """The first answer for each shape, from a buffer that nobody fills again."""
+    kept = {}
+    return lambda x, *more: kept.setdefault((x.shape, x.dtype), call(x, *more))
+
+
+def at_hand(dtype=torch.bfloat16):
+    rng = torch.Generator().manual_seed(5)
+    return torch.randn(6, 64, generator=rng).to(DEVICE, dtype), torch.randn(64, generator=rng).to(DEVICE), 1e-5
+
+
+@pytest.mark.parametrize("plant", [scaled, zeros, nan_row, stale, of_shape])
+def test_a_wrong_version_is_refused_every_time(plant, tmp_path):
+    """Asked for, it is an error; with auto it is named, and what is right runs."""
+    kernel = KERNELS["rms-norm"].load()
+    for cache in (tmp_path / "first", tmp_path / "second"):
+        bad = dataclasses.replace(kernel, versions={"triton": plant(kernel.definition)})
+        chosen = choose("rms-norm", bad, "auto", at_hand(), cache=cache)
+        assert chosen.choice.used != "triton" and chosen.refused["triton"].startswith(("differs", "fails"))
+        assert "triton" in chosen.choice.why
+        with pytest.raises(ConfigError, match=r"differs from its definition|fails"):
+            choose("rms-norm", bad, "triton", at_hand(), cache=cache)
+
+
+def test_what_was_raced_is_kept_and_what_changed_is_raced_anew(tmp_path):
+    kernel, calls = KERNELS["rms-norm"].load(), []
+
+    def counted(*arguments):
+        calls.append(arguments[0].shape)
+        return kernel.definition(*arguments)
+
+    ours = dataclasses.replace(kernel, versions={"cpu": counted})
+    first = choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path)
+    raced = len(calls)
+    assert raced and choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path).choice == first.choice
+    assert len(calls) == raced
+    choose("rms-norm", ours, "auto", at_hand(torch.float32), cache=tmp_path)
+    assert len(calls) > raced
+    [damaged, *_] = tmp_path.glob("*.json")
+    damaged.write_text("{")
+    assert choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path).choice.used in ("cpu", "reference")
+
+
+def test_a_version_that_is_slow_loses(tmp_path):
+    kernel = KERNELS["rms-norm"].load()
+
+    def slow(*arguments):
+        time.sleep(0.01)
+        return kernel.definition(*arguments)
+
+    chosen = choose("rms-norm", dataclasses.replace(kernel, versions={"cpu": slow}), "auto", at_hand(), cache=tmp_path)
+    assert chosen.choice.used == "reference"
+
+
+def test_an_unknown_version_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(ConfigError, match="triton"):
+        choose("rms-norm", KERNELS["rms-norm"].load(), "tritn", at_hand(), cache=tmp_path)
+
+
+@pytest.fixture
+def tiny():
+    return Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 16, "model.vocab": 64,
+                             "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.position": "rope", "model.bias": False,
+                             "global_batch": 2, "precision.recipe": "fp32", "system.device": "cpu" if DEVICE.type == "cpu" else "cuda"})
+
+
+def two_losses(config):
+    training = Training.build(config, data=RandomTokens(config, DEVICE))
+    return training, [training.update(step).loss.item() for step in range(2)]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="Triton's kernels need a GPU, or its interpreter")
+def test_a_model_trains_with_the_kernels_that_were_asked_for(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, want = two_losses(tiny)
+    training, got = two_losses(tiny.replace({"system.kernels": "triton"}))
+    used = {key: choice.used for key, choice in training.decisions.choices.items() if key.startswith("kernel:")}
+    assert used == dict.fromkeys(("kernel:rms-norm", "kernel:add-rms-norm", "kernel:swiglu", "kernel:rotary"), "triton")
+    assert training.model.blocks[1].mlp.activate is KERNELS["swiglu"].load().versions["triton"]
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+
+
+def test_where_a_kernel_has_no_such_version_it_says_so(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    training, got = two_losses(tiny.replace({"system.kernels": "reference"}))
+    assert all(c.used == "reference" for k, c in training.decisions.choices.items() if k.startswith("kernel:"))
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(two_losses(tiny)[1]), rtol=1e-5, atol=0)
+    if DEVICE.type == "cpu":
+        with pytest.raises(ConfigError, match="needs a GPU"):
+            two_losses(tiny.replace({"system.kernels": "cuda"}))
