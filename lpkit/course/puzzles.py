@@ -1,0 +1,141 @@
+"""Puzzles: exercises whose answer is a Triton kernel, and how one is judged.
+
+A puzzle is a definition in PyTorch, a kernel that is right, and how it is launched. The learner's
+kernel is text: what stands in the cell goes into a file, is made a kernel there (`triton.jit` where
+it was not said) and runs in a process of its own (`lpkit.course.kernel_process`), in Triton's
+interpreter, and where there is a GPU compiled as well. Nothing else of the notebook goes with it:
+a kernel sees `tl` and the functions of `lpkit.course.kernel_parts`.
+"""
+
+import ast
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.course import processes
+from lpkit.course.judge import Exercise, Verdict, source_of, to_do
+from lpkit.kernels.interpreter import defects
+from lpkit.machine_facts import versions
+
+SECONDS = 30.0          # for one attempt
+START_SECONDS = 60.0    # until torch and Triton are there, on a busy machine
+DRAWN = 6               # random cases: an interpreter takes a millisecond for each operation
+# what no kernel has written yet, as bits: a NaN where there is one
+UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
+             torch.int32: 0x7FC0BEEF}
+BITS = {torch.float32: torch.int32}
+# sentences of the interpreter's self-test that may explain a wrong number, by what a kernel names
+TOUCHED = {"float8e4": ("E4M3",), "float8e5": ("E5M2",), "bfloat16": ("bf16",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """`given` and `out` are tensors, `out` with what is in them before; all go by name."""
+
+    grid: tuple[int, ...]
+    given: Mapping[str, Tensor]
+    out: Mapping[str, Tensor]       # in the order of what the definition returns
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def blank(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What nobody has written to yet, on the device of `like`."""
+    empty = torch.empty(shape, dtype=dtype, device=like.device)
+    empty.view(BITS.get(dtype, dtype)).fill_(UNTOUCHED[dtype])
+    return empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Puzzle(Exercise):
+    """`spec` takes a case and returns a tensor or a tuple of them; `mistakes` are small edits of
+    the right kernel: (old, new) by what to say to who makes them."""
+
+    kernel: Callable[..., None]
+    launch: Callable[..., Launch]
+    large: Callable[[], tuple]          # a case to time on a GPU
+    mistakes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    once: tuple[str, ...] = ()          # tensors that are to be read no more than once
+    flops: Callable[..., float] | None = None       # of a case, where arithmetic is the limit
+    drawn: int = DRAWN
+
+    @property
+    def solution(self) -> str:
+        return source_of(self.kernel)
+
+    def mistaken(self) -> dict[str, str]:
+        """The sources of the known mistakes, by hint."""
+        return {hint: self.solution.replace(*edit) for hint, edit in self.mistakes.items()}
+
+    def judged(self, attempt: Callable[..., Any]) -> Verdict:
+        """Never raises, whatever the attempt does; waits `SECONDS` for it at most."""
+        wrong = Verdict("wrong", "", self.solution)
+        try:
+            source = source_of(getattr(attempt, "fn", attempt))
+        except (OSError, TypeError, SyntaxError) as error:
+            return Verdict("wrong", f"its source was not found ({error}); write the kernel as a "
+                                    f"function in a cell", self.solution)
+        if is_stub(source):
+            return to_do(self)
+        if versions(["triton"])["triton"] is None:
+            return Verdict("to do", defects()[0], self.solution)
+        found = run([(self.name, source)])[0]
+        if found["status"] == "right" and torch.cuda.is_available():
+            found = run([(self.name, source)], compiled=True)[0]
+            if found["status"] == "wrong":
+                found["detail"] = (f"the interpreter accepts it, and compiled it is not the same: "
+                                   f"{found['detail']}. `/` and tl.dot of float32 are rounded on a "
+                                   f"GPU, unless one says tl.div_rn and input_precision='ieee'")
+        if found["status"] == "to do":
+            return to_do(self)
+        said = [found["detail"]]
+        if found["status"] == wrong.status:
+            said += [f"Not your fault, perhaps: {sentence}." for word, about in TOUCHED.items()
+                     if word in source for sentence in defects()
+                     if any(one in sentence for one in about)]
+        return Verdict(found["status"], " ".join(said), self.solution)
+
+
+def is_stub(source: str) -> bool:
+    """Whether all that it does is to raise NotImplementedError."""
+    function = ast.parse(source).body[0]
+    body = [node for node in getattr(function, "body", ())
+            if not isinstance(node, ast.Expr)]      # its docstring
+    return len(body) == 1 and isinstance(body[0], ast.Raise)
+
+
+def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False,
+        seconds: float = SECONDS) -> list[dict[str, Any]]:
+    """What became of each (name of the puzzle, source of a kernel): `status`, `detail` and, of one
+    that is right, `moved`: by tensor the bytes read and written in the last case. `seconds` are
+    for each of them."""
+    reader, writer = os.pipe()
+    job = {"attempts": [{"puzzle": name, "source": source} for name, source in attempts],
+           "compiled": compiled, "seconds": seconds, "fd": writer}
+    folder = processes.new_folder()
+    env = {**os.environ, "TRITON_INTERPRET": "0" if compiled else "1", "OMP_NUM_THREADS": "1"}
+    keeper = processes.Children().start(
+        [sys.executable, "-P", "-m", "lpkit.course.kernel_process", folder / "job.json"], folder,
+        files={"job.json": job}, log="log", env=env, fds=[writer])
+    os.close(writer)
+    said, deadline = b"", time.monotonic() + START_SECONDS + (seconds + 1) * len(attempts)
+    with keeper:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([reader], [], [], left)[0]:
+                if not (more := os.read(reader, 1 << 16)):
+                    break
+                said += more
+        processes.end(keeper)
+        log = keeper.stdout.read()
+    os.close(reader)
+    found = [json.loads(line) for line in said.splitlines()]
+    why = (log.strip() or "nothing").splitlines()[-1]
+    missing = {"status": "wrong", "detail": f"its process did not start; it said: {why}"}
+    return found + [missing] * (len(attempts) - len(found))
