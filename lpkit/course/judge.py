@@ -56,8 +56,13 @@ class Exercise:
                 yield self.draw(chance)
 
     @property
+    def answer(self) -> Callable[..., Any]:
+        """One that is right."""
+        return self.spec
+
+    @property
     def solution(self) -> str:
-        return source_of(self.spec)
+        return source_of(self.answer)
 
     def judged(self, attempt: Callable[..., Any]) -> "Verdict":
         return check(self, attempt)
@@ -129,8 +134,8 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
 
 
 def to_do(exercise: Exercise) -> Verdict:
-    return Verdict("to do", f"replace `raise NotImplementedError` "
-                   f"({'★' * exercise.stars}, about {exercise.minutes} minutes)", exercise.solution)
+    return Verdict("to do", f"replace `raise NotImplementedError` ({'★' * exercise.stars}, about "
+                            f"{exercise.minutes} minutes)", exercise.solution)
 
 
 def _hint(exercise: Exercise, attempt: Callable[..., Any]) -> str:

@@ -284,7 +284,7 @@ def _both_launch(x: Tensor, scale: Tensor) -> Launch:
         draw=lambda r: (rows(r, size=10), torch.tensor([r.choice((1.0, 0.3, 7.0))])),
         large=lambda: (torch.randn(16_384, 4096), ONE),
         mistakes={"the turned one has R columns":
-                      ("turned + c[None, :] * R + r[:, None]", "turned + c[None, :] * C + r[:, None]"),
+                      ("turned + c[None, :] * R", "turned + c[None, :] * C"),
                   "the next amax is of x, without its scale":
                       ("tl.max(tl.max(tl.abs(v), 1), 0)",
                        "tl.max(tl.max(tl.abs(v * tl.load(scale)), 1), 0)"),
@@ -441,7 +441,7 @@ def _e2m1_codes(x: Tensor) -> Tensor:
 
 
 def _nvfp4(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    R, C = x.shape
+    R = len(x)
     parts = x.reshape(R, -1, 16)
     scales = codes_of(parts.abs().amax(-1) / 6 / top)
     by = value_of(scales)[..., None] * top
@@ -493,8 +493,7 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
 
 
 def _stochastic(x: Tensor, dice: Tensor) -> Tensor:
-    bits = x.view(torch.int32)
-    return ((bits + torch.where(x.isfinite(), dice, 0)) >> 16).to(torch.int16)
+    return ((x.view(torch.int32) + dice) >> 16).to(torch.int16)
 
 
 def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -511,17 +510,16 @@ def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
             grid=(cdiv(len(x), 32),), given={"x": x, "dice": dice},
             out={"y": blank(len(x), like=x, dtype=torch.int16)},
             numbers={"n": len(x), "BLOCK": 32}),
-        mistakes={"that is the nearest: the dice decide": ("bits + add", "bits + 0x8000"),
-                  "that cuts: add the dice to the bits that go": ("bits + add", "bits"),
-                  "infinity is no number to round: its neighbours are NaN":
-                      ("tl.where(tl.abs(v) < float(\"inf\"), throw, 0)", "throw")})
+        mistakes={"that is the nearest: the dice decide": ("bits + throw", "bits + 0x8000"),
+                  "that cuts: add the dice to the bits that go": ("bits + throw", "bits"),
+                  "the sign is a bit of its own: adding to the others always leads away from zero":
+                      ("bits + throw", "bits + tl.where(bits < 0, -throw, throw)")})
 def stochastic(x, dice, y, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + i, mask=i < n, other=0.0)
     throw = tl.load(dice + i, mask=i < n, other=0)
-    add = tl.where(tl.abs(v) < float("inf"), throw, 0)
     bits = v.to(tl.int32, bitcast=True)
-    tl.store(y + i, ((bits + add) >> 16).to(tl.int16), mask=i < n)
+    tl.store(y + i, ((bits + throw) >> 16).to(tl.int16), mask=i < n)
 
 
 def _dequant_matmul(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Tensor:
@@ -574,7 +572,8 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
     tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@puzzle("11.online_softmax", *((x,) for x in MATRICES[:4]), (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
+@puzzle("11.online_softmax", *((x,) for x in MATRICES[:4]),
+        (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
         (torch.linspace(-90, 90, 40)[None],), (torch.linspace(90, -90, 40)[None],),
         spec=_softmax, tolerance=1e-6, minutes=20, stars=3,
         draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=large(4096, 50_304),

@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +44,13 @@ from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
 
 """
 MARGIN = 64                     # elements around a tensor
+NEAR_BYTES = 1 << 20            # within which a tensor is blamed for an address
 MEMORY_BYTES = 1 << 30          # that an attempt may take
 FILE_BYTES = 1 << 26            # that it may write: what it prints
 SHOWN = 300                     # characters of what it printed
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """What a kernel may not do. The message says it to a person; `kind` knows it again."""
 
     def __init__(self, kind: str, said: str):
@@ -73,9 +75,9 @@ class Held:
     def __post_init__(self):
         self.owner = np.full(len(self.inside), -1)
 
-    @property
-    def end(self) -> int:
-        return self.whole.data_ptr() + self.whole.nbytes
+    def distance(self, address: int) -> int:
+        start = self.whole.data_ptr()
+        return max(start - address, address - start - self.whole.nbytes)
 
     def element(self, at: int) -> str:
         """Of an index into `whole`."""
@@ -122,19 +124,22 @@ class Memory:
 
     def _find(self, ptrs: np.ndarray, mask: np.ndarray, size: int,
               does: str) -> tuple[Held, np.ndarray, np.ndarray] | None:
-        """Whose elements they are: the tensor, the addresses, the indices. Raises Fault."""
+        """Whose elements they are: the tensor, the addresses, the indices. Raises FaultError."""
         used = np.broadcast_to(ptrs, np.broadcast_shapes(ptrs.shape, mask.shape))[
             np.broadcast_to(mask, np.broadcast_shapes(ptrs.shape, mask.shape))].astype(np.int64)
         if not used.size:
             return None
         first = int(used[0])
-        held = min(self._held, key=lambda one: max(one.whole.data_ptr() - first, first - one.end))
+        held = min(self._held, key=lambda one: one.distance(first))
+        if held.distance(first) > NEAR_BYTES:
+            raise FaultError(f"{does} far outside", f"program {self._said()} {does} far outside of "
+                                                    f"every tensor; an empty one has no address")
         at, rest = np.divmod(used - held.whole.data_ptr(), size)
         wrong = (at < 0) | (at >= len(held.inside)) | (rest != 0) | (size != held.whole.itemsize)
         wrong |= ~held.inside[np.clip(at, 0, len(held.inside) - 1)]
         if wrong.any():
             element = held.element(int(at[wrong][0]))
-            raise Fault(f"{does} outside {held.name}",
+            raise FaultError(f"{does} {int(wrong.sum())} outside, {element}",
                         f"program {self._said()} {does} {element}, which is outside of a tensor of "
                         f"{tuple(held.tensor.shape)}")
         return held, used, at
@@ -153,7 +158,7 @@ class Memory:
         if found := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
             held, used, at = found
             if not held.is_output:
-                raise Fault(f"writes to {held.name}", f"it writes to {held.element(int(at[0]))}, "
+                raise FaultError(f"writes to {held.name}", f"it writes to {held.element(int(at[0]))}, "
                             f"and {held.name} is not its to write")
             held.stored_bytes += used.size * held.whole.itemsize
             before = held.whole[at].clone()
@@ -175,7 +180,7 @@ class Memory:
         others = at[(held.owner[at] >= 0) & (held.owner[at] != self._number())]
         if others.size:
             element = held.element(int(others[0]))
-            raise Fault(f"race on {held.name}", f"program {self._said()} {does} {element}, which "
+            raise FaultError(f"race on {held.name}", f"program {self._said()} {does} {element}, which "
                         f"another program wrote: on a GPU they run at the same time")
 
 
@@ -210,7 +215,9 @@ def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, compiled: bool) 
     except Exception as error:
         if isinstance(cause := _cause(error), NotImplementedError):
             raise cause from None
-        fault = cause if isinstance(cause, Fault) else Fault(
+        if isinstance(cause, MemoryError):
+            cause = FaultError("memory", f"it took more than {MEMORY_BYTES >> 20} MB of memory")
+        fault = cause if isinstance(cause, FaultError) else FaultError(
             type(cause).__name__, f"it raised {type(cause).__name__}: "
                                   f"{(str(cause).strip() or 'no words').splitlines()[-1]}")
         return Outcome(fault=f"{fault}{_line(error)}", kind=fault.kind)
@@ -328,36 +335,33 @@ def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
     puzzle = PUZZLES[attempt["puzzle"]]
     try:
         kernel = load(attempt["source"], folder / f"attempt_{number}.py")
-        outcomes, cases = [], list(puzzle.all_cases())
+        cases = list(puzzle.all_cases())
         for turn, case in enumerate(cases):
             outcome = run(kernel, puzzle, case, turn=turn, compiled=compiled)
-            outcomes.append(outcome)
             if why := outcome.fault or difference(outcome, puzzle, case):
                 detail = f"for {_case(puzzle, case)}: {why}"
                 hint = _hint(puzzle, kernel, cases, folder, number, compiled)
                 return {"status": "wrong", "detail": f"{detail}{hint and f'; {hint}'}"}
     except NotImplementedError:
         return {"status": "to do", "detail": ""}
-    except MemoryError:
-        return {"status": "wrong", "detail": f"it took more than {MEMORY_BYTES >> 20} MB of memory"}
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         return {"status": "wrong", "detail": f"it raised {said}{_line(error)}"}
     return {"status": "right", "detail": speed(kernel, puzzle) if compiled else "",
-            "moved": outcomes[-1].moved}
+            "moved": outcome.moved}
 
 
 def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, number: int,
           compiled: bool) -> str:
     """What to say to who makes a known mistake: the attempt does as it does, in every case."""
-    def all_of(kernel: Any) -> list[Outcome]:
-        return [run(kernel, puzzle, case, turn=turn, compiled=compiled)
-                for turn, case in enumerate(cases)]
+    @cache
+    def mine(turn: int) -> Outcome:
+        return run(kernel, puzzle, cases[turn], turn=turn, compiled=compiled)
 
-    mine = all_of(kernel)
     for i, (hint, source) in enumerate(puzzle.mistaken().items()):
-        theirs = all_of(load(source, folder / f"mistake_{number}_{i}.py"))
-        if all(a.same(b, puzzle.tolerance) for a, b in zip(mine, theirs, strict=True)):
+        mistake = load(source, folder / f"mistake_{number}_{i}.py")
+        if all(run(mistake, puzzle, case, turn=turn, compiled=compiled)
+               .same(mine(turn), puzzle.tolerance) for turn, case in enumerate(cases)):
             return hint
     return ""
 
@@ -391,11 +395,14 @@ def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
             seconds: float) -> dict:
     """`examine` in a fork, which has `seconds` and `MEMORY_BYTES`."""
     reader, writer = os.pipe()
+    printed = folder / f"printed_{number}"
     child = os.fork()
     if not child:
         try:
             os.setpgid(0, 0)
             os.close(reader)
+            for stream in (1, 2):
+                os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if not compiled:        # a GPU's driver takes addresses by the terabyte
@@ -405,6 +412,7 @@ def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
             while told:
                 told = told[os.write(writer, told):]
         finally:
+            sys.stdout.flush()
             os._exit(0)
     os.close(writer)
     said, deadline = b"", time.monotonic() + seconds
@@ -418,15 +426,17 @@ def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
         os.killpg(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.close(reader)
-    with contextlib.suppress(ValueError):
-        return json.loads(said)
-    if late:
-        why = f"it did not end within {seconds:.0f} s"
-    elif status < 0:
-        why = f"it ended its process ({signal.Signals(-status).name})"
+    if said.endswith(b"}"):
+        found = json.loads(said)
+    elif late:
+        found = {"status": "wrong", "detail": f"it did not end within {seconds:.0f} s"}
     else:
-        why = "it ended its process"
-    return {"status": "wrong", "detail": why}
+        how = f" ({signal.Signals(-status).name})" if status < 0 else ""
+        found = {"status": "wrong", "detail": f"it ended its process{how}"}
+    words = printed.read_text(errors="replace").strip() if printed.exists() else ""
+    if words and found["status"] == "wrong":
+        found["detail"] += f". It printed: {words[:SHOWN]}"
+    return found
 
 
 def _address_bytes() -> int:
@@ -435,10 +445,7 @@ def _address_bytes() -> int:
 
 def main(path: str) -> None:
     job = SimpleNamespace(**json.loads(Path(path).read_text()))
-    import triton.language      # before the forks
-
-    import lpkit.course.kernel_parts  # noqa: F401
-
+    importlib.import_module("lpkit.course.kernel_parts")    # and with it Triton, before the forks
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
     for number, attempt in enumerate(job.attempts):

@@ -67,8 +67,8 @@ class Puzzle(Exercise):
     drawn: int = DRAWN
 
     @property
-    def solution(self) -> str:
-        return source_of(self.kernel)
+    def answer(self) -> Callable[..., None]:
+        return self.kernel
 
     def mistaken(self) -> dict[str, str]:
         """The sources of the known mistakes, by hint."""

@@ -64,7 +64,7 @@ def _probe() -> list[str]:
     @triton.jit
     def loop(x, y, n):
         found = 0.0
-        for i in range(0, n):
+        for i in range(n):
             found += tl.load(x + i)
         tl.store(y, found)
 
