@@ -40,6 +40,11 @@ def cdiv(a: int, b: int) -> int:
     return max(1, -(-a // b))       # a program runs also where there is nothing to do
 
 
+def block(n: int, small: int = 16) -> int:
+    """Several for a small n, which the interpreter runs; a GPU's for a large one."""
+    return 1024 if n > 1 << 16 else small
+
+
 def power_of_two(n: int) -> int:
     return max(2, 1 << (n - 1).bit_length())
 
@@ -82,9 +87,9 @@ def _copy(x: Tensor) -> Tensor:
 
 @puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=_copy, tolerance=0.0, minutes=5,
         draw=lambda r: (normal(r, r.randint(1, 99)),), large=large(1 << 27), once=("x",),
-        launch=lambda x: Launch(grid=(cdiv(len(x), 16),), given={"x": x},
+        launch=lambda x: Launch(grid=(cdiv(len(x), block(len(x))),), given={"x": x},
                                 out={"y": blank(len(x), like=x)},
-                                numbers={"n": len(x), "BLOCK": 16}),
+                                numbers={"n": len(x), "BLOCK": block(len(x))}),
         mistakes={"mask the last block: n need not be a multiple of BLOCK":
                       ("mask=i < n", "mask=i < i + 1"),
                   "each program has a block of its own": ("tl.program_id(0) * BLOCK + ", ""),
@@ -102,9 +107,9 @@ def _amax(x: Tensor) -> Tensor:
         (EXTREME,), spec=_amax, tolerance=0.0, minutes=8, stars=2, once=("x",),
         draw=lambda r: (normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9)),),
         large=large(1 << 27),
-        launch=lambda x: Launch(grid=(cdiv(len(x), 16),), given={"x": x},
+        launch=lambda x: Launch(grid=(cdiv(len(x), block(len(x))),), given={"x": x},
                                 out={"out": torch.zeros(1, device=x.device)},
-                                numbers={"n": len(x), "BLOCK": 16}),
+                                numbers={"n": len(x), "BLOCK": block(len(x))}),
         mistakes={"the largest magnitude: a negative number has one, too":
                       ("tl.abs(v)", "v"),
                   "programs run at the same time: what they share takes an atomic":
@@ -223,9 +228,10 @@ def _with_scale(r: Random) -> tuple[Tensor, Tensor]:
 
 
 def _cast_launch(x: Tensor, scale: Tensor) -> Launch:
-    return Launch(grid=(cdiv(len(x), 32),), given={"x": x, "scale": scale},
+    B = block(len(x), 32)
+    return Launch(grid=(cdiv(len(x), B),), given={"x": x, "scale": scale},
                   out={"codes": blank(len(x), like=x, dtype=torch.uint8)},
-                  numbers={"n": len(x), "BLOCK": 32})
+                  numbers={"n": len(x), "BLOCK": B})
 
 
 ONE = torch.ones(1)
@@ -271,12 +277,12 @@ def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _both_launch(x: Tensor, scale: Tensor) -> Launch:
-    R, C = x.shape
-    return Launch(grid=(cdiv(R, 4), cdiv(C, 16)), given={"x": x, "scale": scale},
+    (R, C), (BR, BC) = x.shape, (64, 64) if len(x) > 64 else (4, 16)
+    return Launch(grid=(cdiv(R, BR), cdiv(C, BC)), given={"x": x, "scale": scale},
                   out={"codes": blank(R, C, like=x, dtype=torch.uint8),
                        "turned": blank(C, R, like=x, dtype=torch.uint8),
                        "next_amax": torch.zeros(1, device=x.device)},
-                  numbers={"x_stride": x.stride(0), "R": R, "C": C, "BR": 4, "BC": 16})
+                  numbers={"x_stride": x.stride(0), "R": R, "C": C, "BR": BR, "BC": BC})
 
 
 @puzzle("10.cast_both", *((x, ONE) for x in MATRICES), (10 * MATRICES[1], torch.tensor([30.0])),
@@ -319,10 +325,10 @@ def _factors(r: Random) -> tuple[Tensor, Tensor]:
 
 
 def _matmul_launch(a: Tensor, b: Tensor) -> Launch:
-    (M, K), N = a.shape, b.shape[1]
-    return Launch(grid=(cdiv(M, 16), cdiv(N, 16)), given={"a": a, "b": b},
+    (M, K), N, B = a.shape, b.shape[1], 64 if len(a) > 64 else 16
+    return Launch(grid=(cdiv(M, B), cdiv(N, B)), given={"a": a, "b": b},
                   out={"c": blank(M, N, like=a)},
-                  numbers={"a_stride": a.stride(0), "M": M, "N": N, "K": K, "B": 16})
+                  numbers={"a_stride": a.stride(0), "M": M, "N": N, "K": K, "B": B})
 
 
 _SOME = Random(0)
@@ -330,7 +336,9 @@ _SOME = Random(0)
 
 @puzzle("11.matmul", (_few_bits(_SOME, 5, 3), _few_bits(_SOME, 3, 2)),
         (_few_bits(_SOME, 17, 20)[:, :18], _few_bits(_SOME, 18, 35)),
-        (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)), (torch.ones(2, 0), torch.ones(0, 3)),
+        (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)),
+        (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
+        (torch.ones(2, 0), torch.ones(0, 3)),
         spec=_matmul, tolerance=0.0, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
         large=lambda: (torch.randn(4096, 4096), torch.randn(4096, 4096)),
         flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
@@ -373,7 +381,6 @@ def _blocks_launch(x: Tensor, block: int) -> Launch:
         (torch.tensor([[1e30, 1.0] + 30 * [1e-30]]), 16), spec=_block_scale, tolerance=0.0,
         minutes=12, stars=2, once=("x",), launch=_blocks_launch,
         draw=lambda r: (rows(r, size=10 ** r.uniform(-9, 9)), r.choice((8, 16))),
-        large=lambda: (torch.randn(16_384, 4096), 128),
         mistakes={"a block of zeros has the scale 0, and 0 / 0 is NaN":
                       ("tl.where(s > 0, s, 1.0)", "s"),
                   "the scale is what the codes are multiplied by afterwards":
@@ -412,7 +419,7 @@ def _mx_launch(x: Tensor) -> Launch:
 @puzzle("11.e8m0", *((x,) for x in MATRICES[:4]), (torch.zeros(1, 40),),
         (torch.tensor([[2.0**127, 1.0, -480.0]]),), (torch.tensor([[1e-36, -3e-36]]),),
         (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), spec=_e8m0, tolerance=0.0, minutes=12,
-        stars=2, once=("x",), launch=_mx_launch, large=large(16_384, 4096),
+        stars=2, once=("x",), launch=_mx_launch,
         draw=lambda r: (rows(r, most=80, size=10 ** r.uniform(-9, 9)),),
         mistakes={"the exponent of E4M3's largest value, 8, is taken off": ("- 8, 0)", "- 0, 0)"),
                   "the exponent is cut, not rounded: some of the largest saturate":
@@ -470,7 +477,7 @@ def _sixteens(r: Random) -> tuple[Tensor, Tensor]:
         _with_top(torch.cat([torch.full((1, 16), 2688.0), E2M1[None], -E2M1[None]], 1)),
         (torch.cat([E2M1[None], torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]])], 1),
          ONE), spec=_nvfp4, tolerance=0.0, minutes=20, stars=3, launch=_nvfp4_launch,
-        draw=_sixteens, large=lambda: _with_top(torch.randn(16_384, 4096)),
+        draw=_sixteens,
         mistakes={"elements are divided by the scale as it is stored, in E4M3":
                       ("e4m3_value(s) * tl.load(top)", "tl.div_rn(most, 6.0)"),
                   "the even one of two elements stands in the lower four bits":
@@ -505,7 +512,6 @@ def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
         (torch.tensor([float("inf"), float("-inf"), 2.0]), torch.tensor([65_535] * 3).int()),
         spec=_stochastic, tolerance=0.0, minutes=10, stars=2, once=("x", "dice"),
         draw=lambda r: _thrown(r, normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9))),
-        large=lambda: _thrown(Random(0), torch.randn(1 << 20)),
         launch=lambda x, dice: Launch(
             grid=(cdiv(len(x), 32),), given={"x": x, "dice": dice},
             out={"y": blank(len(x), like=x, dtype=torch.int16)},
@@ -548,9 +554,6 @@ def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Lau
 @puzzle("11.dequant_matmul", _quantised(_SOME, 2, 3, 5), _quantised(_SOME, 17, 18, 33),
         _quantised(_SOME, 1, 1, 1), spec=_dequant_matmul, tolerance=0.0, minutes=15, stars=3,
         draw=_quantised, launch=_dequant_launch,
-        large=lambda: (torch.randn(16, 4096), codes_of(torch.randn(4096, 4096)),
-                       torch.ones(4096, 256), 16),
-        flops=lambda a, codes, scales, block: 2 * len(a) * codes.numel(),
         mistakes={"each block along K has a scale of its own":
                       ("s = tl.load(scales + n * tl.cdiv(K, B) + k // B",
                        "s = tl.load(scales + n * tl.cdiv(K, B)"),
@@ -575,16 +578,19 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
 @puzzle("11.online_softmax", *((x,) for x in MATRICES[:4]),
         (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
         (torch.linspace(-90, 90, 40)[None],), (torch.linspace(90, -90, 40)[None],),
+        (-200 - MATRICES[0],),
         spec=_softmax, tolerance=1e-6, minutes=20, stars=3,
         draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=large(4096, 50_304),
         launch=lambda x: Launch(
             grid=(x.shape[0],), given={"x": x}, out={"y": blank(*x.shape, like=x)},
-            numbers={"x_stride": x.stride(0), "columns": x.shape[1], "BLOCK": 8}),
+            numbers={"x_stride": x.stride(0), "columns": x.shape[1],
+                     "BLOCK": block(x.numel(), 8)}),
         mistakes={"when the largest grows, what was added so far shrinks":
                       ("total * tl.exp(most - new)", "total"),
                   "the largest of all blocks, not of the last":
                       ("tl.maximum(most, tl.max(v, 0))", "tl.max(v, 0)"),
-                  "what lies outside is -inf": ('float("-inf"))\n        new', "0.0)\n        new")})
+                  "what lies outside is -inf":
+                      ('float("-inf"))\n        new', "0.0)\n        new")})
 def online_softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
     row, j = tl.program_id(0), tl.arange(0, BLOCK)
     most, total = -float("inf"), 0.0

@@ -11,6 +11,7 @@ after the other. The last line of standard output is JSON: a finding for each at
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,11 +31,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompilationError
+from triton.runtime import JITFunction, interpreter
+from triton.runtime.jit import mangle_type
 
+from lpkit.course import kernel_parts
 from lpkit.course.judge import short
 from lpkit.course.kernel_exercises import PUZZLES
-from lpkit.course.puzzles import BITS, UNTOUCHED, Puzzle
+from lpkit.course.puzzles import BITS, UNTOUCHED, Launch, Puzzle
 
 PRELUDE = """\
 import triton
@@ -43,6 +50,7 @@ import triton.language as tl
 from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
 
 """
+TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU
 MARGIN = 64                     # elements around a tensor
 NEAR_BYTES = 1 << 20            # within which a tensor is blamed for an address
 MEMORY_BYTES = 1 << 30          # that an attempt may take
@@ -158,8 +166,9 @@ class Memory:
         if found := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
             held, used, at = found
             if not held.is_output:
-                raise FaultError(f"writes to {held.name}", f"it writes to {held.element(int(at[0]))}, "
-                            f"and {held.name} is not its to write")
+                raise FaultError(f"writes to {held.name}",
+                                 f"it writes to {held.element(int(at[0]))}, and {held.name} is not "
+                                 f"its to write")
             held.stored_bytes += used.size * held.whole.itemsize
             before = held.whole[at].clone()
             stored = self._own.store(ptrs, values, mask)
@@ -180,8 +189,9 @@ class Memory:
         others = at[(held.owner[at] >= 0) & (held.owner[at] != self._number())]
         if others.size:
             element = held.element(int(others[0]))
-            raise FaultError(f"race on {held.name}", f"program {self._said()} {does} {element}, which "
-                        f"another program wrote: on a GPU they run at the same time")
+            raise FaultError(f"race on {held.name}",
+                             f"program {self._said()} {does} {element}, which another program "
+                             f"wrote: on a GPU they run at the same time")
 
 
 @dataclass
@@ -200,17 +210,17 @@ class Outcome:
                        for name in self.left)
 
 
-def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, compiled: bool) -> Outcome:
+def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "cpu") -> Outcome:
     """One launch. What is outside of a tensor is NaN in one turn and very large in the next."""
-    launch, device = puzzle.launch(*case), "cuda" if compiled else "cpu"
+    launch = puzzle.launch(*case)
     outside = (math.nan, 3e38)[turn % 2]
     held = [hold(name, x, outside=outside, device=device, is_output=name in launch.out)
             for name, x in {**launch.given, **launch.out}.items()]
     arguments = {one.name: one.tensor for one in held} | dict(launch.numbers)
     try:
-        with contextlib.nullcontext() if compiled else _watched(held):
+        with watched(held) if device == "cpu" else contextlib.nullcontext():
             kernel[launch.grid](**arguments)
-        if compiled:
+        if device != "cpu":
             torch.cuda.synchronize()
     except Exception as error:
         if isinstance(cause := _cause(error), NotImplementedError):
@@ -233,16 +243,14 @@ def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, compiled: bool) 
     for name in puzzle.once:
         one = next(one for one in held if one.name == name)
         least = one.tensor.numel() * one.whole.itemsize
-        if not compiled and one.loaded_bytes > least:
+        if one.loaded_bytes > least:
             return Outcome(fault=f"it reads {name} {one.loaded_bytes / least:.3g} times, and once "
                                  f"is enough", kind=f"reads {name} again")
     return Outcome({one.name: one.tensor.cpu() for one in held if one.is_output}, moved=moved)
 
 
 @contextlib.contextmanager
-def _watched(held: Sequence[Held]) -> Any:
-    from triton.runtime import interpreter
-
+def watched(held: Sequence[Held]) -> Iterator[None]:
     own = interpreter._interpreter
     interpreter._interpreter = Memory(own, held, interpreter.interpreter_builder)
     try:
@@ -303,17 +311,13 @@ def _value(x: Tensor) -> str:
 
 
 def _case(puzzle: Puzzle, case: tuple) -> str:
-    from inspect import signature
-
     def one(value: Any) -> str:
-        if not isinstance(value, Tensor):
-            return short(value)
-        if value.numel() <= 6:
+        if not isinstance(value, Tensor) or value.numel() <= 6:
             return short(value)
         strided = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
         return f"{tuple(value.shape)}{strided}"
 
-    named = zip(signature(puzzle.spec).parameters, case, strict=True)
+    named = zip(inspect.signature(puzzle.spec).parameters, case, strict=True)
     return ", ".join(f"{name}={one(value)}" for name, value in named)
 
 
@@ -323,44 +327,64 @@ def load(source: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    import triton
-
-    kinds = (triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction)
-    return [value for name, value in vars(module).items() if isinstance(value, kinds)
-            and name not in ("e2m1", "e4m3", "e4m3_value")][-1]
+    kinds = (JITFunction, interpreter.InterpretedFunction)
+    return [value for name, value in vars(module).items()
+            if isinstance(value, kinds) and not hasattr(kernel_parts, name)][-1]
 
 
 def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: bool) -> dict:
-    """The finding on one attempt: status, detail, and on a GPU how fast it is."""
+    """The finding on one attempt: status, detail. Compiled, it also says how fast it is, on a GPU;
+    without one it is only compiled."""
     puzzle = PUZZLES[attempt["puzzle"]]
+    cases, detail, moved = list(puzzle.all_cases()), "", {}
     try:
         kernel = load(attempt["source"], folder / f"attempt_{number}.py")
-        cases = list(puzzle.all_cases())
+        if compiled and not torch.cuda.is_available():
+            return {"status": "right", "detail": compiles(kernel, puzzle.launch(*cases[0]))}
+        device = "cuda" if compiled else "cpu"
         for turn, case in enumerate(cases):
-            outcome = run(kernel, puzzle, case, turn=turn, compiled=compiled)
+            outcome = run(kernel, puzzle, case, turn=turn, device=device)
             if why := outcome.fault or difference(outcome, puzzle, case):
-                detail = f"for {_case(puzzle, case)}: {why}"
-                hint = _hint(puzzle, kernel, cases, folder, number, compiled)
-                return {"status": "wrong", "detail": f"{detail}{hint and f'; {hint}'}"}
+                hint = _hint(puzzle, kernel, cases, folder, number, device)
+                return {"status": "wrong",
+                        "detail": f"for {_case(puzzle, case)}: {why}{hint and f'; {hint}'}"}
+            moved = outcome.moved
+        if compiled and puzzle.large:
+            detail = speed(kernel, puzzle)
     except NotImplementedError:
         return {"status": "to do", "detail": ""}
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        return {"status": "wrong", "detail": f"it raised {said}{_line(error)}"}
-    return {"status": "right", "detail": speed(kernel, puzzle) if compiled else "",
-            "moved": outcome.moved}
+        said = (str(error).strip() or "no words").splitlines()[-1]
+        return {"status": "wrong",
+                "detail": f"it raised {type(error).__name__}: {said}{_line(error)}"}
+    return {"status": "right", "detail": detail, "moved": moved}
+
+
+def compiles(kernel: Any, launch: Launch) -> str:
+    """What is to be said of it; this needs no GPU. Raises CompilationError."""
+    given = {**launch.given, **launch.out, **launch.numbers}
+    fixed = {one.name: given[one.name] for one in kernel.params if one.is_constexpr}
+    signature = {one.name: "constexpr" if one.is_constexpr else mangle_type(given[one.name])
+                 for one in kernel.params}
+    try:
+        triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET)
+    except CompilationError:
+        raise
+    except Exception as error:      # no assembler for that GPU here, for one
+        return f"it was not compiled here ({type(error).__name__})"
+    return f"and it compiles for {NAME}"
 
 
 def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, number: int,
-          compiled: bool) -> str:
+          device: str) -> str:
     """What to say to who makes a known mistake: the attempt does as it does, in every case."""
     @cache
     def mine(turn: int) -> Outcome:
-        return run(kernel, puzzle, cases[turn], turn=turn, compiled=compiled)
+        return run(kernel, puzzle, cases[turn], turn=turn, device=device)
 
     for i, (hint, source) in enumerate(puzzle.mistaken().items()):
         mistake = load(source, folder / f"mistake_{number}_{i}.py")
-        if all(run(mistake, puzzle, case, turn=turn, compiled=compiled)
+        if all(run(mistake, puzzle, case, turn=turn, device=device)
                .same(mine(turn), puzzle.tolerance) for turn, case in enumerate(cases)):
             return hint
     return ""
@@ -369,26 +393,25 @@ def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, num
 def speed(kernel: Any, puzzle: Puzzle) -> str:
     """On a GPU: which share of the roofline it reaches, beside a copy and a product measured
     there."""
-    from triton.testing import do_bench
-
     case = tuple(x.cuda() if isinstance(x, Tensor) else x for x in puzzle.large())
     launch = puzzle.launch(*case)
-    arguments = {**launch.given, **launch.out, **launch.numbers}
-    least = sum(x.numel() * x.element_size() for x in (*launch.given.values(),
-                                                       *launch.out.values()))
-    seconds = 1e-3 * do_bench(lambda: kernel[launch.grid](**arguments), return_mode="median")
-    a = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    copied = 1e-3 * do_bench(lambda: b.copy_(a), return_mode="median") / (2 * a.nbytes)
-    roof = least * copied
-    said = f"{least / seconds / 1e9:,.0f} GB/s"
+    tensors = {**launch.given, **launch.out}
+    least = sum(x.numel() * x.element_size() for x in tensors.values())
+
+    def seconds(work: Callable[[], Any]) -> float:
+        return 1e-3 * triton.testing.do_bench(work, return_mode="median")
+
+    took = seconds(lambda: kernel[launch.grid](**tensors, **launch.numbers))
+    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    roof = least * seconds(lambda: target.copy_(source)) / (2 * source.nbytes)
+    said = f"{least / took / 1e9:,.0f} GB/s"
     if puzzle.flops:
-        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.set_float32_matmul_precision("high")
         x = torch.randn(4096, 4096, device="cuda")
-        product = 1e-3 * do_bench(lambda: x @ x, return_mode="median") / (2 * 4096**3)
-        roof = max(roof, puzzle.flops(*case) * product)
-        said = f"{puzzle.flops(*case) / seconds / 1e12:,.1f} TFLOP/s"
-    return f"{said}, {roof / seconds:.0%} of the roofline"
+        roof = max(roof, puzzle.flops(*case) * seconds(lambda: x @ x) / (2 * 4096**3))
+        said = f"{puzzle.flops(*case) / took / 1e12:,.1f} TFLOP/s"
+    return f"{said}, {roof / took:.0%} of the roofline"
 
 
 def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: bool,
@@ -445,7 +468,6 @@ def _address_bytes() -> int:
 
 def main(path: str) -> None:
     job = SimpleNamespace(**json.loads(Path(path).read_text()))
-    importlib.import_module("lpkit.course.kernel_parts")    # and with it Triton, before the forks
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
     for number, attempt in enumerate(job.attempts):
