@@ -10,6 +10,7 @@ Triton's interpreter is right for those. Names that a kernel uses are those of i
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isqrt
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,12 @@ def rows(r: Random, *, most: int = 40, size: float = 1.0) -> Tensor:
     return normal(r, n, columns + gap, size=size)[:, :columns]
 
 
-def large(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: (torch.randn(*shape),)
+def vector(n: int) -> tuple[Tensor]:
+    return (torch.randn(n),)
+
+
+def matrix(n: int) -> tuple[Tensor]:
+    return (torch.randn(-(-n // 4096), 4096),)
 
 
 def codes_of(x: Tensor) -> Tensor:
@@ -86,7 +91,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 @puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=_copy, tolerance=0.0, minutes=5,
-        draw=lambda r: (normal(r, r.randint(1, 99)),), large=large(1 << 27), once=("x",),
+        draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector, once=("x",),
         launch=lambda x: Launch(grid=(cdiv(len(x), block(len(x))),), given={"x": x},
                                 out={"y": blank(len(x), like=x)},
                                 numbers={"n": len(x), "BLOCK": block(len(x))}),
@@ -106,7 +111,7 @@ def _amax(x: Tensor) -> Tensor:
 @puzzle("10.amax", *((x,) for x in AWKWARD), (torch.tensor([-9.0, 2.0, 3.0]),), (-AWKWARD[1],),
         (EXTREME,), spec=_amax, tolerance=0.0, minutes=8, stars=2, once=("x",),
         draw=lambda r: (normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9)),),
-        large=large(1 << 27),
+        large=vector,
         launch=lambda x: Launch(grid=(cdiv(len(x), block(len(x))),), given={"x": x},
                                 out={"out": torch.zeros(1, device=x.device)},
                                 numbers={"n": len(x), "BLOCK": block(len(x))}),
@@ -135,7 +140,7 @@ def _row_launch(x: Tensor, *, out: str = "y", **given: Tensor) -> Launch:
 
 @puzzle("10.softmax", *((x,) for x in MATRICES), (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
         (-100 - MATRICES[0],), spec=_softmax, tolerance=1e-6, minutes=12, stars=2, once=("x",),
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=large(16_384, 4096),
+        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix,
         launch=_row_launch,
         mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
                   "what lies outside is -inf, so that its exp is nothing":
@@ -166,7 +171,7 @@ def _norm_launch(x: Tensor, w: Tensor) -> Launch:
         _with_weights(torch.zeros(1, 5)), _with_weights(1e15 * MATRICES[0]),
         spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2, once=("x",),
         draw=lambda r: _with_weights(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda: _with_weights(torch.randn(16_384, 4096)), launch=_norm_launch,
+        large=lambda n: _with_weights(*matrix(n)), launch=_norm_launch,
         mistakes={"the mean is over the columns, and BLOCK may be more": ("/ columns", "/ BLOCK"),
                   "eps stands inside of the root":
                       ("tl.rsqrt(tl.sum(v * v, 0) / columns + eps)",
@@ -200,7 +205,7 @@ def _add_norm_launch(x: Tensor, r: Tensor, w: Tensor) -> Launch:
 
 @puzzle("10.add_norm", *map(_residual, MATRICES[:4]), spec=_add_norm, tolerance=1e-5, minutes=10,
         stars=2, once=("x", "r"), draw=lambda r: _residual(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda: _residual(torch.randn(16_384, 4096)), launch=_add_norm_launch,
+        large=lambda n: _residual(*matrix(n)), launch=_add_norm_launch,
         mistakes={"the norm is of the sum": ("tl.sum(v * v, 0)", "tl.sum((v - b) * (v - b), 0)"),
                   "the next block adds to h, which has no norm yet":
                       ("tl.store(h + row * columns + i, v,",
@@ -245,7 +250,7 @@ BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
         (torch.tensor([1.0, -2.0, float("nan")]), torch.tensor([0.5])),
         (-BETWEEN, torch.tensor([2.0])), spec=_scaled_cast, tolerance=0.0, minutes=25, stars=3,
         once=("x",), draw=_with_scale, launch=_cast_launch,
-        large=lambda: (torch.randn(1 << 27), ONE),
+        large=lambda n: (*vector(n), ONE),
         mistakes={"to the nearest, half way to the even one: the bits that go decide":
                       ("magic = (field + (20 << 23)).to(tl.float32, bitcast=True)\n"
                        "    size = (size + magic) - magic",
@@ -277,7 +282,7 @@ def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _both_launch(x: Tensor, scale: Tensor) -> Launch:
-    (R, C), (BR, BC) = x.shape, (64, 64) if len(x) > 64 else (4, 16)
+    (R, C), (BR, BC) = x.shape, (32, 64) if len(x) > 16 else (4, 16)
     return Launch(grid=(cdiv(R, BR), cdiv(C, BC)), given={"x": x, "scale": scale},
                   out={"codes": blank(R, C, like=x, dtype=torch.uint8),
                        "turned": blank(C, R, like=x, dtype=torch.uint8),
@@ -288,7 +293,7 @@ def _both_launch(x: Tensor, scale: Tensor) -> Launch:
 @puzzle("10.cast_both", *((x, ONE) for x in MATRICES), (10 * MATRICES[1], torch.tensor([30.0])),
         spec=_cast_both, tolerance=0.0, minutes=15, stars=3, once=("x",), launch=_both_launch,
         draw=lambda r: (rows(r, size=10), torch.tensor([r.choice((1.0, 0.3, 7.0))])),
-        large=lambda: (torch.randn(16_384, 4096), ONE),
+        large=lambda n: (*matrix(n), ONE),
         mistakes={"the turned one has R columns":
                       ("turned + c[None, :] * R", "turned + c[None, :] * C"),
                   "the next amax is of x, without its scale":
@@ -340,7 +345,7 @@ _SOME = Random(0)
         (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
         (torch.ones(2, 0), torch.ones(0, 3)),
         spec=_matmul, tolerance=0.0, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
-        large=lambda: (torch.randn(4096, 4096), torch.randn(4096, 4096)),
+        large=lambda n: (torch.randn(isqrt(n), isqrt(n)), torch.randn(isqrt(n), isqrt(n))),
         flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
         mistakes={"the sum goes over all of K, block by block":
                       ("range(0, K, B)", "range(0, B, B)"),
@@ -580,7 +585,7 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
         (torch.linspace(-90, 90, 40)[None],), (torch.linspace(90, -90, 40)[None],),
         (-200 - MATRICES[0],),
         spec=_softmax, tolerance=1e-6, minutes=20, stars=3,
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=large(4096, 50_304),
+        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix,
         launch=lambda x: Launch(
             grid=(x.shape[0],), given={"x": x}, out={"y": blank(*x.shape, like=x)},
             numbers={"x_stride": x.stride(0), "columns": x.shape[1],

@@ -50,6 +50,7 @@ import triton.language as tl
 from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
 
 """
+LARGE = 1 << 27                 # elements on which a GPU is timed
 TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU
 MARGIN = 64                     # elements around a tensor
 NEAR_BYTES = 1 << 20            # within which a tensor is blamed for an address
@@ -333,10 +334,10 @@ def load(source: str, path: Path) -> Any:
 
 
 def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: bool) -> dict:
-    """The finding on one attempt: status, detail. Compiled, it also says how fast it is, on a GPU;
-    without one it is only compiled."""
+    """The finding on one attempt: status, detail. What moved is counted where it is interpreted;
+    compiled, it says how fast it is on a GPU, and without one that it compiles."""
     puzzle = PUZZLES[attempt["puzzle"]]
-    cases, detail, moved = list(puzzle.all_cases()), "", {}
+    cases, moved = list(puzzle.all_cases()), {}
     try:
         kernel = load(attempt["source"], folder / f"attempt_{number}.py")
         if compiled and not torch.cuda.is_available():
@@ -345,10 +346,15 @@ def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
         for turn, case in enumerate(cases):
             outcome = run(kernel, puzzle, case, turn=turn, device=device)
             if why := outcome.fault or difference(outcome, puzzle, case):
-                hint = _hint(puzzle, kernel, cases, folder, number, device)
+                hint = "" if compiled else _hint(puzzle, kernel, cases, folder, number)
                 return {"status": "wrong",
                         "detail": f"for {_case(puzzle, case)}: {why}{hint and f'; {hint}'}"}
-            moved = outcome.moved
+            moved[case[0].numel()] = outcome.moved
+        detail = ""
+        if not compiled and puzzle.large and not puzzle.flops:
+            most = max(moved)
+            each = sum(map(sum, moved[most].values())) / most
+            detail = f"on {most} elements its loads and stores are {each:.3g} bytes each"
         if compiled and puzzle.large:
             detail = speed(kernel, puzzle)
     except NotImplementedError:
@@ -357,7 +363,17 @@ def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
         said = (str(error).strip() or "no words").splitlines()[-1]
         return {"status": "wrong",
                 "detail": f"it raised {type(error).__name__}: {said}{_line(error)}"}
-    return {"status": "right", "detail": detail, "moved": moved}
+    return {"status": "right", "detail": detail}
+
+
+def count(attempt: Mapping[str, Any], folder: Path, number: int, elements: int) -> dict:
+    """By tensor the bytes read and written, for each element of the first, on a case of about so
+    many."""
+    puzzle = PUZZLES[attempt["puzzle"]]
+    case = puzzle.large(elements)
+    kernel = load(attempt["source"], folder / f"attempt_{number}.py")
+    return {"moved": {name: [n / case[0].numel() for n in both]
+                      for name, both in run(kernel, puzzle, case, turn=0).moved.items()}}
 
 
 def compiles(kernel: Any, launch: Launch) -> str:
@@ -375,17 +391,16 @@ def compiles(kernel: Any, launch: Launch) -> str:
     return f"and it compiles for {NAME}"
 
 
-def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, number: int,
-          device: str) -> str:
+def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, number: int) -> str:
     """What to say to who makes a known mistake: the attempt does as it does, in every case."""
     @cache
     def mine(turn: int) -> Outcome:
-        return run(kernel, puzzle, cases[turn], turn=turn, device=device)
+        return run(kernel, puzzle, cases[turn], turn=turn)
 
     for i, (hint, source) in enumerate(puzzle.mistaken().items()):
         mistake = load(source, folder / f"mistake_{number}_{i}.py")
-        if all(run(mistake, puzzle, case, turn=turn, device=device)
-               .same(mine(turn), puzzle.tolerance) for turn, case in enumerate(cases)):
+        if all(run(mistake, puzzle, case, turn=turn).same(mine(turn), puzzle.tolerance)
+               for turn, case in enumerate(cases)):
             return hint
     return ""
 
@@ -393,7 +408,7 @@ def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, num
 def speed(kernel: Any, puzzle: Puzzle) -> str:
     """On a GPU: which share of the roofline it reaches, beside a copy and a product measured
     there."""
-    case = tuple(x.cuda() if isinstance(x, Tensor) else x for x in puzzle.large())
+    case = tuple(x.cuda() if isinstance(x, Tensor) else x for x in puzzle.large(LARGE))
     launch = puzzle.launch(*case)
     tensors = {**launch.given, **launch.out}
     least = sum(x.numel() * x.element_size() for x in tensors.values())
@@ -414,9 +429,8 @@ def speed(kernel: Any, puzzle: Puzzle) -> str:
     return f"{said}, {roof / took:.0%} of the roofline"
 
 
-def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: bool,
-            seconds: float) -> dict:
-    """`examine` in a fork, which has `seconds` and `MEMORY_BYTES`."""
+def limited(attempt: Mapping[str, Any], folder: Path, number: int, job: Any) -> dict:
+    """`examine` in a fork, which has `job.seconds` and MEMORY_BYTES."""
     reader, writer = os.pipe()
     printed = folder / f"printed_{number}"
     child = os.fork()
@@ -428,17 +442,19 @@ def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
                 os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if not compiled:        # a GPU's driver takes addresses by the terabyte
+            if not job.compiled:    # a GPU's driver takes addresses by the terabyte
                 most = _address_bytes() + MEMORY_BYTES
                 resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            told = json.dumps(examine(attempt, folder, number, compiled)).encode()
+            found = count(attempt, folder, number, job.elements) if job.elements else \
+                examine(attempt, folder, number, job.compiled)
+            told = json.dumps(found).encode()
             while told:
                 told = told[os.write(writer, told):]
         finally:
             sys.stdout.flush()
             os._exit(0)
     os.close(writer)
-    said, deadline = b"", time.monotonic() + seconds
+    said, deadline = b"", time.monotonic() + job.seconds
     while left := max(0.0, deadline - time.monotonic()):
         if select.select([reader], [], [], left)[0]:
             if not (more := os.read(reader, 1 << 16)):
@@ -452,12 +468,12 @@ def limited(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
     if said.endswith(b"}"):
         found = json.loads(said)
     elif late:
-        found = {"status": "wrong", "detail": f"it did not end within {seconds:.0f} s"}
+        found = {"status": "wrong", "detail": f"it did not end within {job.seconds:.0f} s"}
     else:
         how = f" ({signal.Signals(-status).name})" if status < 0 else ""
         found = {"status": "wrong", "detail": f"it ended its process{how}"}
     words = printed.read_text(errors="replace").strip() if printed.exists() else ""
-    if words and found["status"] == "wrong":
+    if words and found.get("status") == "wrong":
         found["detail"] += f". It printed: {words[:SHOWN]}"
     return found
 
@@ -471,7 +487,7 @@ def main(path: str) -> None:
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
     for number, attempt in enumerate(job.attempts):
-        found = limited(attempt, Path(path).parent, number, job.compiled, job.seconds)
+        found = limited(attempt, Path(path).parent, number, job)
         os.write(job.fd, json.dumps(found).encode() + b"\n")
 
 

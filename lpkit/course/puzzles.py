@@ -8,6 +8,7 @@ a kernel sees `tl` and the functions of `lpkit.course.kernel_parts`.
 """
 
 import ast
+import importlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,15 +29,26 @@ from lpkit.machine_facts import versions
 
 SECONDS = 30.0          # for one attempt
 START_SECONDS = 60.0    # until torch and Triton are there, on a busy machine
+ELEMENTS = 1 << 17      # on which bytes are counted
 DRAWN = 6               # random cases: an interpreter takes a millisecond for each operation
 # what no kernel has written yet, as bits: a NaN where there is one
 UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
              torch.int32: 0x7FC0BEEF}
 BITS = {torch.float32: torch.int32}
-DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds otherwise in `/` "
-           "and in tl.dot of float32, unless one says tl.div_rn and input_precision='ieee'):")
+DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot of "
+           "float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
 # sentences of the interpreter's self-test that may explain a wrong number, by what a kernel names
 TOUCHED = {"float8e4": ("E4M3",), "float8e5": ("E5M2",), "bfloat16": ("bf16",)}
+
+
+def __getattr__(name: str) -> Any:
+    """`tl` for the annotations of a stub: Triton's, or a stand-in where there is no Triton."""
+    if name != "tl":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module("triton.language")
+    except ImportError:
+        return SimpleNamespace(constexpr=int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +75,7 @@ class Puzzle(Exercise):
 
     kernel: Callable[..., None]
     launch: Callable[..., Launch]
-    large: Callable[[], tuple] | None = None        # a case to time on a GPU
+    large: Callable[[int], tuple] | None = None     # a case of about so many elements, to measure
     mistakes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     once: tuple[str, ...] = ()          # tensors that are to be read no more than once
     flops: Callable[..., float] | None = None       # of a case, where arithmetic is the limit
@@ -89,13 +102,13 @@ class Puzzle(Exercise):
         if versions(["triton"])["triton"] is None:
             return Verdict("to do", defects()[0], self.solution)
         found = run([(self.name, source)])[0]
+        said = [found["detail"]]
         if found["status"] == "right":
             found = run([(self.name, source)], compiled=True)[0]
-            if found["status"] == "wrong":
-                found["detail"] = f"{DIFFERS} {found['detail']}"
+            said = [DIFFERS, found["detail"]] if found["status"] == "wrong" else \
+                [", ".join(filter(None, (*said, found["detail"])))]
         if found["status"] == "to do":
             return to_do(self)
-        said = [found["detail"]]
         if found["status"] == wrong.status:
             said += [f"Not your fault, perhaps: {sentence}." for word, about in TOUCHED.items()
                      if word in source for sentence in defects()
@@ -111,14 +124,24 @@ def is_stub(source: str) -> bool:
     return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
-def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False,
-        seconds: float = SECONDS) -> list[dict[str, Any]]:
-    """What became of each (name of the puzzle, source of a kernel): `status`, `detail` and, of one
-    that is right, `moved`: by tensor the bytes read and written in the last case. `seconds` are
-    for each of them."""
+def moved(kernels: Sequence[tuple[str, Callable]],
+          elements: int = ELEMENTS) -> list[dict[str, tuple[float, float]]]:
+    """What each (name of the puzzle, kernel) reads and writes of each tensor, in bytes for each of
+    its first tensor's elements, as the interpreter's loads and stores are counted. Empty where a
+    kernel does not run, or nothing was counted."""
+    if versions(["triton"])["triton"] is None:
+        return [{} for _ in kernels]
+    found = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
+    return [{name: tuple(both) for name, both in one.get("moved", {}).items()} for one in found]
+
+
+def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds: float = SECONDS,
+        elements: int = 0) -> list[dict[str, Any]]:
+    """What became of each (name of the puzzle, source of a kernel): `status` and `detail`; where
+    `elements` are asked for, `moved`, as above. `seconds` are for each of them."""
     reader, writer = os.pipe()
     job = {"attempts": [{"puzzle": name, "source": source} for name, source in attempts],
-           "compiled": compiled, "seconds": seconds, "fd": writer}
+           "compiled": compiled, "seconds": seconds, "elements": elements, "fd": writer}
     folder = processes.new_folder()
     env = {**os.environ, "TRITON_INTERPRET": "0" if compiled else "1", "OMP_NUM_THREADS": "1",
            "TRITON_CACHE_DIR": str(folder / "cache")}
