@@ -43,7 +43,7 @@ def cdiv(a: int, b: int) -> int:
 
 def block(n: int, small: int = 16) -> int:
     """Several for a small n, which the interpreter runs; a GPU's for a large one."""
-    return 1024 if n > 1 << 16 else small
+    return 1024 if n >= 1 << 16 else small
 
 
 def power_of_two(n: int) -> int:
@@ -282,7 +282,7 @@ def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _both_launch(x: Tensor, scale: Tensor) -> Launch:
-    (R, C), (BR, BC) = x.shape, (32, 64) if len(x) > 16 else (4, 16)
+    (R, C), (BR, BC) = x.shape, (16, 64) if len(x) > 8 else (4, 16)
     return Launch(grid=(cdiv(R, BR), cdiv(C, BC)), given={"x": x, "scale": scale},
                   out={"codes": blank(R, C, like=x, dtype=torch.uint8),
                        "turned": blank(C, R, like=x, dtype=torch.uint8),
@@ -474,7 +474,7 @@ def _with_top(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sixteens(r: Random) -> tuple[Tensor, Tensor]:
-    R, C = r.randint(1, 4), 16 * r.randint(1, 3)
+    R, C = r.randint(1, 2), 16 * r.randint(1, 2)
     return _with_top(normal(r, R, C + 5, size=10 ** r.uniform(-6, 6))[:, :C])
 
 

@@ -29,8 +29,8 @@ from lpkit.machine_facts import versions
 
 SECONDS = 30.0          # for one attempt
 START_SECONDS = 60.0    # until torch and Triton are there, on a busy machine
-ELEMENTS = 1 << 17      # on which bytes are counted
-DRAWN = 6               # random cases: an interpreter takes a millisecond for each operation
+ELEMENTS = 1 << 16      # on which bytes are counted
+DRAWN = 4               # random cases: an interpreter takes a millisecond for each operation
 # what no kernel has written yet, as bits: a NaN where there is one
 UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
              torch.int32: 0x7FC0BEEF}
