@@ -9,6 +9,7 @@ address is, counts bytes, and sees the races that an interpreter hides, because 
 after the other. The last line of standard output is JSON: a finding for each attempt.
 """
 
+import ast
 import contextlib
 import importlib.util
 import inspect
@@ -35,10 +36,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
-from triton.runtime import JITFunction, interpreter
+from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
-from lpkit.course import kernel_parts
 from lpkit.course.judge import short
 from lpkit.course.kernel_exercises import PUZZLES
 from lpkit.course.puzzles import BITS, UNTOUCHED, Launch, Puzzle
@@ -228,9 +228,8 @@ def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "c
             raise cause from None
         if isinstance(cause, MemoryError):
             cause = FaultError("memory", f"it took more than {MEMORY_BYTES >> 20} MB of memory")
-        fault = cause if isinstance(cause, FaultError) else FaultError(
-            type(cause).__name__, f"it raised {type(cause).__name__}: "
-                                  f"{(str(cause).strip() or 'no words').splitlines()[-1]}")
+        fault = cause if isinstance(cause, FaultError) else \
+            FaultError(type(cause).__name__, f"it raised {_words(cause)}")
         return Outcome(fault=f"{fault}{_line(error)}", kind=fault.kind)
     for one in held:
         bits = BITS.get(one.whole.dtype, one.whole.dtype)
@@ -265,6 +264,12 @@ def _cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def _words(error: BaseException) -> str:
+    """The line that says it: a compiler shows the source before."""
+    lines = str(error).strip().splitlines() or ["no words"]
+    return f"{type(error).__name__}: {lines[-1 if isinstance(error, CompilationError) else 0]}"
 
 
 def _line(error: BaseException) -> str:
@@ -328,9 +333,7 @@ def load(source: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kinds = (JITFunction, interpreter.InterpretedFunction)
-    return [value for name, value in vars(module).items()
-            if isinstance(value, kinds) and not hasattr(kernel_parts, name)][-1]
+    return getattr(module, ast.parse(source).body[0].name)
 
 
 def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: bool) -> dict:
@@ -360,9 +363,7 @@ def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
     except NotImplementedError:
         return {"status": "to do", "detail": ""}
     except Exception as error:
-        said = (str(error).strip() or "no words").splitlines()[-1]
-        return {"status": "wrong",
-                "detail": f"it raised {type(error).__name__}: {said}{_line(error)}"}
+        return {"status": "wrong", "detail": f"it raised {_words(error)}{_line(error)}"}
     return {"status": "right", "detail": detail}
 
 

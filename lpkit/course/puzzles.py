@@ -35,8 +35,8 @@ DRAWN = 4               # random cases: an interpreter takes a millisecond for e
 UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
              torch.int32: 0x7FC0BEEF}
 BITS = {torch.float32: torch.int32}
-DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot of "
-           "float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
+DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot "
+           "of float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
 # sentences of the interpreter's self-test that may explain a wrong number, by what a kernel names
 TOUCHED = {"float8e4": ("E4M3",), "float8e5": ("E5M2",), "bfloat16": ("bf16",)}
 
@@ -91,13 +91,15 @@ class Puzzle(Exercise):
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
         """Never raises, whatever the attempt does; waits `SECONDS` for it at most."""
-        wrong = Verdict("wrong", "", self.solution)
         try:
             source = source_of(getattr(attempt, "fn", attempt))
-        except (OSError, TypeError, SyntaxError) as error:
-            return Verdict("wrong", f"its source was not found ({error}); write the kernel as a "
-                                    f"function in a cell", self.solution)
-        if is_stub(source):
+            function, = ast.parse(source).body
+            if not isinstance(function, ast.FunctionDef):
+                raise TypeError("it is no function")
+        except (OSError, TypeError, SyntaxError, ValueError) as error:
+            return Verdict("wrong", f"write the kernel as a function in a cell: {error}",
+                           self.solution)
+        if is_stub(function):
             return to_do(self)
         if versions(["triton"])["triton"] is None:
             return Verdict("to do", defects()[0], self.solution)
@@ -109,18 +111,16 @@ class Puzzle(Exercise):
                 [", ".join(filter(None, (*said, found["detail"])))]
         if found["status"] == "to do":
             return to_do(self)
-        if found["status"] == wrong.status:
+        if found["status"] == "wrong":
             said += [f"Not your fault, perhaps: {sentence}." for word, about in TOUCHED.items()
                      if word in source for sentence in defects()
                      if any(one in sentence for one in about)]
         return Verdict(found["status"], " ".join(said), self.solution)
 
 
-def is_stub(source: str) -> bool:
+def is_stub(function: ast.FunctionDef) -> bool:
     """Whether all that it does is to raise NotImplementedError."""
-    function = ast.parse(source).body[0]
-    body = [node for node in getattr(function, "body", ())
-            if not isinstance(node, ast.Expr)]      # its docstring
+    body = [node for node in function.body if not isinstance(node, ast.Expr)]   # its docstring
     return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
@@ -159,7 +159,7 @@ def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds:
         processes.end(keeper)
         log = keeper.stdout.read()
     os.close(reader)
-    found = [json.loads(line) for line in said.splitlines()]
+    found = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
     why = (log.strip() or "nothing").splitlines()[-1]
     missing = {"status": "wrong", "detail": f"its process did not start; it said: {why}"}
     return found + [missing] * (len(attempts) - len(found))

@@ -1,5 +1,5 @@
-"""Bytes that a chain of PyTorch's operations moves when each of them is a kernel of its own, and one
-such chain: a tensor cast to FP8 in both layouts, as its products need it."""
+"""Bytes that a chain of PyTorch's operations moves when each of them is a kernel of its own, and
+one such chain: a tensor cast to FP8 in both layouts, as its products need it."""
 
 from typing import Any
 

@@ -45,9 +45,9 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
                     hover="%{customdata}<extra></extra>",
                     customdata=[f"{name}: {x:.3g} FLOPs a byte, at most {quantity(y, 'FLOP/s')}"
                                 for name, (x, y) in points.items()])
-    low = min(y for _, y in points.values())
+    low, high = min(y for _, y in points.values()), max(map(machine.peak_flops, dtypes))
     return figure(
         [*roofs, marks], title, height=440,
         xaxis=axis("FLOPs per byte moved", type="log", dtick=1),
         yaxis=axis("FLOP/s", type="log", dtick=1, exponentformat="SI",
-                   range=[math.log10(low / 4), math.log10(3 * max(map(machine.peak_flops, dtypes)))]))
+                   range=[math.log10(low / 4), math.log10(3 * high)]))
