@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import plotly.graph_objects as go
 import psutil
 import pytest
 import torch
@@ -24,8 +25,12 @@ from lpkit.course.kernel_exercises import BETWEEN, EXTREME, MATRICES, ONE, PUZZL
 from lpkit.course.puzzles import run
 from lpkit.kernels import cast, interpreter
 from lpkit.precision.scaled import quantise
+from lpkit.predict import CATALOGUE
+from lpkit.studies.moved import Moved, cast_both_layouts
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
+from lpkit.ui import bounds_figure, moved_figure
+from lpkit.ui.figure import plain
 
 tl = pytest.importorskip("triton.language")
 e2m1 = e4m3 = e4m3_value = None     # names of the process that runs a kernel
@@ -468,6 +473,27 @@ def test_the_self_test_names_what_is_known_to_be_broken():
     said = "\n".join(interpreter.defects())
     assert "a cast to E4M3 is wrong" in said and "tl.dot of bf16 numbers is wrong" in said and "a store out of bounds is silent" in said
     assert "float32" not in said and "a loop" not in said and "{" not in said
+
+
+def test_figures_put_kernels_where_the_ceilings_end_them():
+    h200 = CATALOGUE["h200"]
+    spec = bounds_figure(h200, {"a": (1, 2, "fp32"), "b": (2, 4, "fp32"), "c": (100, 1, "fp32"), "d": (1e4, 1, "bf16")}, title="t")
+    go.Figure(plain(spec), skip_invalid=False)
+    marks = spec["data"][-1]
+    assert marks["text"] == ["a, b", "c", "d"] and marks["y"] == [0.5 * h200.bytes_per_second, 67e12, h200.peak_flops("bf16")]
+    spec = moved_figure({"plain": (21, 14), "fused": (4, 2)}, title="t")
+    go.Figure(plain(spec), skip_invalid=False)
+    assert [bar["x"] for bar in spec["data"]] == [[21, 4], [14, 2]] and spec["data"][1]["text"] == ["35", "6"]
+
+
+def test_operations_are_counted_and_views_are_not():
+    x = torch.zeros(8, 4)
+    with Moved() as moved:
+        (x.T + 1).sum()
+        x[:2].add_(1)
+    assert moved.rows == [("add", 128, 128), ("sum", 128, 4), ("add_", 32, 32)]
+    codes, turned, amax = cast_both_layouts(torch.tensor([[1.0, -4.0], [0.5, 3.0], [0, 0]]))
+    assert torch.equal(codes.float(), torch.tensor([[112.0, -448], [56, 320], [0, 0]])) and torch.equal(turned.float(), codes.float().T) and amax == 4
 
 
 def test_the_file_of_a_kernel_holds_nothing_else():

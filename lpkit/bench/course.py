@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lpkit.bench.harness import ROUNDS, Result, paired
-from lpkit.course import notebooks
+from lpkit.course import notebooks, puzzles
 from lpkit.course.exercises import EXERCISES
+from lpkit.course.kernel_exercises import PUZZLES
 
 BUSY, TIMES, BUDGET_SECONDS, JUDGED_SECONDS = 4, 6.0, 60.0, 120.0
 PACKAGES = ("torch", "jupyterlab", "ipykernel", "papermill")
@@ -70,7 +71,10 @@ def _seconds(path: Path) -> float:
 
 def _judged() -> float:
     began = time.perf_counter()
-    for name, exercise in EXERCISES.items():
-        if exercise.judged(exercise.answer).status != "right":
-            raise RuntimeError(f"the answer of {name} does not stand its own cases")
+    wrong = [name for name, exercise in EXERCISES.items() if name not in PUZZLES
+             and exercise.judged(exercise.answer).status != "right"]
+    found = puzzles.run([(name, puzzle.solution) for name, puzzle in PUZZLES.items()])
+    wrong += [name for name, one in zip(PUZZLES, found) if one["status"] != "right"]
+    if wrong:
+        raise RuntimeError(f"the answer of {wrong[0]} does not stand its own cases")
     return time.perf_counter() - began
