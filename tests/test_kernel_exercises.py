@@ -371,7 +371,7 @@ ENDS = {
     hostile("print('here')", "1 / 0"): "division by zero, in `1 / 0`. It printed: here",
     "def copy(x, y, n, BLOCK)\n    pass": "SyntaxError",
     "copy = 3": "it raised",
-    hostile("pass"): "y[0] should be -3 and is as it was (nan): was it written?",
+    hostile("pass"): "y[0] should be -3 and is as it was: was it written?",
 }
 
 

@@ -304,7 +304,8 @@ def difference(outcome: Outcome, puzzle: Puzzle, case: tuple) -> str:
             there, bits = got[at], BITS.get(got.dtype, got.dtype)
             said = _value(there)
             if there.view(bits).item() == UNTOUCHED[got.dtype]:
-                said = f"as it was ({said}): was it written?"
+                said = "as it was: was it written?" if got.dtype != torch.uint8 else \
+                    f"{said}: NaN, or never written"
             return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {said}"
                     f" ({int(wrong.sum())} of {wrong.numel()} are wrong)")
     return ""
