@@ -66,7 +66,8 @@ upgrade:
 	build/upgrade/bin/python -m pip install -e '.[dev]' torch==$(TORCH)
 	{ echo "# Every package of the project, at the version it is tested with. Renew: make upgrade."; \
 	  build/upgrade/bin/python -m pip freeze --exclude lpkit --exclude-editable \
-	    | sed 's/+[a-z0-9.]*$$//' | grep -vE '^(cuda-|nvidia-(cu|nc|nv)|triton==)'; } > build/constraints.txt
+	    | sed -e 's/+[a-z0-9.]*$$//' -e 's/^triton==.*/&; sys_platform == "linux"/' \
+	    | grep -vE '^(cuda-|nvidia-(cu|nc|nv))'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
 clean:

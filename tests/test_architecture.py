@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "training": BASE | {"datasets", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "precision", "predict", "techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "optim", "precision", "predict", "techniques", "training"},
-    "course": BASE | {"nn", "precision", "predict", "studies", "techniques", "training", "ui"},
+    "course": BASE | {"kernels", "nn", "precision", "predict", "studies", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},

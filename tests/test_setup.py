@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {canonicalize_name(name): version for name, version in
-        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)}
+        re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(), re.M)}
 HEAVY = {"flash-attn", "transformer-engine", "liger-kernel"}       # [gpu] follows the GPU's own stack
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 

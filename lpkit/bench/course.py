@@ -2,7 +2,7 @@
 
 Each notebook runs at tier cpu in a process of its own, as `lpkit notebook` runs it: alone, then
 with the others. A minute is the budget alone, and six times its own time beside them. All
-definitions of the exercises go through the judge within two minutes. A row against a budget is the
+answers to the exercises go through the judge within two minutes. A row against a budget is the
 share of it that is used. A round takes twenty minutes, so there is one for every nine asked.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lpkit.bench.harness import ROUNDS, Result, paired
-from lpkit.course import notebooks
+from lpkit.course import notebooks, puzzles
 from lpkit.course.exercises import EXERCISES
-from lpkit.course.judge import check
+from lpkit.course.kernel_exercises import PUZZLES
 
 BUSY, TIMES, BUDGET_SECONDS, JUDGED_SECONDS = 4, 6.0, 60.0, 120.0
 PACKAGES = ("torch", "jupyterlab", "ipykernel", "papermill")
@@ -27,7 +27,7 @@ SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum
 
 def run(rounds: int = ROUNDS) -> list[Result]:
     """Errors: RuntimeError for a notebook that does not run to its end, or an exercise whose
-    definition is not right."""
+    answer is not right."""
     rounds = max(1, rounds // ROUNDS)
     common = {"better": "lower", "packages": PACKAGES}
     judged, results = [_judged() for _ in range(rounds)], []
@@ -71,7 +71,10 @@ def _seconds(path: Path) -> float:
 
 def _judged() -> float:
     began = time.perf_counter()
-    for name, exercise in EXERCISES.items():
-        if check(exercise, exercise.spec).status != "right":
-            raise RuntimeError(f"the definition of {name} does not stand its own cases")
+    wrong = [name for name, exercise in EXERCISES.items() if name not in PUZZLES
+             and exercise.judged(exercise.answer).status != "right"]
+    found = puzzles.run([(name, puzzle.solution) for name, puzzle in PUZZLES.items()])
+    wrong += [name for name, one in zip(PUZZLES, found) if one["status"] != "right"]
+    if wrong:
+        raise RuntimeError(f"the answer of {wrong[0]} does not stand its own cases")
     return time.perf_counter() - began

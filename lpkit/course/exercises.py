@@ -1,5 +1,6 @@
 """The exercises of the course that are arithmetic; those that take tensors are in
-`lpkit.course.tensor_exercises`. The notebooks ask the questions.
+`lpkit.course.tensor_exercises`, kernels in `lpkit.course.kernel_exercises`. The notebooks ask the
+questions.
 
 Each definition stands under the cases that tell it from what somebody plausibly writes instead,
 and what to say to who did.
@@ -11,7 +12,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from lpkit.course import judge, learner, tensor_exercises
+from lpkit.course import kernel_exercises, learner, tensor_exercises
 from lpkit.course.judge import Exercise, Verdict, adding_to
 
 __all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
@@ -22,7 +23,7 @@ exercise = adding_to(EXERCISES)
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
     """As the judge says, and the learner's file hears of it."""
-    return learner.attempted(exercise, judge.check(exercise, attempt))
+    return learner.attempted(exercise, exercise.judged(attempt))
 
 
 # 00, start here: what a loss means, and what a step costs.
@@ -412,4 +413,4 @@ def tensor_ranks(state_bytes: float, device_bytes: float, kv_heads: int) -> int:
     return min(fits, default=0)
 
 
-EXERCISES |= tensor_exercises.EXERCISES
+EXERCISES |= tensor_exercises.EXERCISES | kernel_exercises.PUZZLES

@@ -41,6 +41,7 @@ class Exercise:
     stars: int = 1
     minutes: int = 3
     name: str = ""                  # as the learner's file has it: "03.cast"
+    drawn: int = DRAWN
 
     def __post_init__(self):
         if not self.cases:
@@ -51,14 +52,26 @@ class Exercise:
         yield from self.cases
         if self.draw is not None:
             chance = random.Random(self.spec.__name__)
-            for _ in range(DRAWN):
+            for _ in range(self.drawn):
                 yield self.draw(chance)
 
     @property
+    def answer(self) -> Callable[..., Any]:
+        """One that is right."""
+        return self.spec
+
+    @property
     def solution(self) -> str:
-        """The definition's source, without its decorators."""
-        lines = textwrap.dedent(inspect.getsource(self.spec)).splitlines()
-        return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
+        return source_of(self.answer)
+
+    def judged(self, attempt: Callable[..., Any]) -> "Verdict":
+        return check(self, attempt)
+
+
+def source_of(function: Callable) -> str:
+    """Without its decorators. Raises OSError or TypeError where there is none."""
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
 
 def adding_to(table: dict[str, Exercise]) -> Callable[..., Callable[[Callable], Callable]]:
@@ -109,17 +122,20 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
             # a copy: whatever it writes into its arguments
             why = difference(attempt(*copy.deepcopy(case)), want, exercise.tolerance)
         except NotImplementedError:
-            return Verdict("to do", f"replace `raise NotImplementedError` "
-                           f"({'★' * exercise.stars}, about {exercise.minutes} minutes)",
-                           exercise.solution)
+            return to_do(exercise)
         except Exception as error:      # whatever it is, it is the learner's: show it
             why = f"it raised {type(error).__name__}: {error}"
         if why:
             named = zip(inspect.signature(exercise.spec).parameters, case, strict=True)
-            given = ", ".join(f"{name}={_short(value)}" for name, value in named)
+            given = ", ".join(f"{name}={short(value)}" for name, value in named)
             hint = _hint(exercise, attempt)
             return Verdict("wrong", f"for {given} {why}{hint and f'; {hint}'}", exercise.solution)
     return Verdict("right", "", exercise.solution)
+
+
+def to_do(exercise: Exercise) -> Verdict:
+    return Verdict("to do", f"replace `raise NotImplementedError` ({'★' * exercise.stars}, about "
+                            f"{exercise.minutes} minutes)", exercise.solution)
 
 
 def _hint(exercise: Exercise, attempt: Callable[..., Any]) -> str:
@@ -140,7 +156,7 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, where: str = "
     if hasattr(want, "tolist"):
         scale = max((abs(one) for one in _numbers(want.tolist()) if math.isfinite(one)), default=0)
     got, want = (value.tolist() if hasattr(value, "tolist") else value for value in (got, want))
-    unlike = f"expected {_short(want)}{where}, got {_short(got)}"
+    unlike = f"expected {short(want)}{where}, got {short(got)}"
     if got is None and want is not None:
         return f"{unlike}; is there a `return`?"
     if isinstance(want, (bool, str)) or want is None:
@@ -175,11 +191,11 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     if hasattr(value, "tolist"):
-        text = f"{list(value.shape)} {_short(value.tolist())}"
+        text = f"{list(value.shape)} {short(value.tolist())}"
     elif isinstance(value, list):
-        text = f"[{', '.join(map(_short, value))}]"
+        text = f"[{', '.join(map(short, value))}]"
     elif inspect.isfunction(value):
         text = f"a function {value.__name__}"
     else:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from lpkit.kernels import defects
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.nn.attention import plain
 from lpkit.precision.backends import BACKENDS
@@ -199,6 +200,11 @@ def _triton(device: torch.device) -> str:
     return "torch.compile ran a Triton kernel"
 
 
+def _interpreter(device: torch.device) -> str:
+    _installed("triton")
+    return "; ".join(defects.defects()) or "right wherever it was tried"
+
+
 # Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end
 # of the doctor.
 
@@ -316,6 +322,7 @@ CHECKS: tuple[Check, ...] = (
     Check("flex", "attention", _flex, "sdpa math with a mask"),
     Check("triton", "compiler", _triton,
           "plain PyTorch, which every kernel of the kit has beside it"),
+    Check("triton interpreter", "compiler", _interpreter, "the definition in PyTorch"),
     Check("gloo", "parallel", partial(_processes, "all-reduce", "gloo"), "one process"),
     Check("nccl", "parallel", partial(_processes, "all-reduce", "nccl"),
           "gloo: the same program, on CPUs"),

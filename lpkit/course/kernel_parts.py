@@ -1,0 +1,44 @@
+"""What a puzzle's kernel may call beside `tl`: FP8 and FP4 as the integers that they are.
+
+Triton's interpreter does not convert to these formats as a GPU does (`lpkit.kernels.defects`),
+so codes are made with float32 additions and integer shifts, which agree everywhere. Needs Triton.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3(v):
+    """The E4M3 codes (uint8) of float32 `v`: to nearest-even, saturating at 448; NaN is 0x7F."""
+    size = tl.where(v != v, 0.0, tl.minimum(tl.abs(v), 448.0))
+    # a number so large that the sum's last bit is the spacing: the addition rounds
+    field = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    magic = (field + (20 << 23)).to(tl.float32, bitcast=True)
+    size = (size + magic) - magic
+    normal = (size.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
+    code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)
+    code = tl.where(v != v, 0x7F, code) | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def e4m3_value(codes):
+    """The float32 values of E4M3 `codes` (uint8)."""
+    code = codes.to(tl.int32)
+    field = (code >> 3) & 15
+    fraction = code & 7
+    normal = (((field + 120) << 23) | (fraction << 20)).to(tl.float32, bitcast=True)
+    size = tl.where(field > 0, normal, fraction.to(tl.float32) * 0.001953125)
+    size = tl.where((code & 127) == 127, float("nan"), size)
+    return tl.where(code > 127, -size, size)
+
+
+@triton.jit
+def e2m1(v):
+    """The E2M1 codes (int32, 0 to 15) of float32 `v`: to nearest-even, saturating at 6."""
+    size = tl.abs(v)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | ((v.to(tl.int32, bitcast=True) >> 28) & 8)

@@ -1,0 +1,107 @@
+"""What is broken in this version of Triton's interpreter, found by trying: nobody should search
+such a fault in a kernel of his or her own.
+
+`TRITON_INTERPRET=1` runs a kernel on a CPU, with numpy. Each probe below is a few lines whose
+result a GPU gets right; one that differs, or does not run, is a sentence. Triton reads the variable
+when it is imported, so `defects` asks a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+from lpkit.machine_facts import versions
+
+SECONDS = 120.0
+
+
+@cache
+def defects() -> tuple[str, ...]:
+    """A sentence each; one where nothing could be tried."""
+    if versions(["triton"])["triton"] is None:
+        return ("Triton is not installed, so no kernel runs here; it is made for Linux",)
+    try:
+        done = subprocess.run([sys.executable, "-m", "lpkit.kernels.defects"], timeout=SECONDS,
+                              env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
+                              text=True, check=True)
+        return tuple(json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return (f"the self-test of Triton's interpreter did not end: {error}",)
+
+
+def _probe() -> list[str]:
+    import numpy as np
+    import torch
+    import triton
+    import triton.language as tl
+
+    globals()["tl"] = tl        # a kernel's globals are its module's
+    np.seterr(all="ignore")
+
+    @triton.jit
+    def cast(x, y, n, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        tl.store(y + i, tl.load(x + i, mask=i < n).to(y.dtype.element_ty), mask=i < n)
+
+    @triton.jit
+    def add(x, y):
+        i = tl.arange(0, 16)
+        tl.store(y + i, tl.load(x + i) + tl.load(x + i))
+
+    @triton.jit
+    def total(x, y):
+        tl.store(y, tl.sum(tl.load(x + tl.arange(0, 16)), 0))
+
+    @triton.jit
+    def product(x, y):
+        at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(y + at, tl.dot(tl.load(x + at), tl.load(x + at)))
+
+    @triton.jit
+    def loop(x, y, n):
+        found = 0.0
+        for i in range(n):
+            found += tl.load(x + i)
+        tl.store(y, found)
+
+    found = []
+
+    def hold(what: str, kernel, x, want, *more, **numbers) -> None:
+        got = torch.zeros_like(want)
+        try:
+            kernel[(1,)](x, got, *more, **numbers)
+        except Exception as error:
+            why = str(error.__cause__ or error).splitlines()[0]
+            found.append(f"{what} does not run: {why}")
+            return
+        wrong = (got.float() != want.float()).flatten()
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            found.append(f"{what} is wrong for {wrong.float().mean():.0%} of the numbers tried: "
+                         f"{want.flatten()[at].item():g} comes out as "
+                         f"{got.flatten()[at].item():g}")
+
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30
+    whole = torch.arange(256).view(16, 16) % 5 + 1.0        # sums of these are exact
+    low = whole.bfloat16()
+    for name, dtype in (("E4M3", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2),
+                        ("bf16", torch.bfloat16)):
+        hold(f"a cast to {name}", cast, x, x.to(dtype), 1000, BLOCK=1024)
+    hold("a sum of two bf16 numbers", add, low[0], 2 * low[0])
+    hold("tl.sum of bf16 numbers", total, low[0], low[0].sum()[None])
+    hold("tl.dot of bf16 numbers", product, low, whole @ whole)
+    hold("tl.dot of float32 numbers", product, whole, whole @ whole)
+    hold("a loop", loop, whole, whole.flatten()[:5].sum()[None], 5)
+    room = torch.zeros(8)
+    cast[(1,)](whole, room[:5], 8, BLOCK=8)
+    if room[5:].any():
+        found.append("a store out of bounds is silent")
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_probe()))
