@@ -127,11 +127,10 @@ def test_other_machines(machine, config, choice, said, tmp_path):
     assert got.choice == choice and said in got.sentence
 
 
-def test_casts_that_are_not_fused_cost_more(tmp_path):
-    """A history or stochastic rounding keeps a Linear outside torch.compile."""
+def test_a_history_saves_a_pass(tmp_path):
+    """It is in the graph of torch.compile as every recipe is, and needs no amax before its cast."""
     got = advise(gpt(26, 1664), "h200", measured=tmp_path)
-    assert got["fp8-delayed"].speedup < 1 < got["fp8-tensorwise"].speedup
-    assert "not fused, as transformer-engine does" in got["fp8-delayed"].why
+    assert got["fp8-delayed"].speedup > got["fp8-tensorwise"].speedup
 
 
 @pytest.mark.parametrize("recipe, machine", [

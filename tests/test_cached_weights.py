@@ -30,7 +30,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 class Counting:
     """A backend that counts the casts of weights."""
 
-    traceable, alignment = False, 0
+    alignment = 0
 
     def __init__(self, inner, weight):
         self.inner, self.at, self.casts = inner, weight.data_ptr(), 0
@@ -39,8 +39,8 @@ class Counting:
         self.casts += x.data_ptr() == self.at
         return self.inner.cast(x, cast, dtype, **more)
 
-    def product(self, *args):
-        return self.inner.product(*args)
+    def product(self, *args, **how):
+        return self.inner.product(*args, **how)
 
     def held(self, *args):
         return self.inner.held(*args)

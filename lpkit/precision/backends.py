@@ -3,7 +3,7 @@
     emulated            any device; the numbers of the recipe, without its speed
     scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell;
                         torch._int_mm for int8
-    transformer-engine  NVIDIA's te.Linear, when installed
+    transformer-engine  NVIDIA's te.Linear under one te.autocast, when installed
     torchao             its Float8Linear and INT8 Linear, when installed
     pytorch             recipes that cast nothing: nn.Linear under autocast
 
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
+from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.precision import scaled
-from lpkit.precision.formats import encode
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
 from lpkit.techniques.formats import format_of
@@ -50,6 +50,10 @@ class Backend(ABC):
         """The module that takes the place of `linear`, sharing its parameters."""
         return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
 
+    def around(self, model: nn.Module) -> nn.Module:
+        """`model`, whose Linears `wrap` has replaced."""
+        return model
+
 
 class PyTorch(Backend):
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
@@ -65,8 +69,6 @@ class PyTorch(Backend):
 
 
 class Emulated(Backend):
-    traceable = False       # its casts are C
-
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return True
 
@@ -88,7 +90,9 @@ class Emulated(Backend):
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
 
-    product = staticmethod(scaled.product)
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
+        return scaled.product(a, b, dtype, bias)
 
 
 def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
@@ -141,7 +145,7 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 class ScaledMM(Backend):
     """Operands stored in their 8 or 4 bits, multiplied by the device."""
 
-    traceable, alignment = True, 16
+    alignment = 16
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
@@ -184,27 +188,37 @@ class ScaledMM(Backend):
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == MX_BLOCK else 4)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: Tensor | None = None) -> Tensor:
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
         if a.data.dtype == dtype and a.tensor is None:      # the recipe leaves it in 16 bits
             return scaled.product(a, b, dtype, bias)
-        left, right = a.data.contiguous(), b.data.contiguous().T    # Hopper has no other order
+        right = b.data.contiguous().T       # Hopper has no other order
         if bias is not None and a.data.dtype != torch.int8:
             bias = bias.to(torch.bfloat16)
         if a.data.dtype == torch.int8:
-            y = torch._int_mm(left, right) * a.scale * b.scale.T
+            y = torch._int_mm(_rows(a.data, least=32), right)[:len(a.data)] * a.scale * b.scale.T
         elif a.tensor is not None:
-            y = _float4(left, right, a, b)
+            y = _float4(a.data.contiguous(), right, a, b)
         elif a.scale.dtype == torch.float8_e8m0fnu:
-            y = torch._scaled_mm(left, right, scale_a=swizzled(a.scale), scale_b=swizzled(b.scale),
-                                 out_dtype=torch.bfloat16)
+            y = torch._scaled_mm(a.data.contiguous(), right, scale_a=swizzled(a.scale),
+                                 scale_b=swizzled(b.scale), out_dtype=torch.bfloat16)
         elif (scales := _inferred(a, b)) is not None:
-            return torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], bias=bias,
-                                    out_dtype=torch.bfloat16).to(dtype)
+            return torch._scaled_mm(a.data.contiguous(), right, scale_a=scales[0],
+                                    scale_b=scales[1], bias=bias, out_dtype=torch.bfloat16,
+                                    use_fast_accum=fast).to(dtype)
         else:
-            y = F.scaled_mm(left, right, *_blocks128(a), *_blocks128(b),
-                            output_dtype=torch.bfloat16)
+            left = replace(a, data=_rows(a.data, multiple=4), scale=_rows(a.scale, multiple=4))
+            y = F.scaled_mm(left.data, right, *_blocks128(left), *_blocks128(b),
+                            output_dtype=torch.bfloat16)[:len(a.data)]
         return (y if bias is None else y + bias).to(dtype)
+
+
+def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
+    """Contiguous, with rows of zeros below where there are too few. `torch._int_mm` refuses 16 or
+    fewer; columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
+    (Transformer Engine's Float8BlockQuantizer pads them too)."""
+    more = max(least - len(t), -len(t) % multiple)
+    return F.pad(t, (0, 0, 0, more)) if more > 0 else t.contiguous()
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
@@ -226,7 +240,9 @@ def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
     if s.scale.shape[0] == s.data.shape[0]:
         return s.scale.T.contiguous().T, F.ScalingType.BlockWise1x128
-    return F.pad(s.scale, (0, -s.scale.shape[1] % 4)).T, F.ScalingType.BlockWise128x128
+    # a transposed scale keeps its strides, padded or not
+    padded = F.pad(s.scale, (0, -s.scale.shape[1] % 4)).contiguous()
+    return padded.T, F.ScalingType.BlockWise128x128
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -243,7 +259,7 @@ def swizzled(scale: Tensor) -> Tensor:
 
 def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
     def packed(values: Tensor) -> Tensor:       # two to a byte, the first in the low half
-        codes = encode(values.float(), format_of("e2m1"))
+        codes = kernel.qdq(values, format_of("e2m1"), dtype=torch.uint8)
         return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
     def scales(s: Scaled) -> list[Tensor]:
@@ -292,7 +308,7 @@ class Library(Backend):
 
 def _casts_of(recipe: Recipe) -> tuple:
     """What tells two rows apart."""
-    return *recipe.products.items(), recipe.delayed is None
+    return *recipe.products.items(), recipe.delayed is None, recipe.fast_accumulation
 
 
 def _torchao_float8(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -313,9 +329,12 @@ def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
 
 
 class TransformerEngineLinear(nn.Module):
-    """te.Linear under its own autocast, with the parameters of an nn.Linear."""
+    """te.Linear with the parameters of an nn.Linear, for Transformer Engine 2.9 and later.
 
-    def __init__(self, linear: nn.Linear, recipe: Any):
+    The state of delayed scaling is in buffers, so that a checkpoint carries it: the library's own
+    tensors, which it writes in place. It has them in `extra_state` too, as a pickle."""
+
+    def __init__(self, linear: nn.Linear, recipe: Any, state: bool):
         import transformer_engine.pytorch as te
 
         super().__init__()
@@ -328,13 +347,47 @@ class TransformerEngineLinear(nn.Module):
         if bias is not None:
             del self.inner.bias
             self.inner.bias = bias
-        self.recipe = recipe
+        self.recipe, self.state = recipe, state
+        if state:       # now, and not in the first forward: there must be something to load into
+            self.inner.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
+            self.inner.init_fp8_meta_tensors(recipe)
+            for way in ("fwd", "bwd"):
+                kept = self.inner.fp8_meta[f"scaling_{way}"]
+                self.register_buffer(f"scale_{way}", kept.scale)
+                self.register_buffer(f"amax_history_{way}", kept.amax_history)
 
     def forward(self, x: Tensor) -> Tensor:
         import transformer_engine.pytorch as te
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+        if FP8GlobalStateManager.is_fp8_enabled():
             return self.inner(x)
+        # outside the model's autocast: a block that backward computes again, or a fused loss
+        if self.state:
+            raise ConfigError("Transformer Engine's delayed scaling moves its histories whenever "
+                              "an autocast ends; set memory.recompute=none and "
+                              "memory.cross_entropy=full, or precision.backend=scaled_mm")
+        with te.autocast(enabled=True, recipe=self.recipe):
+            return self.inner(x)
+
+
+def _under_autocast(forward: Callable[..., Tensor], recipe: Any, *args: Any) -> Tensor:
+    import transformer_engine.pytorch as te
+
+    with te.autocast(enabled=True, recipe=recipe):
+        return forward(*args)
+
+
+class TransformerEngine(Library):
+    def around(self, model: nn.Module) -> nn.Module:
+        """One autocast around a whole forward: its end moves the histories of all the Linears that
+        it has met, once a micro-batch."""
+        recipe = next(module.recipe for module in model.modules()
+                      if isinstance(module, TransformerEngineLinear))
+        for entry in ("forward", "hidden"):
+            if hasattr(model, entry):
+                setattr(model, entry, partial(_under_autocast, getattr(model, entry), recipe))
+        return model
 
 
 def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -344,14 +397,14 @@ def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Modul
     if delayed := recipe.delayed:
         settings = {"margin": delayed.margin, "amax_history_len": delayed.history,
                     "amax_compute_algo": delayed.history_rule.replace("-", "_")}
-    return TransformerEngineLinear(linear, getattr(rows, row)(**settings))
+    return TransformerEngineLinear(linear, getattr(rows, row)(**settings), bool(delayed))
 
 
 BACKENDS: dict[str, Backend] = {
     "pytorch": PyTorch(),
     "scaled_mm": ScaledMM(),
     "emulated": Emulated(),
-    "transformer-engine": Library(package="transformer_engine", devices=("cuda",), rows={
+    "transformer-engine": TransformerEngine(package="transformer_engine", devices=("cuda",), rows={
         "fp8-tensorwise": Row(partial(_transformer_engine, "Float8CurrentScaling"), (8, 9)),
         "fp8-delayed": Row(partial(_transformer_engine, "DelayedScaling"), (8, 9)),
         "fp8-blockwise-pow2": Row(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),

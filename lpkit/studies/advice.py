@@ -30,7 +30,6 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.measure import matrix
-from lpkit.precision.backends import BACKENDS
 from lpkit.predict import evidence
 from lpkit.predict.casts import FINE_SHARE, Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison
@@ -51,10 +50,8 @@ BASES = ("bf16", "fp16", "fp32")
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 MEASURED = resource("data/measured")
-# traffic of casts outside torch.compile over fused ones: 21.9 ms against 4.6 in nanochat's log,
-# rowwise
-EAGER_CAST_TRAFFIC = 12
-# the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
+# traffic of emulated casts that mix and draw over that of fused ones: gives nvfp4 the 2.3x of
+# bf16's step that cpu-3m took
 NOISY_CAST_TRAFFIC = 7
 WINDOW = 5      # steps whose mean loss counts as the loss of a moment
 
@@ -219,16 +216,7 @@ def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficienc
         (cell,) = [cell for cell in cells if cell.backend == "emulated"]
         cost = step_cost(config, in_emulation(recipe, row, base), on, efficiency, base=base)
         return Plan(recipe=name, backend=cell.backend, status="emulated", why=cell.why, cost=cost)
-    cell, *others = native
-    why = cell.why
-    # a Linear with state (a history, a counter of draws) runs outside torch.compile, as
-    # lpkit.precision.linear says
-    stateful = row.delayed is not None or row.stochastic
-    if stateful and getattr(BACKENDS[cell.backend], "traceable", False):
-        recipe = replace(recipe, cast_factor=EAGER_CAST_TRAFFIC)
-        why += "; its casts are not fused"
-        if others:
-            why += f", as {others[0].backend} does"
+    cell, why = native[0], native[0].why
     speedup, source = recorded.get(case_name(name, config), (None, "formula"))
     return Plan(recipe=name, backend=cell.backend, status="native", why=why,
                 cost=step_cost(config, recipe, on, efficiency, base=base),
