@@ -116,6 +116,34 @@ def test_torchao_hands_cuda_what_it_takes(major, recipe):
     assert len(gpu.seen) == 3
 
 
+@pytest.mark.parametrize(("major", "recipe"), PAIRS)
+def test_a_backend_that_the_stack_refuses_says_so(major, recipe):
+    """Rows are cuBLASLt's on Hopper, CUTLASS's elsewhere: a build may have neither."""
+    with strict(major):
+        assert BACKENDS["scaled_mm"].refusal(RECIPES[recipe], torch.device("cpu")) == ""
+    with strict(major, rowwise=False):
+        why = BACKENDS["scaled_mm"].refusal(RECIPES[recipe], torch.device("cpu"))
+    assert bool(why) == (recipe == "fp8-rowwise")
+    if why:
+        assert "refuses y's product of e4m3fn in blocks of (1, 0) (CUBLAS_STATUS_NOT_SUPPORTED" in why and "fp8-tensorwise" in why
+
+
+@pytest.mark.parametrize("recipe", CAST)
+def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
+    """y alone by default; blocks have scales inside the sum, and tensor cores cannot keep it to themselves."""
+    row = RECIPES[recipe]
+    asked = {"y": True, "dx": False, "dw": False} if hasattr(row.settings, "fast_accumulation") else dict.fromkeys(("y", "dx", "dw"), False)
+    cases = [(row, asked)]
+    if any(asked.values()):
+        cases.append((resolve(recipe, fast_accumulation=("dx", "dw")), {"y": False, "dx": True, "dw": True}))
+    for changed, expected in cases:
+        layer = BACKENDS["scaled_mm"].wrap(nn.Linear(128, 256), changed, name="layer", seed=0)
+        with strict(9 if runs(recipe, 9) else 10) as gpu:
+            gradients(layer, 128, 256)
+        assert [product.fast for product in gpu.seen] == list(expected.values())
+    assert {"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"} == {name for name in CAST if RECIPES[name].fast_accumulation}
+
+
 # ---- the emulator itself: what it must not let pass
 
 def eight(rows: int, columns: int) -> torch.Tensor:

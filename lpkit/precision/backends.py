@@ -171,7 +171,25 @@ class ScaledMM(Backend):
                 if has >= (10, 0):
                     return (f"PyTorch has {what} on Hopper alone (9.0), and this GPU has "
                             f"{_dotted(has)}; mxfp8 is its successor")
+        if device.type == "cuda" and torch.cuda.is_available():
+            return self.refusal(recipe, device)
         return _saturates(recipe, device)
+
+    def refusal(self, recipe: Recipe, device: torch.device) -> str:
+        """What PyTorch or cuBLASLt says to a small product of each kind; empty: they take it. A
+        scale a row, for one, comes from cuBLASLt on Hopper since CUDA 12.9, else from CUTLASS,
+        which a build of PyTorch may lack."""
+        x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)      # blocks of 128 need two
+        for name, pair in recipe.products.items():
+            a, b = (self.cast(x, replace(cast, rounding="nearest-even"), x.dtype, amax=None,
+                              noise=None) for cast in pair)
+            try:
+                self.product(a, b, x.dtype, fast=name in recipe.fast_accumulation)
+            except (RuntimeError, ValueError) as error:
+                return (f"torch {torch.__version__} refuses {name}'s product of {pair[0].format} "
+                        f"in blocks of {pair[0].block} ({str(error).splitlines()[0]}); "
+                        f"fp8-tensorwise, of one scale a tensor, needs the least")
+        return ""
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None) -> Scaled:
