@@ -3,6 +3,7 @@
     python -m tests.compiled_bytes fp8-tensorwise fp8-delayed
 """
 
+import logging
 import sys
 
 import torch
@@ -18,6 +19,8 @@ def moved_per_element(layer: nn.Module, tokens: int = 2048) -> float:
     of 8-bit operands and write in 16 bits, over the elements of x, w and the gradient. Products that are not one kernel count as casts."""
     (N, K), M = layer.weight.shape, tokens
     x, g = torch.randn(M, K, dtype=torch.bfloat16).requires_grad_(), torch.randn(M, N, dtype=torch.bfloat16)
+    torch._logging.set_logs(inductor_metrics=True)      # it counts when somebody listens
+    logging.getLogger("torch._inductor.inductor_metrics").propagate = False
     torch._dynamo.reset()
     metrics.reset()
     with config.patch(fx_graph_cache=False, force_disable_caches=True):

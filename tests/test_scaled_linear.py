@@ -396,7 +396,10 @@ def compiled_is_eager(recipe: str, backend: str, compiler: str) -> None:
                     y = one(x)
                 results.append([y, *torch.autograd.grad(y, (x, *(module if one is module else traced).parameters()),
                                                         noise(128, 256, seed=step).to(y.dtype))])
-            assert all(map(torch.equal, *results)), step
+            *equal, (db, again) = zip(*results)
+            assert all(torch.equal(*pair) for pair in equal), step
+            # the compiler adds up in another order: an ulp of bf16
+            assert torch.equal(db, again) or (compiler == "inductor" and ((db - again).abs() <= db.abs() * 2**-7).all())
             assert all(map(torch.equal, module.buffers(), traced.buffers()))
             advance(module)
             advance(traced)
