@@ -1,14 +1,20 @@
 """What a GPU would be handed, under CUDA's own checks (tests/strict_cuda.py): every recipe at every preset's shapes, and its numbers."""
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.matrix import Definition
+from lpkit.measure.updates import REST, _rows_of
+from lpkit.memory.recompute import ATTENTION, PRODUCTS
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import ScaledLinear, advance
 from lpkit.presets import PRESETS
@@ -142,6 +148,38 @@ def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
             gradients(layer, 128, 256)
         assert [product.fast for product in gpu.seen] == list(expected.values())
     assert {"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"} == {name for name in CAST if RECIPES[name].fast_accumulation}
+
+
+# ---- what counts and keeps products knows these
+
+def test_recomputation_keeps_and_counts_products_of_8_and_4_bits():
+    aten, kinds = torch.ops.aten, torch.nn.functional.ScalingType
+    assert {aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default} < set(PRODUCTS)
+    assert aten._scaled_mm_v2.default in PRODUCTS and aten._scaled_dot_product_cudnn_attention.default in ATTENTION
+    a, b = eight(128, 512).to("meta"), eight(256, 512).to("meta")
+    ones = partial(torch.ones, device="meta")
+    calls = {
+        2 * 128 * 512 * 256: lambda: torch.nn.functional.scaled_mm(a, b.T, ones(4, 128).T, kinds.BlockWise1x128, ones(2, 4).T,
+                                                                   kinds.BlockWise128x128),
+        2 * 32 * 64 * 48: lambda: torch._int_mm(torch.ones(32, 64, dtype=torch.int8), torch.ones(64, 48, dtype=torch.int8))}
+    for flops, call in calls.items():
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == flops
+
+
+@pytest.mark.parametrize(("operation", "shapes"), [
+    ("aten::_scaled_mm", [[256, 128], [128, 512], [256, 1], [1, 512], [], [], []]), ("aten::_int_mm", [[256, 128], [128, 512]]),
+    ("aten::_scaled_mm_v2", [[256, 64], [64, 512], [], [], []]), ("aten::addmm", [[512], [256, 128], [128, 512], [], []])])
+def test_the_profiler_s_products_are_rows_of_the_model(operation, shapes):
+    """By their sizes, whatever scales come after them; FP4 is packed, two along the sum."""
+    config = Config().replace({"model.width": 128, "model.heads": 2, "model.mlp_width": 512, "model.context": 64, "global_batch": 4})
+    spent = SimpleNamespace(key=operation, input_shapes=shapes, self_cpu_time_total=2e6)
+    attention = SimpleNamespace(key="aten::_cudnn_attention_forward", input_shapes=[], self_cpu_time_total=1e6)
+    profiler = SimpleNamespace(key_averages=lambda group_by_input_shape: [spent, attention])
+    rows = _rows_of(profiler, config, torch.device("cpu"), 3.0)
+    (product,) = rows.keys() - {"attention", REST}
+    assert "mlp.up" in product and rows[product] == 2 and rows["attention"] == 1
 
 
 # ---- the emulator itself: what it must not let pass
