@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 FLOAT8, FLOAT4 = (torch.float8_e4m3fn, torch.float8_e5m2), torch.float4_e2m1fn_x2
-E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+E2M1 = [0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6]
 
 
 class RefusedError(RuntimeError):
@@ -73,7 +73,7 @@ def e8m0(scale: Tensor) -> Tensor:
 def nibbles(packed: Tensor) -> Tensor:
     """(R, K) from two to a byte, the first in the low half."""
     codes = packed.view(torch.uint8)
-    return E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+    return torch.tensor(E2M1, dtype=torch.float64)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
 
 
 # ---- the checks

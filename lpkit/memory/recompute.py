@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lpkit.contracts import Stage, Transform
+from lpkit.kernels import operator
 from lpkit.techniques.memory import Budget, EveryBlock
 from lpkit.techniques.row import Settings
 
@@ -117,7 +118,8 @@ def core_attention(settings: Settings) -> Recomputation:
 
 
 def selective(settings: EveryBlock) -> Recomputation:
-    return Recomputation(transforms=(Recompute(every=settings.every, keep=PRODUCTS + ATTENTION),))
+    keep = (*PRODUCTS, *operator.PRODUCTS, *ATTENTION)
+    return Recomputation(transforms=(Recompute(every=settings.every, keep=keep),))
 
 
 def within_budget(settings: Budget) -> Recomputation:

@@ -28,6 +28,7 @@ from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
+from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
@@ -216,7 +217,7 @@ class ScaledMM(Backend):
         if a.data.dtype == torch.int8:
             y = torch._int_mm(_rows(a.data, least=32), right)[:len(a.data)] * a.scale * b.scale.T
         elif a.tensor is not None:
-            y = _float4(a.data.contiguous(), right, a, b)
+            y = _float4(*_packed(a), *_packed(b))
         elif a.scale.dtype == torch.float8_e8m0fnu:
             y = torch._scaled_mm(a.data.contiguous(), right, scale_a=swizzled(a.scale),
                                  scale_b=swizzled(b.scale), out_dtype=torch.bfloat16)
@@ -225,9 +226,8 @@ class ScaledMM(Backend):
                                     scale_b=scales[1], bias=bias, out_dtype=torch.bfloat16,
                                     use_fast_accum=fast).to(dtype)
         else:
-            left = replace(a, data=_rows(a.data, multiple=4), scale=_rows(a.scale, multiple=4))
-            y = F.scaled_mm(left.data, right, *_blocks128(left), *_blocks128(b),
-                            output_dtype=torch.bfloat16)[:len(a.data)]
+            left, scale = _rows(a.data, multiple=4), _rows(a.scale, multiple=4)
+            y = _blocks128(left, scale, b.data, b.scale)[:len(a.data)]
         return (y if bias is None else y + bias).to(dtype)
 
 
@@ -252,14 +252,25 @@ def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
+# F.scaled_mm, as operators: Inductor (torch 2.13) gives it to torch._scaled_mm, which infers kinds
+# from shapes, and has no swizzles.
+
+@operator("scaled_mm_128(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b) -> Tensor",
+          key=EVERY_DEVICE, product=True, flops=lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0])
+def _blocks128(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    """a (M, K) by b (N, K), in blocks of 1x128, or of 128x128 those of b."""
+    return F.scaled_mm(a.contiguous(), b.contiguous().T, *_outer_major(a, scale_a),
+                       *_outer_major(b, scale_b), output_dtype=torch.bfloat16)
+
+
+def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
     """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed:
     (C rounded up to 4, R).
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
-    if s.scale.shape[0] == s.data.shape[0]:
-        return s.scale.T.contiguous().T, F.ScalingType.BlockWise1x128
+    if scale.shape[0] == t.shape[0]:
+        return scale.T.contiguous().T, F.ScalingType.BlockWise1x128
     # a transposed scale keeps its strides, padded or not
-    padded = F.pad(s.scale, (0, -s.scale.shape[1] % 4)).contiguous()
+    padded = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
     return padded.T, F.ScalingType.BlockWise128x128
 
 
@@ -275,20 +286,27 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
 
 
-def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
-    def packed(values: Tensor) -> Tensor:       # two to a byte, the first in the low half
-        codes = kernel.qdq(values, format_of("e2m1"), dtype=torch.uint8)
-        return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+def _packed(s: Scaled) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes two to a byte, the first in the low half; scales a row; the tensor's."""
+    codes = kernel.qdq(s.data.contiguous(), format_of("e2m1"), dtype=torch.uint8)
+    # a 16x16 block is 16 rows alike
+    rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
+    return codes[:, ::2] | codes[:, 1::2] << 4, rows, s.tensor
 
-    def scales(s: Scaled) -> list[Tensor]:
-        # a 16x16 block is 16 rows alike
-        rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
-        return [swizzled(rows.to(torch.float8_e4m3fn)), s.tensor.reshape(())]
 
+@operator("scaled_mm_16(Tensor a, Tensor rows_a, Tensor tensor_a, Tensor b, Tensor rows_b, "
+          "Tensor tensor_b) -> Tensor", key=EVERY_DEVICE, product=True,
+          flops=lambda a, _, __, b, *___, **____: 4 * a[0] * a[1] * b[0])
+def _float4(a: Tensor, rows_a: Tensor, tensor_a: Tensor, b: Tensor, rows_b: Tensor,
+            tensor_b: Tensor) -> Tensor:
+    def scales(rows: Tensor, tensor: Tensor) -> list[Tensor]:
+        return [swizzled(rows.to(torch.float8_e4m3fn)), tensor.reshape(())]
+
+    left, right = (t.contiguous().view(torch.float4_e2m1fn_x2) for t in (a, b))
     two = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     how = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-    return F.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b), two, how, how,
-                       output_dtype=torch.bfloat16)
+    return F.scaled_mm(left, right.T, scales(rows_a, tensor_a), two, scales(rows_b, tensor_b), two,
+                       how, how, output_dtype=torch.bfloat16)
 
 
 class Row(NamedTuple):

@@ -231,7 +231,7 @@ def _addmm_now(start: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, beta: 
 
 
 _addmm = operator("addmm(Tensor start, Tensor a, Tensor b, Tensor? alpha, float beta) -> Tensor",
-                  fake=lambda start, a, b, *_: a.new_empty(a.shape[0], b.shape[0]),
+                  product=True, fake=lambda start, a, b, *_: a.new_empty(len(a), len(b)),
                   flops=lambda start, a, b, *_, **__: 2 * a[0] * a[1] * b[0])(_addmm_now)
 
 
