@@ -20,6 +20,7 @@ from lpkit.precision.linear import ScaledLinear, advance
 from lpkit.presets import PRESETS
 from lpkit.techniques.blocks import MicroBatch, operations
 from lpkit.techniques.recipes import RECIPES, resolve
+from tests.compiled_bytes import of_recipe
 from tests.strict_cuda import RefusedError, strict
 
 GPUS = {9: "Hopper", 10: "Blackwell"}
@@ -151,6 +152,13 @@ def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
             gradients(layer, 128, 256)
         assert [product.fast for product in gpu.seen] == list(expected.values())
     assert {"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"} == {name for name in CAST if RECIPES[name].fast_accumulation}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed"])
+def test_compiled_casts_move_no_more_than_before(recipe):
+    """8.0 bytes an element, as torchao's; one fused kernel would take 6, or 4 with a history."""
+    assert of_recipe(recipe) <= 8.05
 
 
 # ---- what counts and keeps products knows these
