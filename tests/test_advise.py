@@ -111,7 +111,7 @@ def test_published_figures():
 
 def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
     small = advise(gpt(12, 768), "h100", measured=tmp_path)
-    assert small.choice == "bf16" and "at these widths the casts cost more than the products save" in small.sentence
+    assert small.choice == "bf16" and "at these widths the casts take most of what the products save (fp8-delayed" in small.sentence
     tiny = advise(gpt(12, 256), "h100", measured=tmp_path)
     assert tiny.choice == "bf16" and "at these widths the casts cost more than the products save" in tiny.sentence
     wide = advise(gpt(26, 1664), "h200", measured=tmp_path)
@@ -121,17 +121,16 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
 
 @pytest.mark.parametrize("machine, config, choice, said", [
     ("a100-80", gpt(12, 768), "bf16", "casts cost more"),              # int8 is native there, and does not pay
-    ("t4", gpt(12, 768), "fp16", "fp16: "), ("b200", gpt(32, 4096), "fp8-tensorwise", "times as fast")])
+    ("t4", gpt(12, 768), "fp16", "fp16: "), ("b200", gpt(32, 4096), "fp8-delayed", "times as fast")])
 def test_other_machines(machine, config, choice, said, tmp_path):
     got = advise(config, machine, measured=tmp_path)
     assert got.choice == choice and said in got.sentence
 
 
-def test_casts_that_are_not_fused_cost_more(tmp_path):
-    """A history or stochastic rounding keeps a Linear outside torch.compile."""
+def test_a_history_saves_a_pass(tmp_path):
+    """It is in the graph of torch.compile as every recipe is, and needs no amax before its cast."""
     got = advise(gpt(26, 1664), "h200", measured=tmp_path)
-    assert got["fp8-delayed"].speedup < 1 < got["fp8-tensorwise"].speedup
-    assert "not fused, as transformer-engine does" in got["fp8-delayed"].why
+    assert got["fp8-delayed"].speedup > got["fp8-tensorwise"].speedup
 
 
 @pytest.mark.parametrize("recipe, machine", [

@@ -431,7 +431,7 @@ def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
             torch.ops.lpkit.amax.default: (x, 1, 32),
             torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), True, "e4m3fn", None, torch.bfloat16),
             torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), True, "e4m3fn", None, torch.empty(64, 64)),
-            torch.ops.lpkit.mx.default: (x, 1.0, 0, 8, "e4m3fn", (0, 1, 2), torch.uint8),
+            torch.ops.lpkit.mx.default: (x, 1.0, 0, 8, "e4m3fn", torch.arange(3), torch.uint8),
             torch.ops.lpkit.mx_into.default: (x, 1.0, 0, 8, "e4m3fn", None, torch.empty(64, 64))}.items():
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 

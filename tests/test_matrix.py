@@ -93,7 +93,7 @@ def test_the_page_is_up_to_date():
 def test_wrong_numbers_are_a_no(monkeypatch):
     """A backend that answers is not a backend that works."""
     class Wrong(type(BACKENDS["emulated"])):
-        def product(self, a, b, dtype, bias=None):
+        def product(self, a, b, dtype, bias=None, **how):
             return super().product(a, b, dtype, bias) * 1.1
 
     monkeypatch.setitem(BACKENDS, "emulated", Wrong())

@@ -20,6 +20,7 @@ from lpkit.memory.saved import CpuCopy, Quantized, SavedTensorOffloader, SavedTe
 from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper
+from lpkit.precision.linear import advance
 from lpkit.techniques.optimizers import AdamWSettings
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint
@@ -162,17 +163,25 @@ def test_a_budget_keeps_its_share_and_is_forgotten():
             assert (g - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "nvfp4"])
 @pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
-def test_recomputation_is_compiled_with_the_rest(recompute):
-    """The same loss and gradients as the compiled model without, bit for bit, from one graph."""
-    config, found = SMALL.replace({"precision.recipe": "bf16", "model.layers": 1}), []
+def test_recomputation_is_compiled_with_the_rest(recompute, recipe):
+    """The same loss, gradients and state as the compiled model without, bit for bit, from one graph."""
+    config, found = SMALL.replace({"precision.recipe": recipe, "model.layers": 1}), []
+    if RECIPES[recipe].products:
+        config = config.replace({"precision.recipe.high_precision_layers": ("head",)})
     for name in ("none", recompute):
         torch._dynamo.reset()
         built = built_from(config.replace({"memory.recompute": name}))
         built.model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-        loss = built.loss(built.model, batch(config))
-        loss.backward()
-        found.append({"loss": loss.detach(), **{name: p.grad for name, p in built.model.named_parameters()}})
+        for _ in range(2):      # the second by the history of the first
+            built.model.zero_grad()
+            loss = built.loss(built.model, batch(config))
+            loss.backward()
+            advance(built.model)
+        counts = "nonfinite"    # what is counted is seen twice
+        state = {name: t for name, t in built.model.named_buffers() if counts not in name}
+        found.append({"loss": loss.detach(), **state, **{name: p.grad for name, p in built.model.named_parameters()}})
     assert same(*found)
 
 

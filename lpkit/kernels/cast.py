@@ -55,20 +55,27 @@ MAX_BLOCK = 2048    # elements: a tile of the C kernel
 class Noise:
     """Stochastic rounding: element i of the tensor uses number `counter + i` of the stream `seed`.
 
-    24 random bits decide, so the chance to round up is right to 2^-25.
+    24 random bits decide, so the chance to round up is right to 2^-25. As tensors where x is, a
+    counter () and a seed's `seed_words` (2,), they are no constants of a compiled graph.
     """
 
-    seed: int
-    counter: int = 0
+    seed: int | Tensor
+    counter: int | Tensor = 0
 
     @property
-    def words(self) -> tuple[int, int, int]:
-        """The counter, and the seed spread over two words of 32 bits (splitmix64)."""
-        z = (self.seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        z ^= z >> 31
-        return self.counter, z & 0xFFFFFFFF, z >> 32
+    def words(self) -> Tensor:
+        """(3,) int64: the counter, and the words of the seed."""
+        seed = self.seed if isinstance(self.seed, Tensor) else seed_words(self.seed)
+        return torch.cat((torch.as_tensor(self.counter).view(1), torch.as_tensor(seed)))
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A seed spread over two words of 32 bits (splitmix64)."""
+    z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    z ^= z >> 31
+    return z & 0xFFFFFFFF, z >> 32
 
 
 class Amax(NamedTuple):
@@ -173,7 +180,7 @@ def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return tiles.abs().amax((1, 3)).float(), (~x.isfinite()).sum()
 
 
-def reference(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Sequence[int] | None,
+def reference(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Tensor | None,
               dtype: torch.dtype) -> Tensor:
     """`qdq` with scales (R / r, C / c)."""
     grid, (rows, columns) = format_of(fmt), scales.shape
@@ -188,7 +195,7 @@ def reference(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Sequenc
 
 
 def reference_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
-                 noise: Sequence[int] | None,
+                 noise: Tensor | None,
                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`mx` of one block a row: x (N, block); the scales are (N, 1)."""
     grid = format_of(fmt)
@@ -208,7 +215,7 @@ def _power(code: Tensor) -> Tensor:
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
-def _round(y: Tensor, grid: Format, noise: Sequence[int] | None) -> Tensor:
+def _round(y: Tensor, grid: Format, noise: Tensor | None) -> Tensor:
     """float32 on the grid, saturating; see the top of this file."""
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
@@ -225,10 +232,10 @@ def _round(y: Tensor, grid: Format, noise: Sequence[int] | None) -> Tensor:
     return size if grid.has_negative_zero else size + 0.0
 
 
-def _uniform(like: Tensor, noise: Sequence[int]) -> Tensor:
+def _uniform(like: Tensor, noise: Tensor) -> Tensor:
     """Numbers in (0, 1), multiples of 2^-25, one for each element; float32."""
     word, (counter, k0, k1) = 0xFFFFFFFF, noise
-    i = torch.arange(counter, counter + like.numel(), device=like.device).view(like.shape)
+    i = torch.arange(like.numel(), device=like.device).view(like.shape) + counter
     high = i >> 32
     h = ((i & word) * 0x9E3779B1 + k0 + high * 0x85EBCA6B) & word
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & word
@@ -342,6 +349,10 @@ class _Noise(ctypes.Structure):
     _fields_ = [("counter", ctypes.c_uint64), ("k0", ctypes.c_uint32), ("k1", ctypes.c_uint32)]
 
 
+def _noise(words: Tensor | None) -> _Noise | None:
+    return words if words is None else _Noise(*words.tolist())
+
+
 def _grid(name: str) -> _Grid:
     f = format_of(name)
     return _Grid(f.mantissa_bits, f.min_exponent, f.bias, f.bits, f.nan or 0, f.has_negative_zero,
@@ -386,8 +397,8 @@ def _check_tiles(x: Tensor, rows: int, columns: int) -> None:
                         f"call lpkit.kernels.cast")
 
 
-_QDQ = "Tensor x, Tensor scales, bool rescale, str fmt, int[]? noise"
-_MX = "Tensor x, float divisor, int added, int exponent, str fmt, int[]? noise"
+_QDQ = "Tensor x, Tensor scales, bool rescale, str fmt, Tensor? noise"
+_MX = "Tensor x, float divisor, int added, int exponent, str fmt, Tensor? noise"
 
 
 def _amax_results(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -406,7 +417,7 @@ def _amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return values, nonfinite
 
 
-def _write_qdq(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Sequence[int] | None,
+def _write_qdq(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Tensor | None,
                out: Tensor) -> None:
     library = _library() if x.device.type == "cpu" else None
     if library is None:
@@ -419,7 +430,7 @@ def _write_qdq(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Sequen
         shape = (1, size, 1, size)
     scales_at, _ = _address(scales, rows * columns, (torch.float32,))
     library.lp_qdq(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), *shape, scales_at,
-                   int(rescale), _grid(fmt), noise and _Noise(*noise),
+                   int(rescale), _grid(fmt), _noise(noise),
                    torch.get_num_threads())
 
 
@@ -439,7 +450,7 @@ def _mx_results(x: Tensor, *_) -> tuple[Tensor, Tensor]:
 
 
 def _write_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
-              noise: Sequence[int] | None, out: Tensor) -> tuple[Tensor, Tensor]:
+              noise: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
     library = _library() if x.device.type == "cpu" else None
     if library is None:
         values, scales, nonfinite = reference_mx(x, divisor, added, exponent, fmt, noise, out.dtype)
@@ -451,7 +462,7 @@ def _write_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
     scales, nonfinite = _mx_results(x)
     library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), blocks, block,
                   scales.data_ptr(), divisor, added, exponent, _grid(fmt),
-                  noise and _Noise(*noise), nonfinite.data_ptr(), torch.get_num_threads())
+                  _noise(noise), nonfinite.data_ptr(), torch.get_num_threads())
     return scales, nonfinite
 
 

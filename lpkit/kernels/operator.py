@@ -20,14 +20,16 @@ from torch.utils.flop_counter import register_flop_formula
 LIBRARY = torch.library.Library("lpkit", "FRAGMENT")
 EVERY_DEVICE = "CompositeExplicitAutograd"
 MADE_OF_OPERATIONS: dict[OpOverload, Callable] = {}     # kernels written in PyTorch, for who counts
+PRODUCTS: list[OpOverload] = []     # of matrices: what recomputation may keep
 
 
 def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
-             flops: Callable[..., int] = lambda *_, **__: 0) -> Callable[[Callable], OpOverload]:
+             flops: Callable[..., int] = lambda *_, **__: 0,
+             product: bool = False) -> Callable[[Callable], OpOverload]:
     """Register the decorated kernel under the name in `schema`; the operator takes its place.
 
     key: the dispatch key that the kernel serves. fake: None for a kernel that is made of PyTorch's
-    operations and so its own fake. flops: from shapes in place of tensors.
+    operations and so its own fake. flops: from shapes in place of tensors. product: see PRODUCTS.
     """
     def register(kernel: Callable) -> OpOverload:
         name = schema.partition("(")[0]
@@ -38,6 +40,8 @@ def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
         register_flop_formula(packet)(flops)
         if fake is None:
             MADE_OF_OPERATIONS[packet.default] = kernel
+        if product:
+            PRODUCTS.append(packet.default)
         return packet.default
 
     return register

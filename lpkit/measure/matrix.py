@@ -88,9 +88,6 @@ DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
 SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_mm": TORCH,
            "transformer-engine": TE, "torchao": AO, "emulated": "lpkit.precision.scaled"}
 FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it works
-    ("emulated", "compile"): "the Linear itself runs outside the graph",
-    ("scaled_mm", "compile"): "with a history or stochastic rounding, the Linear itself runs "
-                              "outside the graph",
     ("torchao", "compile"): "and needs it to be fast: without, its casts are separate kernels",
     ("transformer-engine", "compile"): "te.Linear runs outside the graph",
     ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
@@ -268,13 +265,13 @@ _compare = partial(compare, "the numbers are not the recipe's")
 class Definition:
     """The recipe itself: its casts, multiplied in float64."""
 
-    traceable, alignment = False, 0
+    alignment = 0
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise) -> Scaled:
         return quantise(x, cast, amax=amax, noise=noise)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: Tensor | None = None) -> Tensor:
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
         y = reference(a, b)
         return (y if bias is None else y + bias).to(dtype)
 

@@ -86,11 +86,12 @@ class Seconds:
 
 
 OTHER, REST = "norms, activations, loss", "the rest"
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_int_mm"}
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"}
 BY_OPERATION = {    # by the start of its name; what is none of these is pointwise
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
-    "aten::_efficient_attention": "attention", "aten::bmm": "attention",
-    "aten::baddbmm": "attention", "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
+    "aten::_efficient_attention": "attention", "aten::_cudnn_attention": "attention",
+    "aten::bmm": "attention", "aten::baddbmm": "attention",
+    "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
 }
 
 
@@ -130,8 +131,11 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
             continue
         name = OTHER
         if event.key in PRODUCTS:
-            *_, left, right = [shape for shape in event.input_shapes if len(shape) == 2]
-            name = ", ".join(same_sizes.get(tuple(sorted((*left, right[1]))), [OTHER]))
+            shapes = [shape for shape in event.input_shapes if len(shape) == 2]
+            # a bias comes before the operands, scales come after them
+            (M, K), (_, N) = shapes[-2:] if event.key == "aten::addmm" else shapes[:2]
+            found = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))   # FP4 is packed
+            name = ", ".join(next(filter(None, found), [OTHER]))
         for start, row in BY_OPERATION.items():
             if event.key.startswith(start):
                 name = row

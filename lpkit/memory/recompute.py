@@ -17,8 +17,10 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lpkit.contracts import Stage, Transform
+from lpkit.kernels import operator
 from lpkit.techniques.memory import Budget, EveryBlock
 from lpkit.techniques.row import Settings
 
@@ -26,13 +28,25 @@ aten = torch.ops.aten
 # Products of weights and fused attention. Batched products are not kept: they are attention in
 # pieces, whose scores are T numbers a token and head, many bytes for few FLOPs (Korthikanti et al.
 # 2022, section 5).
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._int_mm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default,
+            aten._scaled_mm_v2.default, aten._int_mm.default)
 ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
+
+
+def _flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    packed = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
+    return 2 * a.shape[0] * a.shape[1] * packed * b.shape[1]
+
+
+# a budget makes again for nothing what has no formula
+for product in (aten._scaled_mm_v2, aten._int_mm):
+    if product not in flop_registry:
+        register_flop_formula(product, get_raw=True)(_flops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +118,8 @@ def core_attention(settings: Settings) -> Recomputation:
 
 
 def selective(settings: EveryBlock) -> Recomputation:
-    return Recomputation(transforms=(Recompute(every=settings.every, keep=PRODUCTS + ATTENTION),))
+    keep = (*PRODUCTS, *operator.PRODUCTS, *ATTENTION)
+    return Recomputation(transforms=(Recompute(every=settings.every, keep=keep),))
 
 
 def within_budget(settings: Budget) -> Recomputation:

@@ -3,7 +3,7 @@
     emulated            any device; the numbers of the recipe, without its speed
     scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell;
                         torch._int_mm for int8
-    transformer-engine  NVIDIA's te.Linear, when installed
+    transformer-engine  NVIDIA's te.Linear under one te.autocast, when installed
     torchao             its Float8Linear and INT8 Linear, when installed
     pytorch             recipes that cast nothing: nn.Linear under autocast
 
@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
+from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
+from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.precision import scaled
-from lpkit.precision.formats import encode
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
 from lpkit.techniques.formats import format_of
@@ -50,6 +51,10 @@ class Backend(ABC):
         """The module that takes the place of `linear`, sharing its parameters."""
         return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
 
+    def around(self, model: nn.Module) -> nn.Module:
+        """`model`, whose Linears `wrap` has replaced."""
+        return model
+
 
 class PyTorch(Backend):
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
@@ -65,8 +70,6 @@ class PyTorch(Backend):
 
 
 class Emulated(Backend):
-    traceable = False       # its casts are C
-
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return True
 
@@ -88,7 +91,9 @@ class Emulated(Backend):
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
 
-    product = staticmethod(scaled.product)
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
+        return scaled.product(a, b, dtype, bias)
 
 
 def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
@@ -141,7 +146,7 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 class ScaledMM(Backend):
     """Operands stored in their 8 or 4 bits, multiplied by the device."""
 
-    traceable, alignment = True, 16
+    alignment = 16
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
@@ -167,7 +172,25 @@ class ScaledMM(Backend):
                 if has >= (10, 0):
                     return (f"PyTorch has {what} on Hopper alone (9.0), and this GPU has "
                             f"{_dotted(has)}; mxfp8 is its successor")
+        if device.type == "cuda" and torch.cuda.is_available():
+            return self.refusal(recipe, device)
         return _saturates(recipe, device)
+
+    def refusal(self, recipe: Recipe, device: torch.device) -> str:
+        """What PyTorch or cuBLASLt says to a small product of each kind; empty: they take it. A
+        scale a row, for one, comes from cuBLASLt on Hopper since CUDA 12.9, else from CUTLASS,
+        which a build of PyTorch may lack."""
+        x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)      # blocks of 128 need two
+        for name, pair in recipe.products.items():
+            a, b = (self.cast(x, replace(cast, rounding="nearest-even"), x.dtype, amax=None,
+                              noise=None) for cast in pair)
+            try:
+                self.product(a, b, x.dtype, fast=name in recipe.fast_accumulation)
+            except (RuntimeError, ValueError) as error:
+                return (f"torch {torch.__version__} refuses {name}'s product of {pair[0].format} "
+                        f"in blocks of {pair[0].block} ({str(error).splitlines()[0]}); "
+                        f"fp8-tensorwise, of one scale a tensor, needs the least")
+        return ""
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None) -> Scaled:
@@ -184,27 +207,36 @@ class ScaledMM(Backend):
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == MX_BLOCK else 4)
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: Tensor | None = None) -> Tensor:
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
         if a.data.dtype == dtype and a.tensor is None:      # the recipe leaves it in 16 bits
             return scaled.product(a, b, dtype, bias)
-        left, right = a.data.contiguous(), b.data.contiguous().T    # Hopper has no other order
+        right = b.data.contiguous().T       # Hopper has no other order
         if bias is not None and a.data.dtype != torch.int8:
             bias = bias.to(torch.bfloat16)
         if a.data.dtype == torch.int8:
-            y = torch._int_mm(left, right) * a.scale * b.scale.T
+            y = torch._int_mm(_rows(a.data, least=32), right)[:len(a.data)] * a.scale * b.scale.T
         elif a.tensor is not None:
-            y = _float4(left, right, a, b)
+            y = _float4(*_packed(a), *_packed(b))
         elif a.scale.dtype == torch.float8_e8m0fnu:
-            y = torch._scaled_mm(left, right, scale_a=swizzled(a.scale), scale_b=swizzled(b.scale),
-                                 out_dtype=torch.bfloat16)
+            y = torch._scaled_mm(a.data.contiguous(), right, scale_a=swizzled(a.scale),
+                                 scale_b=swizzled(b.scale), out_dtype=torch.bfloat16)
         elif (scales := _inferred(a, b)) is not None:
-            return torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], bias=bias,
-                                    out_dtype=torch.bfloat16).to(dtype)
+            return torch._scaled_mm(a.data.contiguous(), right, scale_a=scales[0],
+                                    scale_b=scales[1], bias=bias, out_dtype=torch.bfloat16,
+                                    use_fast_accum=fast).to(dtype)
         else:
-            y = F.scaled_mm(left, right, *_blocks128(a), *_blocks128(b),
-                            output_dtype=torch.bfloat16)
+            left, scale = _rows(a.data, multiple=4), _rows(a.scale, multiple=4)
+            y = _blocks128(left, scale, b.data, b.scale)[:len(a.data)]
         return (y if bias is None else y + bias).to(dtype)
+
+
+def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
+    """Contiguous, with rows of zeros below where there are too few. `torch._int_mm` refuses 16 or
+    fewer; columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
+    (Transformer Engine's Float8BlockQuantizer pads them too)."""
+    more = max(least - len(t), -len(t) % multiple)
+    return F.pad(t, (0, 0, 0, more)) if more > 0 else t.contiguous()
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
@@ -220,13 +252,26 @@ def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _blocks128(s: Scaled) -> tuple[Tensor, Any]:
+# F.scaled_mm, as operators: Inductor (torch 2.13) gives it to torch._scaled_mm, which infers kinds
+# from shapes, and has no swizzles.
+
+@operator("scaled_mm_128(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b) -> Tensor",
+          key=EVERY_DEVICE, product=True, flops=lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0])
+def _blocks128(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    """a (M, K) by b (N, K), in blocks of 1x128, or of 128x128 those of b."""
+    return F.scaled_mm(a.contiguous(), b.contiguous().T, *_outer_major(a, scale_a),
+                       *_outer_major(b, scale_b), output_dtype=torch.bfloat16)
+
+
+def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
     """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed:
     (C rounded up to 4, R).
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
-    if s.scale.shape[0] == s.data.shape[0]:
-        return s.scale.T.contiguous().T, F.ScalingType.BlockWise1x128
-    return F.pad(s.scale, (0, -s.scale.shape[1] % 4)).T, F.ScalingType.BlockWise128x128
+    if scale.shape[0] == t.shape[0]:
+        return scale.T.contiguous().T, F.ScalingType.BlockWise1x128
+    # a transposed scale keeps its strides, padded or not
+    padded = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+    return padded.T, F.ScalingType.BlockWise128x128
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -241,20 +286,27 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
 
 
-def _float4(left: Tensor, right: Tensor, a: Scaled, b: Scaled) -> Tensor:
-    def packed(values: Tensor) -> Tensor:       # two to a byte, the first in the low half
-        codes = encode(values.float(), format_of("e2m1"))
-        return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+def _packed(s: Scaled) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes two to a byte, the first in the low half; scales a row; the tensor's."""
+    codes = kernel.qdq(s.data.contiguous(), format_of("e2m1"), dtype=torch.uint8)
+    # a 16x16 block is 16 rows alike
+    rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
+    return codes[:, ::2] | codes[:, 1::2] << 4, rows, s.tensor
 
-    def scales(s: Scaled) -> list[Tensor]:
-        # a 16x16 block is 16 rows alike
-        rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
-        return [swizzled(rows.to(torch.float8_e4m3fn)), s.tensor.reshape(())]
 
+@operator("scaled_mm_16(Tensor a, Tensor rows_a, Tensor tensor_a, Tensor b, Tensor rows_b, "
+          "Tensor tensor_b) -> Tensor", key=EVERY_DEVICE, product=True,
+          flops=lambda a, _, __, b, *___, **____: 4 * a[0] * a[1] * b[0])
+def _float4(a: Tensor, rows_a: Tensor, tensor_a: Tensor, b: Tensor, rows_b: Tensor,
+            tensor_b: Tensor) -> Tensor:
+    def scales(rows: Tensor, tensor: Tensor) -> list[Tensor]:
+        return [swizzled(rows.to(torch.float8_e4m3fn)), tensor.reshape(())]
+
+    left, right = (t.contiguous().view(torch.float4_e2m1fn_x2) for t in (a, b))
     two = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     how = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-    return F.scaled_mm(packed(left), packed(right.T).T, scales(a), two, scales(b), two, how, how,
-                       output_dtype=torch.bfloat16)
+    return F.scaled_mm(left, right.T, scales(rows_a, tensor_a), two, scales(rows_b, tensor_b), two,
+                       how, how, output_dtype=torch.bfloat16)
 
 
 class Row(NamedTuple):
@@ -292,7 +344,7 @@ class Library(Backend):
 
 def _casts_of(recipe: Recipe) -> tuple:
     """What tells two rows apart."""
-    return *recipe.products.items(), recipe.delayed is None
+    return *recipe.products.items(), recipe.delayed is None, recipe.fast_accumulation
 
 
 def _torchao_float8(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -313,9 +365,12 @@ def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
 
 
 class TransformerEngineLinear(nn.Module):
-    """te.Linear under its own autocast, with the parameters of an nn.Linear."""
+    """te.Linear with the parameters of an nn.Linear, for Transformer Engine 2.9 and later.
 
-    def __init__(self, linear: nn.Linear, recipe: Any):
+    The state of delayed scaling is in buffers, so that a checkpoint carries it: the library's own
+    tensors, which it writes in place. It has them in `extra_state` too, as a pickle."""
+
+    def __init__(self, linear: nn.Linear, recipe: Any, state: bool):
         import transformer_engine.pytorch as te
 
         super().__init__()
@@ -328,13 +383,47 @@ class TransformerEngineLinear(nn.Module):
         if bias is not None:
             del self.inner.bias
             self.inner.bias = bias
-        self.recipe = recipe
+        self.recipe, self.state = recipe, state
+        if state:       # now, and not in the first forward: there must be something to load into
+            self.inner.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
+            self.inner.init_fp8_meta_tensors(recipe)
+            for way in ("fwd", "bwd"):
+                kept = self.inner.fp8_meta[f"scaling_{way}"]
+                self.register_buffer(f"scale_{way}", kept.scale)
+                self.register_buffer(f"amax_history_{way}", kept.amax_history)
 
     def forward(self, x: Tensor) -> Tensor:
         import transformer_engine.pytorch as te
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+        if FP8GlobalStateManager.is_fp8_enabled():
             return self.inner(x)
+        # outside the model's autocast: a block that backward computes again, or a fused loss
+        if self.state:
+            raise ConfigError("Transformer Engine's delayed scaling moves its histories whenever "
+                              "an autocast ends; set memory.recompute=none and "
+                              "memory.cross_entropy=full, or precision.backend=scaled_mm")
+        with te.autocast(enabled=True, recipe=self.recipe):
+            return self.inner(x)
+
+
+def _under_autocast(forward: Callable[..., Tensor], recipe: Any, *args: Any) -> Tensor:
+    import transformer_engine.pytorch as te
+
+    with te.autocast(enabled=True, recipe=recipe):
+        return forward(*args)
+
+
+class TransformerEngine(Library):
+    def around(self, model: nn.Module) -> nn.Module:
+        """One autocast around a whole forward: its end moves the histories of all the Linears that
+        it has met, once a micro-batch."""
+        recipe = next(module.recipe for module in model.modules()
+                      if isinstance(module, TransformerEngineLinear))
+        for entry in ("forward", "hidden"):
+            if hasattr(model, entry):
+                setattr(model, entry, partial(_under_autocast, getattr(model, entry), recipe))
+        return model
 
 
 def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -344,14 +433,14 @@ def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Modul
     if delayed := recipe.delayed:
         settings = {"margin": delayed.margin, "amax_history_len": delayed.history,
                     "amax_compute_algo": delayed.history_rule.replace("-", "_")}
-    return TransformerEngineLinear(linear, getattr(rows, row)(**settings))
+    return TransformerEngineLinear(linear, getattr(rows, row)(**settings), bool(delayed))
 
 
 BACKENDS: dict[str, Backend] = {
     "pytorch": PyTorch(),
     "scaled_mm": ScaledMM(),
     "emulated": Emulated(),
-    "transformer-engine": Library(package="transformer_engine", devices=("cuda",), rows={
+    "transformer-engine": TransformerEngine(package="transformer_engine", devices=("cuda",), rows={
         "fp8-tensorwise": Row(partial(_transformer_engine, "Float8CurrentScaling"), (8, 9)),
         "fp8-delayed": Row(partial(_transformer_engine, "DelayedScaling"), (8, 9)),
         "fp8-blockwise-pow2": Row(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),

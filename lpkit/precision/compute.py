@@ -53,8 +53,8 @@ class LowPrecision(Transform):
                 sizes["M"] = self.tokens
             problem = untiled(self.recipe, sizes, self.backend.alignment)
             if problem and not self.recipe.pad:
-                refuse(name, problem, sizes)
+                refuse(name, problem, sizes, self.backend.alignment)
             parent, _, leaf = name.rpartition(".")
             new = self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)
             setattr(model.get_submodule(parent), leaf, new)
-        return model
+        return self.backend.around(model)

@@ -6,12 +6,16 @@ square blocks) is made once and serves two products. What backward needs is kept
 forward.
 
 State, in persistent buffers, so that a checkpoint carries it:
-- `amax_history` (3, 1 + history), for delayed scaling: column 0 is being filled by the micro-batch
-  at hand, the others decide its scales. `advance` moves them on after each micro-batch, as
-  Transformer Engine does at the end of its autocast. Nothing moves inside a micro-batch, so a
-  forward that is recomputed sees the same scales and adds nothing.
+- `amax_history` (3, 1 + history), for delayed scaling: its columns from 1 decide the scales, and
+  column 0 is empty between micro-batches, as Transformer Engine has it. `advance` puts in what
+  the micro-batch at hand has met, as the end of that library's autocast does. Nothing moves inside
+  a micro-batch, so a forward that is recomputed sees the same scales and adds nothing.
 - `draws` (), for stochastic rounding: how many micro-batches have drawn.
 Evaluation (`model.eval()`) uses the history and leaves it alone.
+
+What a micro-batch finds out goes into buffers of one number each, one for each tensor: forward
+writes those of x and w, backward that of g, and neither reads them. So torch.compile may have both
+in its graphs, and whatever runs between them.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.errors import ConfigError
-from lpkit.kernels.cast import Noise
+from lpkit.kernels.cast import Noise, seed_words
 from lpkit.precision.scaled import Scaled
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe, untiled
 
@@ -43,14 +47,13 @@ HISTORY_RULES = {           # which scale a history of amaxes gives; the newest 
 class Arithmetic(Protocol):
     """What a backend does: cast an operand (rows, contracted axis), and form a @ b.T + bias."""
 
-    traceable: bool = False     # by torch.compile
     alignment: int = 0          # bytes of which the rows of operands must be a multiple; 0: any
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None) -> Scaled: ...
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: Tensor | None = None) -> Tensor: ...
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor: ...
 
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of a value and of a block's scale, as `cast` leaves them; 0: in the values."""
@@ -70,7 +73,6 @@ class ScaledLinear(nn.Linear):
     recipe: Recipe
     arithmetic: Arithmetic
     name: str
-    seed: int
     cache: WeightCache | None = None    # inside `weights_cached`, around the parts of an update
 
     @classmethod
@@ -78,25 +80,26 @@ class ScaledLinear(nn.Linear):
              name: str = "linear", seed: int = 0) -> ScaledLinear:
         """Share the parameters, allocate the state alone."""
         new = sharing(cls, linear)
-        new.recipe, new.arithmetic, new.name, new.seed = recipe, arithmetic, name, seed
-        device = linear.weight.device
+        new.recipe, new.arithmetic, new.name = recipe, arithmetic, name
+        zero = partial(torch.zeros, device=linear.weight.device)
         if recipe.delayed:
-            history = torch.zeros(len(ROLES), 1 + recipe.delayed.history, device=device)
-            new.register_buffer("amax_history", history)
-        if recipe.stochastic:       # read on the host, without waiting
-            new.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        counts = torch.zeros(len(ROLES), dtype=torch.int64, device=device)
-        new.register_buffer("nonfinite", counts, persistent=False)
+            new.register_buffer("amax_history", zero(len(ROLES), 1 + recipe.delayed.history))
+        if recipe.stochastic:
+            new.register_buffer("draws", zero((), dtype=torch.int64))
+            keys = [[seed_words(seed << 32 | zlib.crc32(f"{name} {product} {role}".encode()))
+                     for role in ROLES] for product in PRODUCTS]
+            keys = torch.tensor(keys, device=linear.weight.device)      # by product and role
+            new.register_buffer("keys", keys, persistent=False)
+        for role in ROLES:
+            new.register_buffer(f"nonfinite_{role}", zero((), dtype=torch.int64), persistent=False)
+            if recipe.delayed:
+                new.register_buffer(f"amax_{role}", zero(()), persistent=False)
         return new
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        # torch.compile fuses the casts of hardware formats. It must not see state that backward
-        # writes, nor host code.
-        state = self.recipe.delayed is not None or self.recipe.stochastic
-        apply = _apply if self.arithmetic.traceable and not state else _apply_eager
-        return apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
+        return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
              first: bool = False) -> Scaled:
@@ -111,8 +114,8 @@ class ScaledLinear(nn.Linear):
             latest = HISTORY_RULES[delayed.history_rule](self.amax_history[i, 1:])
             amax = latest * 2.0**delayed.margin
         if cast.rounding == "stochastic":
-            key = zlib.crc32(f"{self.name} {product} {role}".encode())
-            noise = Noise(seed=self.seed << 32 | key, counter=int(self.draws) << 32)
+            noise = Noise(seed=self.keys[list(PRODUCTS).index(product), i],
+                          counter=self.draws << 32)
         make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise)
         if role == "w" and self.cache is not None and not torch.compiler.is_compiling():
             # a history moves on between micro-batches, and may give the same weight another scale
@@ -121,9 +124,9 @@ class ScaledLinear(nn.Linear):
         else:
             made = make()
         if first:
-            self.nonfinite[i] += made.nonfinite
+            getattr(self, f"nonfinite_{role}").add_(made.nonfinite)
         if first and self.training and delayed is not None:
-            now = self.amax_history[i, 0]
+            now = getattr(self, f"amax_{role}")
             now.copy_(torch.maximum(now, made.amax.view(()).nan_to_num(0, 0)))
         return made
 
@@ -137,11 +140,21 @@ class ScaledLinear(nn.Linear):
                 return made.T
         return self.cast(other, role, x.T, dtype)
 
+    def product(self, name: str, a: Scaled, b: Scaled, dtype: torch.dtype,
+                bias: Tensor | None = None) -> Tensor:
+        fast = name in self.recipe.fast_accumulation
+        return self.arithmetic.product(a, b, dtype, bias, fast=fast)
+
+    def of_roles(self, what: str) -> list[Tensor]:
+        return [getattr(self, f"{what}_{role}") for role in ROLES]
+
     def advance(self) -> None:
         """After the backward of a micro-batch: histories move on, the next rounding draws anew."""
         if self.recipe.delayed is not None:
-            self.amax_history.copy_(self.amax_history.roll(1, dims=1))
-            self.amax_history[:, 0] = 0
+            amaxes = self.of_roles("amax")
+            newest = torch.stack(amaxes)[:, None]
+            self.amax_history[:, 1:] = torch.cat((newest, self.amax_history[:, 1:-1]), 1)
+            torch._foreach_zero_(amaxes)
         if self.recipe.stochastic:
             self.draws += 1
 
@@ -155,23 +168,22 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
         layer.cache.see(w)
     if problem := untiled(layer.recipe, sizes, layer.arithmetic.alignment):
         if not layer.recipe.pad:
-            refuse(layer.name, problem, sizes)
+            refuse(layer.name, problem, sizes, layer.arithmetic.alignment)
         # of 4-bit elements, two to a byte
         tile = max(layer.recipe.tile, 2 * layer.arithmetic.alignment)
         x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
         bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
-    return ScaledMatmul.apply(x, w, bias, layer, dtype)[:M, :layer.out_features]
+    y = ScaledMatmul.apply(x, w, bias, layer, dtype, torch.is_grad_enabled())
+    return y[:M, :layer.out_features]
 
 
-_apply_eager = torch.compiler.disable(_apply)
-
-
-def refuse(name: str, problem: str, sizes: dict[str, int]) -> None:
+def refuse(name: str, problem: str, sizes: dict[str, int], alignment: int = 0) -> None:
     """Raise ConfigError with the recipes that would do."""
     fits = [row for row, recipe in RECIPES.items()
-            if recipe.products and not untiled(recipe, sizes)]
-    raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, keep it in 16 bits with "
-                      f"precision.recipe.high_precision_layers={name}, or use {' or '.join(fits)}")
+            if recipe.products and not untiled(recipe, sizes, alignment)]
+    others = f", or use {' or '.join(fits)}" if fits else ""
+    raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, or keep it in 16 bits "
+                      f"with precision.recipe.high_precision_layers={name}{others}")
 
 
 def _of_weight(made: Scaled) -> Scaled:
@@ -188,15 +200,16 @@ class ScaledMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, layer: ScaledLinear,
-                dtype: torch.dtype) -> Tensor:
+                dtype: torch.dtype, trained: bool) -> Tensor:
+        x_trained, w_trained = (trained and needed for needed in ctx.needs_input_grad[:2])
         with torch.autocast(x.device.type, enabled=False):
             cast_x = layer.cast("y", "x", x, dtype, first=True)
             cast_w = layer.cast("y", "w", w, dtype, first=True)
-            y = layer.arithmetic.product(cast_x, cast_w, dtype, bias)
+            y = layer.product("y", cast_x, cast_w, dtype, bias)
             kept = []
-            if ctx.needs_input_grad[0]:     # (K, N)
+            if x_trained:       # (K, N)
                 kept.append(_of_weight(layer.transposed(cast_w, "y", "dx", "w", w, dtype)))
-            if ctx.needs_input_grad[1]:     # (K, M)
+            if w_trained:       # (K, M)
                 kept.append(layer.transposed(cast_x, "y", "dw", "x", x, dtype))
         ctx.save_for_backward(*(t for one in kept for t in one.stored))
         ctx.layer, ctx.dtype, ctx.dtypes = layer, dtype, (x.dtype, w.dtype)
@@ -214,15 +227,15 @@ class ScaledMatmul(torch.autograd.Function):
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 cast_g = layer.cast("dx", "g", g, dtype, first=True)  # (M, N)
-                dx = layer.arithmetic.product(cast_g, kept(), dtype).to(ctx.dtypes[0])  # (M, K)
+                dx = layer.product("dx", cast_g, kept(), dtype).to(ctx.dtypes[0])  # (M, K)
             if ctx.needs_input_grad[1]:
                 if dx is None:
                     cast_gt = layer.cast("dw", "g", g.T, dtype, first=True)  # (N, M)
                 else:
                     cast_gt = layer.transposed(cast_g, "dx", "dw", "g", g, dtype)
-                dw = layer.arithmetic.product(cast_gt, kept(), dtype).to(ctx.dtypes[1])  # (N, K)
+                dw = layer.product("dw", cast_gt, kept(), dtype).to(ctx.dtypes[1])  # (N, K)
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 class Float16Linear(nn.Linear):
@@ -249,7 +262,8 @@ def nonfinite_report(model: nn.Module) -> str:
     """Which tensors held a NaN or an Inf when they were cast, in the order of the model, or ""."""
     words = dict(zip(ROLES, ("activations", "weights", "gradients")))
     found = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)
-             for role, count in zip(ROLES, layer.nonfinite.tolist()) if count]
+             for role, count in zip(ROLES, torch.stack(layer.of_roles("nonfinite")).tolist())
+             if count]
     if not found:
         return ""
     more = f" and of {len(found) - 3} more" if len(found) > 3 else ""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
+from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import HADAMARD, SCALES, Cast
 
@@ -131,7 +132,14 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 
 def _hadamard(x: Tensor) -> Tensor:
     """Mixes every 16 elements, which shares outliers out (Tseng et al. 2024, arXiv:2402.04396)."""
-    return (x.float().unflatten(-1, (-1, HADAMARD)) @ hadamard_matrix(x.device)).flatten(-2)
+    return (x.float().unflatten(-1, (-1, HADAMARD)) @ _mixing(x)).flatten(-2)
+
+
+# A graph and fake tensors have nothing of a cache: for them the matrix is an operator's.
+@operator("hadamard_matrix(Tensor like) -> Tensor", key=EVERY_DEVICE,
+          fake=lambda like: like.new_empty(HADAMARD, HADAMARD, dtype=torch.float32))
+def _mixing(like: Tensor) -> Tensor:
+    return hadamard_matrix(like.device).clone()
 
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": _hadamard}
@@ -162,9 +170,12 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     to, rule = format_of(cast.format), SCALES[cast.scale]
     if fold and rule.fused and cast.block[0] == 1 and cast.block[1] > 1 and x.device.type == "cpu":
         made = kernel.mx(x, to, rule=rule.fused, block=cast.block[1], dtype=dtype, noise=noise)
-        if made.nonfinite:      # an infinity must not saturate in silence
-            made.values.fill_(torch.nan)
-        return Scaled(data=made.values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
+        values = made.values        # an infinity must not saturate in silence
+        if torch.compiler.is_compiling():       # a graph cannot ask
+            values = values.masked_fill(made.nonfinite > 0, torch.nan)
+        elif made.nonfinite:
+            values.fill_(torch.nan)
+        return Scaled(data=values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
     found, nonfinite = kernel.amax(x, cast.block)
     # A history that is still empty decides nothing, and does not hide a NaN that is there now.
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
@@ -215,13 +226,23 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
+def _addmm_now(start: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, beta: float) -> Tensor:
+    return torch.addmm(start, a, b.T, beta=beta, alpha=1.0 if alpha is None else alpha.item())
+
+
+_addmm = operator("addmm(Tensor start, Tensor a, Tensor b, Tensor? alpha, float beta) -> Tensor",
+                  product=True, fake=lambda start, a, b, *_: a.new_empty(len(a), len(b)),
+                  flops=lambda start, a, b, *_, **__: 2 * a[0] * a[1] * b[0])(_addmm_now)
+
+
 def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
             dtype: torch.dtype) -> Tensor:
     """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
     if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
         start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
-        return torch.addmm(start, a, b.T, beta=0 if bias is None else 1,
-                           alpha=1.0 if alpha is None else alpha.item()).to(dtype)
+        # a graph has no numbers of the host; without one an operator more is 7 us, and hides addmm
+        form = _addmm if torch.compiler.is_compiling() else _addmm_now
+        return form(start, a, b, alpha, 0.0 if bias is None else 1.0).to(dtype)
     y = torch.mm(a, b.T, out_dtype=torch.float32) if a.dtype != torch.float32 else a @ b.T
     y = y if alpha is None else y.mul_(alpha)
     return (y if bias is None else y.add_(bias)).to(dtype)

@@ -40,16 +40,15 @@ def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *,
                           f"precision.recipe={name}: it casts no weight; set "
                           f"precision.cache_weight_casts=false, or choose a recipe of 8 or 4 bits")
     history = recipe.delayed is not None
-    fused = compiled and getattr(backend, "traceable", False) and not (history or recipe.stochastic)
     why = ""
     if forwards == 1:
         why = "they are cast once in an update anyway: one micro-batch, nothing recomputed"
     elif any(cast.rounding == "stochastic" for cast in casts):
         why = "a stochastic cast draws anew each time"
-    elif not hasattr(backend, "traceable"):
+    elif not hasattr(backend, "product"):
         why = "the library keeps what it keeps"
-    elif fused:
-        why = "torch.compile fuses the casts, and would not see that a weight changed"
+    elif compiled:
+        why = "casts are in the graph of torch.compile, which would not see that a weight changed"
     elif history and device.type != "cpu":
         why = ("a weight's scale may move with its history in each micro-batch, and to compare it "
                "would wait for the GPU")
@@ -100,7 +99,7 @@ class WeightCache:
 def weights_cached(model: nn.Module) -> Iterator[None]:
     """Around the forwards and backwards of one update: each weight is cast once for each product
     that casts it anew, and not once a micro-batch or recomputation. The same numbers, bit for bit.
-    Not under torch.compile where it fuses the casts. Nothing is kept afterwards.
+    Not under torch.compile, which has the casts in its graph. Nothing is kept afterwards.
     """
     layers = list(scaled_linears(model))
     for layer in layers:

@@ -122,7 +122,16 @@ class Fp8Settings(CastSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedSettings(Fp8Settings):
+class AccumulationSettings(Fp8Settings):
+    """Scales that do not vary inside the sum. Tensor cores may then leave all of it to themselves,
+    in about 14 bits on Hopper (DeepSeek-V3, section 3.3.2), and are faster: y alone, as torchao and
+    Transformer Engine have it. Emulation sums in float32."""
+
+    fast_accumulation: tuple[Literal["y", "dx", "dw"], ...] = ("y",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedSettings(AccumulationSettings):
     """The scale follows from the amaxes of earlier micro-batches, so that a cast needs one pass
     over its tensor instead of two."""
 
@@ -147,6 +156,7 @@ class Recipe(Row):
     dx: Casts | None = None
     dw: Casts | None = None
     delayed: DelayedSettings | None = None      # None: by each tensor's own amax
+    fast_accumulation: tuple[str, ...] = ()     # products whose sum tensor cores may make faster
     loss_scaling: LossScaledSettings | None = None
     high_precision_layers: tuple[str, ...] = ()     # Linears that stay in `compute`
     pad: bool = False
@@ -211,7 +221,9 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
          weight: tuple[int, int] | None = None) -> Recipe:
     x = Cast(format=settings.forward_format, block=block, scale=settings.scale)
     g = replace(x, format=settings.gradient_format)
-    return _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
+    made = _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
+    fast = settings.fast_accumulation if isinstance(settings, AccumulationSettings) else ()
+    return replace(made, fast_accumulation=fast)
 
 
 def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
@@ -243,12 +255,12 @@ add("bf16", lambda settings: Recipe(compute="bfloat16", dtype="bf16"), Settings(
     "Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322")
 add("fp16", _fp16, LossScaledSettings(),
     "Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740")
-add("fp8-tensorwise", _fp8, Fp8Settings(gradient_format="e5m2"),
+add("fp8-tensorwise", _fp8, AccumulationSettings(gradient_format="e5m2"),
     "Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; scaled by each tensor's own amax")
 add("fp8-delayed", _fp8, DelayedSettings(gradient_format="e5m2"),
     "Transformer Engine's DelayedScaling, "
     "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html")
-add("fp8-rowwise", partial(_fp8, block=(1, ALL)), Fp8Settings(scale="power-of-two"),
+add("fp8-rowwise", partial(_fp8, block=(1, ALL)), AccumulationSettings(scale="power-of-two"),
     "torchao's rowwise recipe (E4M3 throughout, powers of two), https://github.com/pytorch/ao")
 add("fp8-blockwise", partial(_fp8, block=(1, 128), weight=(128, 128)), Fp8Settings(),
     "DeepSeek-V3, section 3.3, https://arxiv.org/abs/2412.19437")

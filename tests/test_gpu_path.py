@@ -1,0 +1,228 @@
+"""What a GPU would be handed, under CUDA's own checks (tests/strict_cuda.py): every recipe at every preset's shapes, and its numbers."""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.measure.matrix import Definition
+from lpkit.measure.updates import REST, _rows_of
+from lpkit.memory.recompute import ATTENTION, PRODUCTS
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.linear import ScaledLinear, advance
+from lpkit.presets import PRESETS
+from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.recipes import RECIPES, resolve
+from tests.compiled_bytes import of_recipe
+from tests.strict_cuda import RefusedError, strict
+
+GPUS = {9: "Hopper", 10: "Blackwell"}
+CAST = [name for name, recipe in RECIPES.items() if recipe.products]
+
+
+def runs(recipe: str, major: int, backend: str = "scaled_mm") -> bool:
+    """Whether `auto` or a person may choose it there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+        return not BACKENDS[backend].why_not(recipe, RECIPES[recipe], torch.device("cuda"))
+
+
+PAIRS = [pytest.param(major, recipe, id=f"{GPUS[major]}-{recipe}") for major in GPUS for recipe in CAST if runs(recipe, major)]
+
+
+def of_presets() -> set[tuple[int, int, int]]:
+    """(M, K, N) of every Linear, the head too; of those that no check can tell apart, one. A check knows a size by its rest: the coarsest
+    unit is four blocks of 128."""
+    found = {}
+    for config in PRESETS.values():
+        ops = operations(MicroBatch(model=config.model))
+        for op in (*ops.linears, ops.head):
+            sizes = (config.micro_batch * config.model.context, *op.matmul)
+            found[tuple(size if size <= 1024 else 1024 + size % 512 for size in sizes)] = sizes
+    return set(found.values())
+
+
+ODD = {(128, 512, 1536), (128, 1536, 512), (256, 16, 16), (384, 48, 80), (128, 128, 128), (256, 128, 16), (640, 384, 640), (1040, 528, 144),
+       (16, 256, 256), (17, 256, 256), (5, 72, 40), (1, 128, 128), (130, 640, 384)}
+
+
+def gradients(layer: nn.Module, M: int, N: int, *, device: str = "cpu") -> list[torch.Tensor]:
+    """y, dx and dw in bf16, as autocast has them."""
+    draw = lambda rows, columns, seed: torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    x = draw(M, layer.in_features, 1).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, layer.weight), draw(M, N, 2))]
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize(("major", "recipe"), PAIRS)
+def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
+    """Shapes and strides alone. What does not tile is refused by the kit, in words, and never by CUDA."""
+    row, refusals = resolve(recipe, pad=pad), 0
+
+    def trained():
+        y = layer(x)
+        torch.autograd.grad(y, (x, layer.weight), torch.empty_like(y))
+
+    def sampled():      # tokens may be any number where nothing is trained
+        with torch.no_grad():
+            layer(x)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), strict(major) as gpu:
+        # what runs on both has the same operands there
+        presets = of_presets() if not pad and (major == 9 or not runs(recipe, 9)) else set()
+        for M, K, N in ODD | presets:
+            layer = BACKENDS["scaled_mm"].wrap(nn.Linear(K, N), row, name="layer", seed=0)
+            x = torch.empty(M, K, dtype=torch.bfloat16).requires_grad_()
+            for call in (trained, sampled) if (M, K, N) in ODD else (trained,):
+                try:
+                    call()
+                except ConfigError as error:
+                    assert not pad and "do not tile" in str(error)
+                    refusals += 1
+    assert len(gpu.seen) > 40 and (refusals == 0) == pad
+
+
+@pytest.mark.parametrize(("M", "K", "N"), [(128, 128, 128), (256, 512, 1536), (128, 640, 384), (384, 256, 128)])
+@pytest.mark.parametrize(("major", "recipe"), PAIRS)
+def test_what_cuda_reads_is_the_recipe(major, recipe, M, K, N):
+    """Both multiply in float64: what differs is one rounding of the result to bf16, or two for int8."""
+    linear = nn.Linear(K, N)
+    with torch.no_grad():       # no two blocks of the weight have one scale
+        linear.weight *= torch.logspace(-1, 1, N)[:, None] * torch.logspace(-1, 1, K)
+    row = RECIPES[recipe]
+    native = BACKENDS["scaled_mm"].wrap(copy.deepcopy(linear), row, name="layer", seed=0)
+    defined = ScaledLinear.wrap(copy.deepcopy(linear), row, Definition(), name="layer")
+    for _ in range(2 if row.delayed else 1):        # the second with the history of the first
+        with strict(major) as gpu:
+            got = gradients(native, M, N)
+        for name, ours, theirs in zip(("y", "dx", "dw"), got, gradients(defined, M, N), strict=True):
+            error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+            assert error < 2.0**-8, (name, error)
+        advance(native)
+        advance(defined)
+    assert [product[1:4] for product in gpu.seen] == [(M, K, N), (M, N, K), (N, M, K)]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-rowwise"])
+@pytest.mark.parametrize("major", GPUS)
+def test_torchao_hands_cuda_what_it_takes(major, recipe):
+    pytest.importorskip("torchao")
+    row = RECIPES[recipe]
+    library = BACKENDS["torchao"].wrap(nn.Linear(256, 512, bias=False), row, name="layer", seed=0)
+    defined = ScaledLinear.wrap(copy.deepcopy(library), row, Definition(), name="layer")
+    with strict(major) as gpu:
+        got = gradients(library, 128, 512)
+    for ours, theirs in zip(got, gradients(defined, 128, 512), strict=True):
+        assert (ours.double() - theirs.double()).norm() / theirs.double().norm() < 2.0**-6
+    assert len(gpu.seen) == 3
+
+
+@pytest.mark.parametrize(("major", "recipe"), PAIRS)
+def test_a_backend_that_the_stack_refuses_says_so(major, recipe):
+    """Rows are cuBLASLt's on Hopper, CUTLASS's elsewhere: a build may have neither."""
+    with strict(major):
+        assert BACKENDS["scaled_mm"].refusal(RECIPES[recipe], torch.device("cpu")) == ""
+    with strict(major, rowwise=False):
+        why = BACKENDS["scaled_mm"].refusal(RECIPES[recipe], torch.device("cpu"))
+    assert bool(why) == (recipe == "fp8-rowwise")
+    if why:
+        assert "refuses y's product of e4m3fn in blocks of (1, 0) (CUBLAS_STATUS_NOT_SUPPORTED" in why and "fp8-tensorwise" in why
+
+
+@pytest.mark.parametrize("recipe", CAST)
+def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
+    """y alone by default; blocks have scales inside the sum, and tensor cores cannot keep it to themselves."""
+    row = RECIPES[recipe]
+    asked = {"y": True, "dx": False, "dw": False} if hasattr(row.settings, "fast_accumulation") else dict.fromkeys(("y", "dx", "dw"), False)
+    cases = [(row, asked)]
+    if any(asked.values()):
+        cases.append((resolve(recipe, fast_accumulation=("dx", "dw")), {"y": False, "dx": True, "dw": True}))
+    for changed, expected in cases:
+        layer = BACKENDS["scaled_mm"].wrap(nn.Linear(128, 256), changed, name="layer", seed=0)
+        with strict(9 if runs(recipe, 9) else 10) as gpu:
+            gradients(layer, 128, 256)
+        assert [product.fast for product in gpu.seen] == list(expected.values())
+    assert {"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"} == {name for name in CAST if RECIPES[name].fast_accumulation}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed"])
+def test_compiled_casts_move_no_more_than_before(recipe):
+    """8.0 bytes an element, as torchao's; one fused kernel would take 6, or 4 with a history."""
+    assert of_recipe(recipe) <= 8.05
+
+
+# ---- what counts and keeps products knows these
+
+def test_recomputation_keeps_and_counts_products_of_8_and_4_bits():
+    aten, kinds = torch.ops.aten, torch.nn.functional.ScalingType
+    assert {aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default} < set(PRODUCTS)
+    assert aten._scaled_mm_v2.default in PRODUCTS and aten._scaled_dot_product_cudnn_attention.default in ATTENTION
+    a, b = eight(128, 512).to("meta"), eight(256, 512).to("meta")
+    ones = partial(torch.ones, device="meta")
+    calls = {
+        2 * 128 * 512 * 256: lambda: torch.nn.functional.scaled_mm(a, b.T, ones(4, 128).T, kinds.BlockWise1x128, ones(2, 4).T,
+                                                                   kinds.BlockWise128x128),
+        2 * 32 * 64 * 48: lambda: torch._int_mm(torch.ones(32, 64, dtype=torch.int8), torch.ones(64, 48, dtype=torch.int8))}
+    for flops, call in calls.items():
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == flops
+
+
+@pytest.mark.parametrize(("operation", "shapes"), [
+    ("aten::_scaled_mm", [[256, 128], [128, 512], [256, 1], [1, 512], [], [], []]), ("aten::_int_mm", [[256, 128], [128, 512]]),
+    ("aten::_scaled_mm_v2", [[256, 64], [64, 512], [], [], []]), ("aten::addmm", [[512], [256, 128], [128, 512], [], []])])
+def test_the_profiler_s_products_are_rows_of_the_model(operation, shapes):
+    """By their sizes, whatever scales come after them; FP4 is packed, two along the sum."""
+    config = Config().replace({"model.width": 128, "model.heads": 2, "model.mlp_width": 512, "model.context": 64, "global_batch": 4})
+    spent = SimpleNamespace(key=operation, input_shapes=shapes, self_cpu_time_total=2e6)
+    attention = SimpleNamespace(key="aten::_cudnn_attention_forward", input_shapes=[], self_cpu_time_total=1e6)
+    profiler = SimpleNamespace(key_averages=lambda group_by_input_shape: [spent, attention])
+    rows = _rows_of(profiler, config, torch.device("cpu"), 3.0)
+    (product,) = rows.keys() - {"attention", REST}
+    assert "mlp.up" in product and rows[product] == 2 and rows["attention"] == 1
+
+
+# ---- the emulator itself: what it must not let pass
+
+def eight(rows: int, columns: int) -> torch.Tensor:
+    return torch.ones(rows, columns).to(torch.float8_e4m3fn)
+
+
+def blocks128(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    kinds = torch.nn.functional.ScalingType
+    return torch.nn.functional.scaled_mm(a, b, scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128)
+
+
+ONE = torch.ones(())
+BAD = {
+    "row-major and column-major": (9, lambda: torch._scaled_mm(eight(32, 64), eight(64, 32), ONE, ONE, out_dtype=torch.bfloat16)),
+    "divisible by 16": (10, lambda: torch._scaled_mm(eight(32, 72), eight(32, 72).T, ONE, ONE, out_dtype=torch.bfloat16)),
+    "Invalid scaling": (9, lambda: torch._scaled_mm(eight(32, 64), eight(48, 64).T, torch.ones(32, 1), torch.ones(48, 1),
+                                                    out_dtype=torch.bfloat16)),
+    "two Float8_e5m2|e5m2 matrices": (9, lambda: torch._scaled_mm(eight(32, 64).to(torch.float8_e5m2), eight(32, 64).to(torch.float8_e5m2).T,
+                                                                  ONE, ONE, out_dtype=torch.bfloat16)),
+    "greater than 16": (9, lambda: torch._int_mm(torch.ones(16, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8))),
+    # as they lie: the last rows of a transposed scale have the strides of what was transposed
+    "scale_b strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(4, 128).T, torch.ones(4, 2))),
+    "scale_a strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(128, 4), torch.ones(2, 4).T)),
+    "scale_b must have shape": (9, lambda: blocks128(eight(128, 256), eight(256, 256).T, torch.ones(2, 128).T, torch.ones(2, 2))),
+    "only supported in CUDA for SM90": (10, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(4, 128).T, torch.ones(2, 4).T)),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_the_emulator_refuses_what_cuda_does(words):
+    major, call = BAD[words]
+    with strict(major), pytest.raises(RefusedError, match=words):
+        call()
