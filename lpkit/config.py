@@ -190,7 +190,8 @@ class SystemConfig(Group):
     where = "system."
 
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
-    compile: bool | Literal["auto"] = "auto"    # auto: on GPUs
+    # auto: on GPUs; true: block by block
+    compile: bool | Literal["auto", "blocks", "model"] = "auto"
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
 
 

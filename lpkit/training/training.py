@@ -124,7 +124,7 @@ class Training:
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(model.parameters()), config.optimizer.clip),
-            loss=rows["cross_entropy"].load()(m.cross_entropy, decisions.autocast),
+            loss=build.build_loss(config, decisions),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics,
             cached_casts=cached_casts,
             governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
