@@ -15,6 +15,7 @@ import json
 import pkgutil
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
                         help="interleaved rounds (%(default)s)")
+    parser.add_argument("--configs", type=int, metavar="N",
+                        help="of the ledger's configs, this many, spread over all")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="also keep each result there, as NAME-DEVICE.json")
 
@@ -49,6 +52,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
     benches = [pkgutil.resolve_name(f"lpkit.bench.{row}") for row in rows]
+    if args.configs is not None:
+        if args.configs < 1 or names != ["ledger"]:
+            raise ConfigError(f"--configs is for the ledger alone, and 1 or more; got "
+                              f"{args.configs} with {', '.join(names)}")
+        benches = [partial(benches[0], only=args.configs)]
     done, left_out = [], {}
     for name, bench in zip(names, benches, strict=True):
         print(f"bench {name} ...", file=sys.stderr)

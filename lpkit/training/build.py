@@ -184,5 +184,6 @@ def environment(decisions: Decisions) -> dict[str, Any]:
         "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "numpy": version("numpy"), "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if gpu else hardware.cpu_name(),
-        "threads": torch.get_num_threads(), "chosen": decisions.record,
+        "threads": torch.get_num_threads(), **hardware.provenance(device),
+        "chosen": decisions.record,
     }
