@@ -4,6 +4,7 @@ import json
 import sys
 import time
 
+import psutil
 import pytest
 
 from lpkit import cli
@@ -27,7 +28,8 @@ def cases(on):
         raise ValueError("no such product")
     def hang():
         import subprocess
-        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(8); open({str(count.with_name('orphan'))!r}, 'w')"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        count.with_name("child").write_text(str(child.pid))
         time.sleep(100)
     yield case("good", lambda: None)
     yield case("fails", fail)
@@ -56,8 +58,11 @@ def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path, monkeypatc
         None, "ValueError: no such product", "its process ended with 9", None, "its process ended with -9", None]
     assert lines["fails"]["where"][-1].startswith("worker.py:") and lines["last"]["value"] == "last"
     assert (tmp_path / "ran").read_text().split() == ["good", "fails", "crashes", "after", "a", "crash", "hangs", "last"]
-    time.sleep(9)
-    assert not (tmp_path / "orphan").exists(), "what a case started went with it"
+    try:
+        status = psutil.Process(int((tmp_path / "child").read_text())).status()
+    except psutil.NoSuchProcess:
+        status = psutil.STATUS_ZOMBIE
+    assert status == psutil.STATUS_ZOMBIE, "what a case started went with it"
 
 
 @pytest.mark.slow
