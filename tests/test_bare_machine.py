@@ -14,14 +14,19 @@ from tests.conftest import OPTIONAL
 ROOT = Path(__file__).parents[1]
 BLOCKER = """
 import sys
-from importlib.abc import MetaPathFinder
 
-class Absent(MetaPathFinder):
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        if name.partition(".")[0] not in {absent}:
+            return self.finder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 

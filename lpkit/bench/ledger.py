@@ -56,11 +56,13 @@ LARGER: Changes = {"model.layers": 12, "model.width": 768, "model.heads": 12,
                    "model.context": 1024, "global_batch": 8, "model.vocab": 50_304}
 SHAPES: dict[str, Changes] = {
     "as it is": {}, "deep": {"model.layers": 10},
-    "wide, few tokens": {"model.width": 512, "model.context": 64, "global_batch": 1},
+    "wide, few tokens": {"model.width": 512, "model.heads": 4, "model.context": 64,
+                         "global_batch": 1},
     "long": {"model.context": 1024, "global_batch": 1},
     "accumulated": {"global_batch": 8, "grad_accum_steps": 4},
     "vocabulary 8k": {"model.vocab": 8192},
-    "vocabulary 128k": {"model.vocab": 128_256, "global_batch": 1, "model.width": 64},
+    "vocabulary 128k": {"model.vocab": 128_256, "global_batch": 1, "model.width": 64,
+                        "model.heads": 4},
 }
 TECHNIQUES: dict[str, Changes] = {
     "recompute block": {"memory.recompute": "block"},
