@@ -190,7 +190,8 @@ class SystemConfig(Group):
     where = "system."
 
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
-    compile: bool | Literal["auto"] = "auto"    # auto: on GPUs
+    # auto: on GPUs; true: block by block
+    compile: bool | Literal["auto", "blocks", "model"] = "auto"
     # of the kernels that a layer calls; auto: on GPUs the fastest that is right, verified and raced
     kernels: Literal["auto", "reference", "pytorch", "compile", "triton", "cuda"] = "auto"
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load

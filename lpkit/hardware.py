@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from lpkit import machine_facts
 from lpkit.contracts import Choice
@@ -22,6 +24,8 @@ from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Products of formats that a GPU multiplies from this compute capability on
+LOW = {"fp8": (8, 9), "int8": (7, 5)}
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
 SMALL_FLOPS = 1e8           # of a product: a millisecond of one core
@@ -185,14 +189,17 @@ def machine(device: str | None = None) -> Machine:
 
 @functools.cache
 def _machine(device: str, threads: int) -> Machine:
-    on, flops, shapes = torch.device(device), {}, {}
-    for name in DTYPES:
+    on, flops, shapes, details = torch.device(device), {}, {}, {}
+    for name in (*DTYPES, *low_formats(on)):
         flops[name], shapes[name] = peak_flops(name, device, threads)
+    if "fp8" in flops:      # Hopper sums in float32 at every step only when asked to
+        details["fp8_without_fast_accumulation"], _ = peak_flops("fp8", device, threads, fast=False)
     sweep, swept = triad(on)
     (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
-    details = {"product_shapes": shapes, "swept_bytes": swept}
+    details |= {"product_shapes": shapes, "swept_bytes": swept}
     if on.type == "cuda":
         kind, title = "gpu", torch.cuda.get_device_name(on)
+        details["capability"] = torch.cuda.get_device_capability(on)
     else:
         kind, title, details["threads"] = "cpu", cpu_name(), threads
     return Machine(
@@ -202,34 +209,73 @@ def _machine(device: str, threads: int) -> Machine:
         price_source="unknown: pass price_per_hour", details=details)
 
 
+def low_formats(device: torch.device) -> tuple[str, ...]:
+    """Of LOW, those that this device multiplies itself."""
+    if device.type != "cuda" or torch.version.hip:
+        return ()
+    return tuple(name for name, least in LOW.items()
+                 if torch.cuda.get_device_capability(device) >= least)
+
+
 @functools.cache
-def peak_flops(dtype: str, device: str, threads: int) -> tuple[float, tuple[int, int, int]]:
-    """FLOP/s of the best square product in a dtype of DTYPES, and its shape. Under a second, once
-    per process and number of `threads`, which are PyTorch's own now."""
+def peak_flops(dtype: str, device: str, threads: int, *,
+               fast: bool = True) -> tuple[float, tuple[int, int, int]]:
+    """FLOP/s of the best square product in a dtype of DTYPES or LOW, and its shape. Under a second,
+    once per process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
     rates = []
-    for n, square in squares(dtype, torch.device(device)).items():
+    for n, square in squares(dtype, torch.device(device), fast=fast).items():
         (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
         rates.append((2 * n**3 / min(seconds), (n, n, n)))
     return max(rates)
 
 
-def squares(dtype: str, device: torch.device) -> dict[int, Callable[[], object]]:
+def squares(dtype: str, device: torch.device, *,
+            fast: bool = True) -> dict[int, Callable[[], object]]:
     """Products of two square matrices, by size."""
     sizes = (4096, 8192) if device.type == "cuda" else (1024, 2048)
-    return {n: product((n, n), (n, n), dtype, device) for n in sizes}
+    return {n: product((n, n), (n, n), dtype, device, fast=fast) for n in sizes}
 
 
-def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
-            device: torch.device) -> Callable[[], object]:
-    x, y = (torch.ones(shape, dtype=DTYPES[dtype], device=device) for shape in (left, right))
+def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device, *,
+            fast: bool = True) -> Callable[[], object]:
+    """Of normally distributed numbers: zeros and ones take less power, and so run at clocks that no
+    training sees. FP8 and INT8 by the layout that tensor cores want."""
+    x, y = _drawn(left, device), _drawn(right, device)
+    if dtype == "int8":
+        x, y = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, y.mT.contiguous()))
+        return synchronised(lambda: torch._int_mm(x, y.mT), device)
+    if dtype == "fp8":
+        x, y = (t.to(torch.float8_e4m3fn) for t in (x, y.mT.contiguous()))
+        one = torch.ones((), device=device)
+        return synchronised(lambda: torch._scaled_mm(
+            x, y.mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast), device)
+    x, y = x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
     return synchronised(lambda: x @ y, device)
+
+
+def _drawn(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """By a generator of its own: a measurement must not change what a run draws."""
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
 
 
 def triad(device: torch.device) -> tuple[Callable[[], object], int]:
     """STREAM's triad, a = b + s c, over arrays larger than a cache; and the bytes it moves: two
     read, one written."""
-    a, b, c = torch.ones(3, 2**28 if device.type == "cuda" else 2**24, device=device)
+    a, b, c = _drawn((3, 2**28 if device.type == "cuda" else 2**24), device)
     return synchronised(lambda: torch.add(b, c, alpha=3.0, out=a), device), 3 * a.nbytes
+
+
+def provenance(device: torch.device | str) -> dict[str, Any]:
+    """What of a GPU's software and settings a speed depends on; empty for others. What the machine
+    does not say is left out."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return {}
+    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+             "hip": torch.version.hip}
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    known = {name: one for name, one in found.items() if one}
+    return known | machine_facts.gpu_facts(f"GPU-{uuid}")
 
 
 def memory_bytes(device: torch.device | str) -> int:

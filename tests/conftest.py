@@ -17,6 +17,27 @@ TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cell
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
 
 
+# What a bare machine with a GPU may lack: the tests of a file that needs one are skipped there, and the others run.
+OPTIONAL = {"anywidget", "gfloat", "hypothesis", "ipykernel", "ipywidgets", "matplotlib", "ml_dtypes", "nbclient", "nbformat", "papermill",
+            "PIL", "playwright", "plotly", "torchao", "transformers", "accelerate", "jupyterlab", "jupyter_server", "jupyter_client", "IPython",
+            "traitlets", "tokenizers", "datasets", "triton"}
+
+
+class Module(pytest.Module):
+    def _getobj(self):
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            missing = getattr(error.__cause__, "name", None) or ""
+            if missing.partition(".")[0] not in OPTIONAL:
+                raise
+            pytest.skip(f"needs {missing}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Module.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A process takes whole files, and all the files of a group."""

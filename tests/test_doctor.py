@@ -47,7 +47,7 @@ def test_what_every_torch_can_do_works_here(report):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_without_a_gpu_the_gpu_rows_say_so(report):
     found = {row["name"]: row for row in report["probes"]}
-    for name in ("tf32", "mxfp8", "nvfp4", "flash-attn", "nccl", "triton"):
+    for name in ("tf32", "mxfp8", "nvfp4", "flash-attn", "nccl", "triton", "fp8 stores"):
         assert not found[name]["works"] and found[name]["why"] and found[name]["nearest"]
 
 
@@ -59,6 +59,31 @@ def test_a_wrong_product_does_not_count_as_working():
         doctor.compare("the product is wrong", [torch.full((64, 64), torch.nan)], [a @ b.T], 1e-2)
     with pytest.raises(doctor.UnavailableError, match="wrong"):
         doctor._attended(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), CPU)   # not causal
+
+
+def test_compiled_fp8_stores_are_compared_bit_by_bit():
+    """A store that went wrong is a sentence: NaN bytes in the transposed one, as Triton leaves them, or one bit of the other."""
+    assert "PyTorch's own bits" in doctor.fp8_stores(CPU, lambda function: function)
+
+    def spoiled(which: int, byte: int):
+        def compiled(function):
+            def run(x):
+                made = function(x)
+                made[which].view(torch.uint8)[3, 5] = byte
+                return made
+            return run
+        return compiled
+
+    with pytest.raises(doctor.UnavailableError, match=r"e4m3fn, stored transposed, has 1 wrong values of 196,608, 1 of them NaN.*11111"):
+        doctor.fp8_stores(CPU, spoiled(1, 0x7F))
+    with pytest.raises(doctor.UnavailableError, match=r"stored as it is, has 1 wrong values of 196,608, 0 of them NaN"):
+        doctor.fp8_stores(CPU, spoiled(0, 0x31))
+    found = doctor.probe(row("fp8 stores"), CPU)
+    assert not found.works and "nothing compiles with Triton for a CPU" in found.why and "system.compile=false" in found.nearest
+
+
+def test_the_ceilings_are_measured(report):
+    assert report["ceilings"]["flops"].keys() >= {"fp32", "bf16"} and report["ceilings"]["bytes_per_second"] > 1e8
 
 
 def test_the_operands_are_exact_in_eight_bits():

@@ -9,7 +9,9 @@ from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.recipes import RECIPES
+from lpkit.training.ahead import Arriving
 from lpkit.training.build import initialised
+from lpkit.training.training import Training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 LOW = [name for name, recipe in RECIPES.items() if recipe.products]
@@ -51,6 +53,29 @@ def test_a_gpu_step_is_the_cpu_step():
         grads.append([loss.cpu(), *(p.grad.cpu() for p in model.parameters())])
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"system.compile": "blocks"}, {"system.compile": "model"}, {"grad_accum_steps": 2},
+                                     {"memory.cross_entropy": "chunked"}], ids=str)
+def test_an_update_never_waits_for_the_gpu(corpus, monkeypatch, changes):
+    """PyTorch raises where the host would wait: in making and moving the batch, in the update, and in sending its numbers back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    training = Training.build(Config().replace({
+        "model.layers": 2, "model.context": 64, "data.source": str(corpus / "*.py"), "precision.recipe": "bf16", "system.device": "cuda",
+        "system.compile": False, **changes}))
+    training.update(0)      # the first touches, and compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        numbers = []
+        for step in (1, 2, 3):
+            done = training.update(step)
+            numbers.append(Arriving({"loss": done.loss, "grad_norm": done.grad_norm}, training.device))
+            assert numbers[-1].sent[1].is_pinned()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [one.values()["loss"] for one in numbers]
+    assert all(0 < loss < 10 for loss in losses) and numbers[2].at.seconds_since(numbers[1].at) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

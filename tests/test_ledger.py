@@ -90,6 +90,15 @@ def test_a_doubt_is_printed(capsys):
     assert "predict_trace" not in out and "reserved" in out
 
 
+def test_fewer_configs_are_spread_over_all():
+    all_of_them = list(ledger.configs(ledger.LARGER))
+    some = ledger.spread(all_of_them, ledger.ON_A_GPU)
+    assert len(some) == len({name for name, _ in some}) == 24 and (some[0], some[-1]) == (all_of_them[0], all_of_them[-1])
+    assert {config.precision.recipe.name for _, config in some} >= {"fp32", "bf16", "fp8-tensorwise"}
+    assert {name.partition(",")[0] for name, _ in some} == {"gpt2", "llama"}
+    assert ledger.spread(all_of_them, None) == ledger.spread(all_of_them, 10**6) == all_of_them
+
+
 def test_drawn_configs_are_over_all_settings_and_always_the_same():
     drawn = dict(configs(120))
     assert drawn == dict(configs(120)) and len(set(drawn.values())) == 120

@@ -4,18 +4,22 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from lpkit import hardware, measure
+from lpkit import hardware, machine_facts, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.hardware import SMALL_FLOPS, bf16_choice, machine, peak_bytes, reset_peak, threads_choice
 from lpkit.measure.updates import memory, roofline, saved_bytes, turns
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
+from lpkit.presets import preset
+from lpkit.studies.advice import advise
+from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
 from lpkit.training import loop
 
@@ -147,6 +151,60 @@ def test_this_machine_is_a_row_of_the_catalogue():
     assert here.details["product_shapes"]["fp32"] and here.details["threads"] == torch.get_num_threads()
     said = predict(Config(), here)
     assert said.cost is None and said.energy_wh is None and said.step_seconds > 0
+
+
+@pytest.mark.parametrize("dtype, error", [("fp32", 1e-6), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.02)])
+def test_ceilings_are_products_of_random_numbers(dtype, error):
+    """Zeros and ones take less power. Two normal matrices, whatever was drawn before, in the format's own precision; INT8 by 32."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    y = hardware.product((64, 128), (128, 32), dtype, torch.device("cpu"))().double()
+    a, b = (hardware._drawn(shape, torch.device("cpu")) for shape in ((64, 128), (128, 32)))
+    want = a.double() @ b.double() * (32**2 if dtype == "int8" else 1)
+    assert (y - want).norm() / want.norm() < error and abs(a.std().item() - 1) < 0.05
+    assert torch.equal(torch.get_rng_state(), before), "a measurement changed what a run draws"
+    sweep, moved = hardware.triad(torch.device("cpu"))
+    assert sweep().std() > 1 and moved == 3 * 4 * 2**24
+
+
+@pytest.mark.parametrize("capability, low", [((7, 0), ()), ((8, 0), ("int8",)), ((8, 9), ("fp8", "int8")), ((9, 0), ("fp8", "int8"))])
+def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
+    """And what was measured on a Hopper GPU is no longer said to multiply none of them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert hardware.low_formats(torch.device("cuda")) == low and hardware.low_formats(torch.device("cpu")) == ()
+    peaks = {"fp32": 5e13, "bf16": 7e14, "fp8": 1.3e15, "int8": 1.3e15}
+    here = Machine(name="this", title="a GPU", memory_bytes=80 * 2**30, bytes_per_second=3e12, source="measured",
+                   flops={name: peaks[name] for name in ("fp32", "bf16", *low)}, details={"capability": capability})
+    advice = advise(preset("llama-8b"), here, base="bf16")
+    native = {plan.recipe for plan in advice.plans if plan.status == "native"}
+    assert ("fp8-tensorwise" in native) == ("fp8" in low) and ("int8" in native) == ("int8" in low)
+    assert ("none of these formats" in advice.sentence) == (not low)
+
+
+def test_provenance_of_a_gpu(monkeypatch, tmp_path):
+    """By NVML, by nvidia-smi, or not at all."""
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetEnforcedPowerLimit=lambda gpu: 700_000, nvmlDeviceGetClockInfo=lambda gpu, kind: 1755 + kind,
+        nvmlDeviceGetMaxClockInfo=lambda gpu, kind: 1980, NVML_CLOCK_SM=0, NVML_CLOCK_MEM=1)
+    want = {"driver": "580.1", "power_limit_watts": 700.0, "sm_clock_mhz": 1755.0, "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert machine_facts.gpu_facts("GPU-1") == want
+    monkeypatch.setitem(sys.modules, "pynvml", None)        # not installed
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ "$1" = --id=GPU-1 ] && echo "580.1, 700.00, 1755, 1980, 1756"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert machine_facts.gpu_facts("GPU-1") == want
+    assert machine_facts.gpu_facts("GPU-2") == {}
+    smi.write_text('#!/bin/sh\necho "580.1, [N/A], [N/A], 1980, 1756"\n')
+    assert machine_facts.gpu_facts("GPU-1") == {"driver": "580.1", "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=1))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert hardware.provenance("cuda") == {"cuda": "13.0", "cudnn": 91002, "driver": "580.1", "most_sm_clock_mhz": 1980.0,
+                                           "memory_clock_mhz": 1756.0}
+    assert hardware.provenance("cpu") == {}
 
 
 def test_a_step_beside_the_ceilings():

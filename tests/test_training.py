@@ -26,7 +26,6 @@ from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.row import Row
 from lpkit.training import checkpoint, runs, sampling
 from lpkit.training.background import Series, start, start_each, train
-from lpkit.training.build import Compile
 from lpkit.training.loop import fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.steps import accumulate
@@ -325,19 +324,6 @@ def test_a_series_names_the_run_at_hand(tiny, tmp_path):
 
 
 # ---- telemetry
-
-@pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_telemetry_sees_into_what_is_compiled(tiny, tmp_path, loss):
-    config = tiny.replace({"memory.cross_entropy": loss, "precision.recipe": "bf16", "global_batch": 8})
-    torch._dynamo.reset()
-    built = Training.build(config, more=(Compile(entry="hidden" if loss == "chunked" else None, backend="aot_eager"),))
-    built.update(0)         # compiled before anybody looks
-    watched = telemetry.attach(built, None, every=2, counterfactuals=("mxfp8",))
-    for step in (1, 2, 3, 4):
-        built.update(step)
-    assert {sample.step for sample in watched.samples} == {3, 5}
-    assert len(watched.samples) == 2 * 3 * 9, "x, w and dy of four Linears in each of two blocks, and the head"
-
 
 def test_telemetry_holds_no_output(tiny):
     """A closure over the output would keep it in a cycle until the garbage collector runs."""

@@ -125,7 +125,7 @@ def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) 
     facts = {"device": device or cpu, "cpu": cpu, "cores": cores(),
              "platform": f"{platform.system()} {platform.machine()}"}
     if "torch" in sys.modules:
-        facts["threads"] = sys.modules["torch"].get_num_threads()
+        facts |= {"threads": sys.modules["torch"].get_num_threads(), **_gpu(device)}
     installed = {name: version or "not installed"
                  for name, version in versions(("lpkit", *packages)).items()}
     return {**facts, "versions": {"python": platform.python_version(), **installed},
@@ -199,6 +199,14 @@ def _calibrate(timer: timeit.Timer, sync: Callable[[], None], sample_seconds: fl
 
 
 @functools.cache        # each result of a bench has it
+def _gpu(device: str | None) -> dict[str, Any]:
+    """What `hardware.provenance` says, once it was a GPU that was measured."""
+    from lpkit import hardware  # imports torch, which a bench of imports must not
+
+    return hardware.provenance("cuda" if device else "cpu")
+
+
+@functools.cache
 def _commit() -> str | None:
     """The commit of this checkout, with a + when the tree has changes; None outside a
     repository."""

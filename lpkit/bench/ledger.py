@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.commands.estimate import estimate_training_usage
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lpkit import hardware, measure, predict_trace
@@ -44,6 +43,7 @@ RULES = {"formula": "closed form", "traced": "trace", "accelerate": "accelerate"
 MEDIAN, WORST = {"cpu": 0.02, "gpu": 0.05}, {"cpu": 0.05, "gpu": 0.1}
 TRACE, STEP_TIME, TRACE_SECONDS, CALL_SECONDS, FASTER = 0.01, 0.1, 60, 200e-6, 100
 RANKS = 1024
+ON_A_GPU = 24       # configs: a few minutes
 DRAWN, DRAWN_99, DRAWN_WORST = 200, 0.02, 0.05      # configs; errors of 99 in 100, and of all
 CAST = tuple(name for name, recipe in RECIPES.items() if recipe.products)
 Changes = dict[str, Any]
@@ -56,11 +56,13 @@ LARGER: Changes = {"model.layers": 12, "model.width": 768, "model.heads": 12,
                    "model.context": 1024, "global_batch": 8, "model.vocab": 50_304}
 SHAPES: dict[str, Changes] = {
     "as it is": {}, "deep": {"model.layers": 10},
-    "wide, few tokens": {"model.width": 512, "model.context": 64, "global_batch": 1},
+    "wide, few tokens": {"model.width": 512, "model.heads": 4, "model.context": 64,
+                         "global_batch": 1},
     "long": {"model.context": 1024, "global_batch": 1},
     "accumulated": {"global_batch": 8, "grad_accum_steps": 4},
     "vocabulary 8k": {"model.vocab": 8192},
-    "vocabulary 128k": {"model.vocab": 128_256, "global_batch": 1, "model.width": 64},
+    "vocabulary 128k": {"model.vocab": 128_256, "global_batch": 1, "model.width": 64,
+                        "model.heads": 4},
 }
 TECHNIQUES: dict[str, Changes] = {
     "recompute block": {"memory.recompute": "block"},
@@ -94,11 +96,22 @@ def configs(larger: Changes | None = None) -> Iterator[tuple[str, Config]]:
                     yield f"{style}, {recipe}, {name}", config
 
 
-def run(rounds: int = ROUNDS) -> list[Result]:
+def spread(cases: list[Any], count: int | None) -> list[Any]:
+    """`count` of them, the first and the last among them."""
+    if count is None or count >= len(cases):
+        return cases
+    return [cases[round(i * (len(cases) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def run(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
+    """`only`: this many, spread over all of them; None: all, or on a GPU as many as take it some
+    minutes."""
     here = hardware.machine()
     gpu = here.kind == "gpu"
-    table = [_case(name, config, here) for name, config in configs(LARGER if gpu else None)]
-    drawn = [] if gpu else [_drawn_case(name, config, here) for name, config in draws(DRAWN)]
+    cases = spread(list(configs(LARGER if gpu else None)),
+                   only or (ON_A_GPU if gpu else None))
+    table = [_case(name, config, here) for name, config in cases]
+    drawn = [] if gpu else [_drawn_case(name, config, here) for name, config in draws(only or DRAWN)]
     how = {"better": "lower", "facts": {"table": table, "drawn": drawn},
            "packages": ("torch", "accelerate"),
            "device": torch.cuda.get_device_name() if gpu else None}
@@ -110,7 +123,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     claims = [(f"closed form, {len(table)} configs, median", formula, MEDIAN[here.kind]),
               ("closed form, worst", [max(formula)], WORST[here.kind]),
               ("trace, worst", [max(errors("traced_bytes"))], TRACE),
-              ("accelerate's estimate, median", errors("accelerate_bytes"), None),
+              *([("accelerate's estimate, median", errors("accelerate_bytes"), None)]
+                if table[0]["accelerate_bytes"] else []),
               ("DeepSpeed's rule, median", errors("deepspeed_bytes"), None),
               ("16 P + activations, median", errors("classic_bytes"), None)]
     if gpu:
@@ -186,13 +200,22 @@ def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
         "measured_bytes": measured.counted_bytes or measured.peak_bytes,
         "formula_bytes": formula.peak_bytes, "peak_moment": formula.peak_moment,
         "traced_bytes": predict_trace(config, device=device).peak_bytes,
-        "accelerate_bytes": max(estimate_training_usage(4 * count, dtype).values()),
+        "accelerate_bytes": _by_accelerate(4 * count, dtype),
         # estimate_zero2_model_states_mem_needs: 4 P + 16 P / devices
         "deepspeed_bytes": 20 * count, "classic_bytes": 16 * count + korthikanti}
     if here.kind == "gpu":
         row |= {"step_seconds": measure.seconds(config, rounds=5).step_seconds,
                 "predicted_seconds": step_time(config, here).step_seconds}
     return row
+
+
+def _by_accelerate(weights: int, dtype: str) -> int | None:
+    """None where it is not installed."""
+    try:
+        from accelerate.commands.estimate import estimate_training_usage
+    except ModuleNotFoundError:
+        return None
+    return max(estimate_training_usage(weights, dtype).values())
 
 
 # The page.
@@ -245,7 +268,8 @@ def _peak(row: Row) -> tuple[str, ...]:
 def _errors(row: dict[str, Any]) -> tuple[str, ...]:
     peak = row["measured_bytes"]
     return (row["name"], f"{row['parameters']:,}", quantity(peak, "bytes"), row["peak_moment"],
-            *(f"{row[f'{rule}_bytes'] / peak - 1:+.2%}" for rule in RULES))
+            *(f"{row[f'{rule}_bytes'] / peak - 1:+.2%}" if row[f"{rule}_bytes"] else "not installed"
+              for rule in RULES))
 
 
 def _shown(case: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ A command imports what needs torch inside `run`, so that `--help` is fast.
 """
 
 import argparse
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,23 @@ from lpkit.techniques import machines
 from lpkit.values import folder
 
 FILES = (".yaml", ".yml", ".ipynb")     # whose names may hold an =
+
+
+def needs(what: str, *packages: str) -> None:
+    """Raises ConfigError for those that are not installed."""
+    absent = [package for package in packages if not _there(package)]
+    if absent:
+        raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; "
+                          f"`{sys.executable} -m pip install {' '.join(absent)}` brings "
+                          f"{'it' if len(absent) == 1 else 'them'}. Train, predict, bench and "
+                          f"doctor do without")
+
+
+def _there(package: str) -> bool:
+    try:
+        return find_spec(package.replace("-", "_")) is not None
+    except ImportError:
+        return False
 
 
 def a_folder(text: str) -> Path:

@@ -15,6 +15,7 @@ import json
 import pkgutil
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
                         help="interleaved rounds (%(default)s)")
+    parser.add_argument("--configs", type=int, metavar="N",
+                        help="of the ledger's configs, this many, spread over all")
+    parser.add_argument("--seconds", type=int, metavar="N",
+                        help="of evidence: end after these; the same command goes on")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="also keep each result there, as NAME-DEVICE.json")
 
@@ -39,7 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.bench import BENCHES
     from lpkit.bench.harness import summary
 
-    names = list(BENCHES) if args.all else args.names
+    names = [name for name in BENCHES if name != "evidence"] if args.all else args.names
     if not names:
         raise ConfigError(f"name a benchmark ({', '.join(BENCHES)}), or use --all")
     if args.rounds < 1:
@@ -49,6 +54,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
     benches = [pkgutil.resolve_name(f"lpkit.bench.{row}") for row in rows]
+    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence")):
+        if (given := getattr(args, option)) is not None:
+            if given < 1 or names != [what]:
+                raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
+                                  f"with {', '.join(names)}")
+            benches = [partial(benches[0], **{key: given})]
+    if args.out and names == ["evidence"]:
+        benches = [partial(benches[0], out=args.out)]    # it writes as it goes
     done, left_out = [], {}
     for name, bench in zip(names, benches, strict=True):
         print(f"bench {name} ...", file=sys.stderr)

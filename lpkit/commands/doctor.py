@@ -38,6 +38,11 @@ def text(result: dict[str, Any]) -> str:
             "CUDA": found["cuda"] or "none: this torch is a CPU build",
             "Installed": ", ".join(installed), "Absent": ", ".join(absent) or "nothing",
             "Tried on": result["device"]}
+    if ceilings := result.get("ceilings"):
+        speeds = {**ceilings["flops"], "fp8 without fast accumulation":
+                  ceilings.get("fp8_without_fast_accumulation")}
+        rows["Reached"] = ", ".join([f"{ceilings['bytes_per_second'] / 1e9:,.0f} GB/s", *(
+            f"{name} {flops / 1e12:,.2f} TFLOP/s" for name, flops in speeds.items() if flops)])
     lines = [_row(name, value) for name, value in rows.items()]
     for kind, probes in groupby(result["probes"], key=lambda row: row["kind"]):
         lines += ["", kind.capitalize()]

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, needs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
+    needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
     from lpkit.course import copies, lab, processes
 
     root, children = copies.work_folder(args.course), processes.Children()

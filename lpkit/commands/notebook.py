@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder, settings, target_and_asked
+from lpkit.commands import a_folder, needs, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.tables import text_table
@@ -38,6 +38,7 @@ def arguments(parser):
 
 
 def run(args) -> dict[str, Any]:
+    needs("lpkit notebook", "papermill", "nbformat", "ipykernel", "ipywidgets", "plotly")
     from lpkit.course import notebooks, processes
 
     name, asked = target_and_asked(args)

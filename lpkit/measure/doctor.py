@@ -44,6 +44,7 @@ LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16",
                 "amx_int8", "amx_fp16", "asimd", "bf16", "i8mm", "sve")
 PROCESS_SECONDS = 60.0
+FP8_SHAPES = ((256, 768), (1024, 1024), (4096, 512))
 
 
 class UnavailableError(Exception):
@@ -205,6 +206,41 @@ def _interpreter(device: torch.device) -> str:
     return "; ".join(defects.defects()) or "right wherever it was tried"
 
 
+def _fp8_stores(device: torch.device) -> str:
+    _need(device, "cuda", "Triton's stores are tried, and nothing compiles with Triton for a CPU")
+    _installed("triton")
+    return fp8_stores(device)
+
+
+def fp8_stores(device: torch.device,
+               compiled: Callable[[Callable], Callable] = torch.compile) -> str:
+    """A clamp and a cast, stored as it is and transposed by one compiled kernel, as FP8 training
+    does, bit for bit against PyTorch. Triton miscompiles the transposed store beside instructions
+    that propagate NaN, which torch generates since June 2026; whether it does depends on the launch
+    that was tuned, so several shapes are tried.
+    Source: https://github.com/triton-lang/triton/issues/11111, pytorch/ao#4652 and #4657.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        def cast(x: Tensor, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
+            top = torch.finfo(dtype).max
+            made = (x.float() * 64).clamp(-top, top).to(dtype)
+            return made, made.T.contiguous()
+
+        run = compiled(cast)
+        for shape in FP8_SHAPES:
+            x = torch.randn(shape, generator=draw).to(device, torch.bfloat16)
+            for how, got, want in zip(("as it is", "transposed"), run(x), cast(x), strict=True):
+                wrong = int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
+                if wrong:
+                    nans = int(got.float().isnan().sum())
+                    raise UnavailableError(
+                        f"a compiled cast to {str(dtype).removeprefix('torch.')}, stored {how}, "
+                        f"has {wrong:,} wrong values of {want.numel():,}, {nans:,} of them NaN: "
+                        f"https://github.com/triton-lang/triton/issues/11111")
+    return f"compiled casts to E4M3 and E5M2 of {len(FP8_SHAPES)} shapes are PyTorch's own bits"
+
+
 # Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end
 # of the doctor.
 
@@ -323,6 +359,8 @@ CHECKS: tuple[Check, ...] = (
     Check("triton", "compiler", _triton,
           "plain PyTorch, which every kernel of the kit has beside it"),
     Check("triton interpreter", "compiler", _interpreter, "the definition in PyTorch"),
+    Check("fp8 stores", "compiler", _fp8_stores,
+          "system.compile=false, or precision.recipe=bf16"),
     Check("gloo", "parallel", partial(_processes, "all-reduce", "gloo"), "one process"),
     Check("nccl", "parallel", partial(_processes, "all-reduce", "nccl"),
           "gloo: the same program, on CPUs"),
@@ -373,15 +411,18 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
     Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB
     for some seconds.
     """
+    from lpkit import hardware
     from lpkit.hardware import bf16_choice
     from lpkit.measure import matrix
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choice = bf16_choice(device)    # first, while the machine is quiet
+    choice, here = bf16_choice(device), hardware.machine(str(device))   # while all is quiet
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
         cells = beside.submit(matrix.probe, device) if recipes else None
         probes = [asdict(probe(check, device)) for check in checks]
         probes += [asdict(found) for found in techniques() if not found.works]
     return {"machine": machine(), "device": str(device), "probes": probes,
             "recipes": matrix.to_dicts(cells.result()) if cells else [],
+            "ceilings": {"bytes_per_second": here.bytes_per_second, "flops": here.flops,
+                         **here.details},
             "chosen": {"precision": asdict(choice)}}

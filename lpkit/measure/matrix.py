@@ -34,7 +34,7 @@ from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
 from lpkit.tables import markdown_table
-from lpkit.techniques.machines import CATALOGUE
+from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 FEATURES = ("forward", "backward", "compile", "recompute", "accumulate")
@@ -92,6 +92,14 @@ FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it
     ("transformer-engine", "compile"): "te.Linear runs outside the graph",
     ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
 }
+
+
+def known_as(machine: Machine) -> str:
+    """Whose answers are this machine's: its own row's, or, of a GPU that was measured here, a row's
+    with the same compute capability."""
+    has = machine.details.get("capability")
+    same = (name for name, capability in CAPABILITY.items() if has and capability == tuple(has))
+    return machine.name if machine.name in CAPABILITY else next(same, "cpu")
 
 
 def backends_of(recipe: Recipe) -> tuple[str, ...]:

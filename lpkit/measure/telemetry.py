@@ -25,6 +25,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import statistics
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -282,16 +283,13 @@ class Telemetry:
         with ExitStack() as stack:
             for name, module in self._linears.items():
                 stack.callback(module.register_forward_hook(self._forward(name)).remove)
-            # what was compiled, the model or a method of it, does not call a later hook
-            if self.model._compiled_call_impl or any(
-                    hasattr(value, "_torchdynamo_orig_callable")
-                    for value in vars(self.model).values()):
+            # what was compiled does not call a later hook, nor is it compiled anew for one
+            if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         self._write(self.samples[before:])
 
     def _forward(self, name: str) -> Callable[..., None]:
-        @torch.compiler.disable     # what looks is not part of any graph
         def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
             # alone: a closure over `out` would keep it until backward, and itself in a cycle
             dtype = out.dtype

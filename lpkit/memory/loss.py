@@ -16,6 +16,7 @@ float32 rounding: of the exponential, and of the head's gradient, a sum over pie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
@@ -30,14 +31,18 @@ from lpkit.nn.transformer import cross_entropy
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
 
+OfLogits = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
 # Of the rows of `lpkit.techniques.memory.CROSS_ENTROPY`.
 
 def full(settings: Settings, autocast: AbstractContextManager) -> Loss:
     return partial(full_cross_entropy, autocast=autocast)
 
 
-def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
-    return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens)
+def chunked(settings: Chunked, autocast: AbstractContextManager, *,
+            compiled: Callable[[Callable], Callable] = lambda function: function) -> Loss:
+    return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens,
+                   of_logits=compiled(nats_and_gradient))
 
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
@@ -53,20 +58,36 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
     return (nats * weights).sum() / _total(weights)
 
 
+def nats_and_gradient(logits: Tensor, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum of the tokens' nats, float32 (), and its gradient to the logits (n, V)."""
+    g = _log_softmax(logits)
+    nats = _nats(g, y, w)
+    if torch.compiler.is_compiling():       # a comparison fuses, a write to some places does not
+        g = g.exp() - (torch.arange(g.shape[1], device=g.device) == y[:, None]).float()
+    else:
+        g.exp_()
+        g[torch.arange(len(y), device=y.device), y] -= 1
+    if w is not None:
+        g = g.mul_(w[:, None])
+    return nats, g.to(logits.dtype)
+
+
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
-                          chunk: int) -> Tensor:
+                          chunk: int, of_logits: OfLogits = nats_and_gradient) -> Tensor:
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
         h = model.hidden(batch.tokens).flatten(0, 1)
-        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights)
+        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights,
+                                    of_logits)
 
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
-                         weights: Tensor | None = None) -> Tensor:
+                         weights: Tensor | None = None,
+                         of_logits: OfLogits = nats_and_gradient) -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, *head.parameters())
+        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, of_logits, *head.parameters())
     nats = [_nats(_log_softmax(head(part)), at, w) for part, at, w in _pieces(h, y, weights, chunk)]
     return torch.stack(nats).sum() / _total(weights, len(y))
 
@@ -74,20 +95,16 @@ def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
-                *parameters: Tensor) -> Tensor:
+                of_logits: OfLogits, *parameters: Tensor) -> Tensor:
         dh, dp, nats = torch.empty_like(h), None, []
         start = 0
         for part, at, w in _pieces(h, y, weights, chunk):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 logits = head(part)
-            g = _log_softmax(logits.detach())
-            nats.append(_nats(g, at, w))
-            g.exp_()
-            g[torch.arange(len(at), device=at.device), at] -= 1
-            if w is not None:
-                g *= w[:, None]
-            d_part, *d = torch.autograd.grad(logits, (part, *parameters), g.to(logits.dtype))
+            some, g = of_logits(logits.detach(), at, w)
+            nats.append(some)
+            d_part, *d = torch.autograd.grad(logits, (part, *parameters), g)
             dh[start:start + len(at)] = d_part
             start += len(at)
             if dp is None:
@@ -105,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, *dp = ctx.saved_tensors
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
-        return dh.mul_(g), None, None, None, None, *scaled
+        return dh.mul_(g), None, None, None, None, None, *scaled
 
 
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:

@@ -39,10 +39,10 @@ def choose_compile(config: Config, choice: Choice) -> Choice:
     """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"
-        if row.eager and choice.used == "on":
+        if row.eager and choice.used != "off":
             if choice.asked != "auto":
-                raise ConfigError(f"{name} does not go with system.compile=true: {row.eager}; set "
-                                  f"system.compile=false")
+                raise ConfigError(f"{name} does not go with system.compile={choice.asked}: "
+                                  f"{row.eager}; set system.compile=false")
             choice = Choice(asked="auto", used="off", why=f"{name}: {row.eager}")
         if row.needs_compile and choice.used == "off":
             raise ConfigError(f"{name} needs torch.compile, {row.needs_compile}; set "

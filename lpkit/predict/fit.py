@@ -160,7 +160,8 @@ class _Search:
             table = type(config.memory).__dataclass_fields__[key].metadata["table"]
             self.others[f"memory.{key}"] = [
                 name for name, other in table.items() if other is not row
-                and not other.needs_compile and not (other.eager and config.system.compile is True)]
+                and not other.needs_compile
+                and not (other.eager and config.system.compile not in (False, "auto"))]
         self.others["grad_accum_steps"] = [parts for parts in divisors(config.global_batch)
                                            if parts > config.grad_accum_steps]
 

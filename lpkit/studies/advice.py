@@ -210,9 +210,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
 def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficiency: Efficiency,
           recorded: Mapping[str, tuple[float, str]]) -> Plan:
     recipe = on_hardware(name, row, config.model)
-    # a machine that was measured here has no row
-    known = on.name if on.name in matrix.CAPABILITY else "cpu"
-    cells = [cell for cell in matrix.by_rule(known)
+    cells = [cell for cell in matrix.by_rule(matrix.known_as(on))
              if cell.recipe == name and cell.feature == "forward"]
     native = [cell for cell in cells if cell.status == "native" and recipe.dtype in on.flops]
     if not native:

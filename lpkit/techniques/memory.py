@@ -141,9 +141,12 @@ class Chunked(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Technique):
-    """`entry`: the model's method that the loss calls, and that is compiled; None: the model."""
+    """`entry`: the model's method that the loss calls; None: the model. `in_pieces`: what
+    torch.compile can take of it is smaller than the head and the loss; f(..., compiled=) hands it
+    over."""
 
     entry: str | None = None
+    in_pieces: bool = False
     chunk_tokens: Callable[[Settings], int] = lambda settings: 0    # 0: all logits at once
 
 
@@ -153,7 +156,7 @@ CROSS_ENTROPY = {
         why="gradients of hidden states and head are made in the forward pass, some of the tokens "
         "at a time",
         source="Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009",
-        settings=Chunked(), entry="hidden", chunk_tokens=attrgetter("chunk_tokens"),
+        settings=Chunked(), entry="hidden", in_pieces=True, chunk_tokens=attrgetter("chunk_tokens"),
         implementation="lpkit.memory.loss:chunked"),
 }
 

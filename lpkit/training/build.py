@@ -5,9 +5,10 @@ import gc
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Stage, Transform
+from lpkit.contracts import Choice, Loss, Transform
 from lpkit.errors import ConfigError
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
@@ -30,28 +31,9 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
+from lpkit.training import compiled as compiling
+from lpkit.training.compiled import OFF, Compile
 from lpkit.training.kernels import OF_KERNEL, Kernels
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compile(Transform):
-    """torch.compile, in place: parameter names stay. `entry`: a method, instead of the model."""
-
-    entry: str | None = None
-    backend: str | Callable = "inductor"
-    stage = Stage.COMPILE
-
-    def __call__(self, model: nn.Module) -> nn.Module:
-        # PyTorch's cache of compiled code knows a graph, and not the vectors it was generated for:
-        # what a processor with AVX-512 has left there computes NaN on one without.
-        caches = torch.compiler.config
-        caches.cache_key_tag = caches.cache_key_tag or torch.backends.cpu.get_cpu_capability()
-        if self.entry is None:
-            model.compile(backend=self.backend)
-        else:
-            compiled = torch.compile(getattr(model, self.entry), backend=self.backend)
-            setattr(model, self.entry, compiled)
-        return model
 
 
 def choose_device(asked: str) -> Choice:
@@ -77,15 +59,6 @@ def choose_recipe(asked: Settings, device: torch.device, before: str | None = No
     if before in RECIPES:
         return Choice(asked=asked.name, used=before, why="as this run was begun")
     return hardware.bf16_choice(str(device))
-
-
-def choose_compile(asked: bool | str, device: torch.device) -> Choice:
-    if asked == "auto" and device.type == "cuda":
-        return Choice(asked="auto", used="on", why="a GPU repays the compilation")
-    if asked == "auto":
-        return Choice(asked="auto", used="off",
-                      why="on a CPU compiling takes longer than a short run")
-    return Choice(asked=str(asked).lower(), used="on" if asked else "off", why="asked for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +95,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
-    compiled = memory.choose_compile(config, choose_compile(config.system.compile, device))
+    compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
@@ -130,7 +103,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
             name, recipe, backends.BACKENDS[backend.used], device,
-            compiled=compiled.used == "on", forwards=forwards)
+            compiled=compiled.used != OFF, forwards=forwards)
     chosen["attention"] = attention.choose(
         config.model.attention, device_type=device.type, context=config.model.context,
         recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
@@ -157,10 +130,21 @@ def build_model(config: Config, decisions: Decisions,
     offload = rows["activation_offload"].load()(decisions.device)
     transforms = [*rows["param_dtype"].load()(), precision, *named, *more,
                   *recomputation.transforms, *offload.transforms]
-    if choices["compile"].used == "on":
-        transforms.append(Compile(entry=rows["cross_entropy"].entry,
-                                  backend=recomputation.compiler))
+    if (what := choices["compile"].used) != OFF:
+        transforms.append(Compile(what=what, backend=recomputation.compiler))
     return transformed(initialised(config, decisions.device, choices["attention"].used), transforms)
+
+
+def build_loss(config: Config, decisions: Decisions) -> Loss:
+    """Of the model that `build_model` made."""
+    rows, m = rows_of(config), config.memory
+    row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
+    make = partial(row.load(), m.cross_entropy, decisions.autocast)
+    if decisions.choices["compile"].used == OFF:
+        return make()
+    if row.in_pieces:
+        return make(compiled=partial(compiling.compiled, backend=backend))
+    return compiling.with_head(make(), decisions.autocast, backend)
 
 
 def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
@@ -187,7 +171,7 @@ def fit_here(config: Config, decisions: Decisions) -> Fit:
     config = config.replace({
         "precision.recipe": used["precision"], "model.attention": used["attention"],
         "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
-    return fit(config, hardware.room(decisions.device), compiled=used["compile"] == "on")
+    return fit(config, hardware.room(decisions.device), compiled=used["compile"] != OFF)
 
 
 def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
@@ -210,5 +194,6 @@ def environment(decisions: Decisions) -> dict[str, Any]:
         "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "numpy": version("numpy"), "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if gpu else hardware.cpu_name(),
-        "threads": torch.get_num_threads(), "chosen": decisions.record,
+        "threads": torch.get_num_threads(), **hardware.provenance(device),
+        "chosen": decisions.record,
     }

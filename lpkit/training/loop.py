@@ -2,10 +2,10 @@
 
 import math
 import sys
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
+from lpkit.training.ahead import AHEAD, Arriving, moment
 from lpkit.training.background import Control
 from lpkit.training.build import environment
 from lpkit.training.exhausted import Account, out_of_memory
@@ -116,39 +117,74 @@ def _without_memory(error: BaseException, account: Account, step: int, run: Run)
     return {"error": said, "out_of_memory": report}
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """An update that the device was handed, and what is known of it without waiting."""
+
+    step: int
+    since: Any      # a moment: when the one before it was done
+    done: Update
+    numbers: Arriving
+
+    @classmethod
+    def after(cls, since: Any, step: int, training: Training) -> "_Begun":
+        done = training.update(step - 1)
+        numbers = {"loss": done.loss, "grad_norm": done.grad_norm, **done.extra}
+        return cls(step, since, done, Arriving(numbers, training.device))
+
+    def record(self, training: Training, val_loss: Callable[[], float | None]) -> StepRecord:
+        """Waits for the device, where it is not done."""
+        extra = self.numbers.values()
+        return StepRecord(
+            step=self.step, loss=extra.pop("loss"), grad_norm=extra.pop("grad_norm"),
+            lr=self.done.lr,
+            tokens=self.step * training.config.tokens_per_step,
+            step_seconds=self.numbers.at.seconds_since(self.since),
+            peak_bytes=hardware.peak_bytes(training.device), val_loss=val_loss(),
+            extra=extra)
+
+
 def _steps(training: Training, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
-    """Update, evaluate, save. A GPU's loss is read one step late: it never waits for the log."""
+    """Update, evaluate, save. A step is told when its numbers have arrived: on a GPU up to AHEAD
+    steps late, and before anything is evaluated, saved, paused or given up."""
     config, device = training.config, training.device
-    waiting: deque[tuple[int, Update]] = deque()
-    late = 1 if device.type == "cuda" else 0
-    saved, mark = start, time.perf_counter()
+    waiting: deque[_Begun] = deque()
+    saved = start
 
     def every(n: int, step: int) -> bool:
         return step == config.steps or (n > 0 and step % n == 0)
 
+    def arrived(at_most: int, evaluate_at: int = 0) -> Iterator[StepRecord]:
+        while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
+            one = waiting.popleft()
+            yield one.record(training, training.evaluate if one.step == evaluate_at else _nothing)
+
     for step in range(start + 1, config.steps + 1):
+        if not control.go_on.is_set():
+            yield from arrived(0)
         if stopping := control.stopped():
             step -= 1
         else:
-            waiting.append((step, training.update(step - 1)))
+            since = waiting[-1].numbers.at if waiting else moment(device)
+            try:
+                waiting.append(_Begun.after(since, step, training))
+            except BaseException:
+                with suppress(RuntimeError):    # of a device that failed nothing arrives
+                    yield from arrived(0)
+                raise
         evaluating = not stopping and every(config.eval_every, step)
         saving = step > saved and (stopping or every(config.checkpoint_every, step))
-        while len(waiting) > (0 if evaluating or saving or stopping else late):
-            number, done = waiting.popleft()
-            loss, grad_norm = done.loss.item(), done.grad_norm.item()       # waits for the device
-            seconds = time.perf_counter() - mark
-            yield StepRecord(
-                step=number, loss=loss, grad_norm=grad_norm, lr=done.lr,
-                tokens=number * config.tokens_per_step, step_seconds=seconds,
-                peak_bytes=hardware.peak_bytes(device),
-                val_loss=training.evaluate() if evaluating and number == step else None,
-                extra={name: float(value) for name, value in done.extra.items()})
-            mark = time.perf_counter()
+        yield from arrived(0 if evaluating or saving or stopping else AHEAD,
+                           step if evaluating else 0)
         if saving:
             _save(training, run, step)
-            saved, mark = step, time.perf_counter()
+            saved = step
         if stopping:
             return
+
+
+def _nothing() -> None:
+    return None
 
 
 def _save(training: Training, run: Run, step: int) -> None:

@@ -32,6 +32,7 @@ from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import EVALUATION, POLICIES
 from lpkit.techniques.memory import rows_of
 from lpkit.training import build
+from lpkit.training.ahead import prefetched
 from lpkit.training.build import Decisions
 from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import LossScaler, Phases, accumulate
@@ -99,7 +100,8 @@ class Training:
             files = prepare(config.data, vocab=config.model.vocab)
             tokenizer = files.tokenizer.to_dict()
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
-            data = _policy(config, config.data.policy.name, files.train, config.global_batch)
+            data = prefetched(_policy(config, config.data.policy.name, files.train,
+                                      config.global_batch), decisions.device)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             val = _policy(config, EVALUATION, files.val, config.micro_batch)
         rows, device, m = rows_of(config), decisions.device, config.memory
@@ -109,7 +111,7 @@ class Training:
         if scaling := decisions.recipe.loss_scaling:
             scaler = LossScaler(initial=scaling.loss_scale, growth_steps=scaling.growth_steps)
             scaler.to(device)
-            step_metrics["loss_scale"] = partial(Tensor.item, scaler.scale)
+            step_metrics["loss_scale"] = partial(Tensor.clone, scaler.scale)
         placement = rows["optimizer_state"].load()(device)
         optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed)
@@ -125,7 +127,7 @@ class Training:
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(model.parameters()), config.optimizer.clip),
-            loss=rows["cross_entropy"].load()(m.cross_entropy, decisions.autocast),
+            loss=build.build_loss(config, decisions),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics,
             cached_casts=cached_casts,
             governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})

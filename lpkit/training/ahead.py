@@ -1,0 +1,108 @@
+"""So that a GPU never waits for the host: an update's numbers are read when they have arrived, and
+its batch is there before it is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lpkit.contracts import Batch, DataPolicy, StatePlacement
+from lpkit.memory.state import on_host
+
+AHEAD = 2       # updates in the device's queue at most, whose numbers the host has not read
+
+
+class HostMoment:
+    """Now, by the host's clock: what was computed before is there."""
+
+    def __init__(self, device: torch.device):
+        self.at = time.perf_counter()
+
+    def reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: HostMoment) -> float:
+        return self.at - earlier.at
+
+
+class DeviceMoment:
+    """When the device is done with what it was given so far, by its own clock."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def reached(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: DeviceMoment) -> float:
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+MOMENTS = {"cuda": DeviceMoment}
+
+
+def moment(device: torch.device) -> HostMoment | DeviceMoment:
+    return MOMENTS.get(device.type, HostMoment)(device)
+
+
+class Arriving:
+    """Numbers by name, on their way to the host: from a GPU into pinned memory, without waiting."""
+
+    def __init__(self, numbers: Mapping[str, Tensor | float], device: torch.device):
+        self.numbers = dict(numbers)
+        there = [name for name, one in numbers.items()
+                 if torch.is_tensor(one) and one.device.type == device.type]
+        sent = torch.stack([numbers[name].detach().double() for name in there])
+        self.sent = there, sent.to("cpu", non_blocking=True)
+        self.at = moment(device)
+
+    def values(self) -> dict[str, float]:
+        """Waits until they are there."""
+        self.at.wait()
+        names, sent = self.sent
+        return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}
+
+
+class Prefetched(DataPolicy):
+    """`policy`, whose batches one thread makes, the next one while this one is used: they go into
+    the memory of `lane` (pinned), and from there to `device` beside the computation."""
+
+    def __init__(self, policy: DataPolicy, device: torch.device, lane: StatePlacement,
+                 initializer: Callable[[], None] | None = None):
+        self.policy, self.device, self.lane = policy, device, lane
+        self.thread = ThreadPoolExecutor(1, "lpkit-batches", initializer)
+        self.next: tuple[int, Future | None] = (-1, None)
+
+    def batch(self, step: int) -> Batch:
+        expected, made = self.next
+        if made is None or step != expected:
+            made = self.thread.submit(self._make, step)
+        if expected != step + 1:
+            self.next = step + 1, self.thread.submit(self._make, step + 1)
+        names, arrived = made.result()
+        return Batch(**dict(zip(names, arrived())))
+
+    def _make(self, step: int) -> tuple[list[str], Callable[[], list[Tensor]]]:
+        present = self.policy.batch(step).present
+        stored = [self.lane.store(t) for t in present.values()]
+        return list(present), self.lane.prefetch(stored, self.device)
+
+
+def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
+    """On a CPU there is nothing to wait for: `policy` itself."""
+    if device.type != "cuda":
+        return policy
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Prefetched(policy, device, on_host(device), partial(torch.cuda.set_device, index))
