@@ -16,6 +16,7 @@ BENCHES = {     # module of this folder, and function
     "fp8-step": "fp8:step",
     "import": "imports:run",
     "ledger": "ledger:run",
+    "linear-cross-entropy": "losses:run",
     "loader": "loader:run",
     "low-precision-cpu": "steps:low_precision_cpu",
     "mx-qdq": "kernels:mx_qdq",
@@ -28,4 +29,5 @@ BENCHES = {     # module of this folder, and function
     "step-time-cpu": "steps:step_time_cpu",
     "telemetry": "steps:telemetry",
     "train-cpu": "steps:train_cpu",
+    "train-nanogpt": "nanogpt:run",
 }

@@ -6,10 +6,12 @@ shape are kept instead of (n, V). As in Liger Kernel (Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 go further
 and keep the logits out of memory altogether.
 
-A piece of n tokens holds n V (c + 8) bytes at its worst, c those of a number in the head's product:
-the logits, in float32 once more where c is less, and their log-probabilities, which become the
-gradient in place. The head's own forward runs, so whatever it is (tied, cast to low precision)
-stays what it is. Gradients are those of the sum over tokens, divided by their number in backward:
+A piece of n tokens holds n V c bytes on a CPU, c those of a number in the head's product: logits
+become their gradient in place (`kernels.rows.cross_entropy_`). Elsewhere its definition holds 8
+more of each for a moment, their log-probabilities and, where c is less than 4, their float32.
+The head's own forward runs, so whatever it is (tied, cast to low precision) stays what it is; a
+plain Linear's gradients are two products, the weight's in float32 without a tensor beside the sum.
+Gradients are those of the sum over tokens, divided by their number in backward:
 in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to
 float32 rounding: of the exponential, and of the head's gradient, a sum over pieces.
 """
@@ -26,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lpkit.contracts import Batch, Loss
+from lpkit.kernels.rows import cross_entropy_
 from lpkit.nn.transformer import cross_entropy
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
@@ -75,26 +78,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
                 *parameters: Tensor) -> Tensor:
-        dh, dp, nats = torch.empty_like(h), None, []
-        start = 0
+        dh, nats, start = torch.empty_like(h), [], 0
+        dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        gradients = _of_linear if type(head) is nn.Linear and head.bias is None else _of_module
         for part, at, w in _pieces(h, y, weights, chunk):
-            with torch.enable_grad():
-                part = part.detach().requires_grad_()
-                logits = head(part)
-            g = _log_softmax(logits.detach())
-            nats.append(_nats(g, at, w))
-            g.exp_()
-            g[torch.arange(len(at), device=at.device), at] -= 1
-            if w is not None:
-                g *= w[:, None]
-            d_part, *d = torch.autograd.grad(logits, (part, *parameters), g.to(logits.dtype))
+            each, d_part = gradients(head, part, at, w, dp)
             dh[start:start + len(at)] = d_part
             start += len(at)
-            if dp is None:
-                dp = [one.float() for one in d]
-            else:
-                dp = [total.add_(one) for total, one in zip(dp, d)]
-            del logits, g, d    # before the next piece's are made
+            nats.append(each.sum() if w is None else (each * w).sum())
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
         return torch.stack(nats).sum() / ctx.total
@@ -106,6 +97,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
         return dh.mul_(g), None, None, None, None, *scaled
+
+
+def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
+               dp: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Nats of each token and the gradient of `part`; that of the weight is added to `dp`, in place
+    where the product is in float32. Autocast has the weight's copy still."""
+    logits, (dw,) = head(part), dp
+    nats = cross_entropy_(logits, y, weights)
+    if logits.dtype == dw.dtype:
+        dw.addmm_(logits.T, part)
+    else:
+        dw += logits.T @ part
+    return nats, logits @ head.weight
+
+
+def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
+               dp: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The same of any head, by its own backward."""
+    with torch.enable_grad():
+        part = part.detach().requires_grad_()
+        logits = head(part)
+    g = logits.detach()
+    nats = cross_entropy_(g, y, weights)
+    d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
+    torch._foreach_add_(dp, d)
+    return nats, d_part
 
 
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
