@@ -1,6 +1,6 @@
-"""Linear and cross-entropy over 50,304 entries on a CPU, a piece of the tokens at a time: beside the
-plain loss, which holds all logits, and beside PyTorch's `F.linear_cross_entropy` with equal pieces
-(its own choice of pieces on a CPU takes several times as long).
+"""Linear and cross-entropy over 50,304 entries on a CPU, a piece of the tokens at a time: beside
+the plain loss, which holds all logits, and beside PyTorch's `F.linear_cross_entropy` with equal
+pieces (its own choice of pieces on a CPU takes several times as long).
 
 Seconds are those of a forward and its gradients, in float32, with one thread and with two. Memory
 is what a loss takes beside its inputs, the weight's gradient included: by the kit's own count of

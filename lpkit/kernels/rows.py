@@ -171,7 +171,8 @@ def _nats(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
-@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights) -> Tensor", fake=_nats)
+@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights) -> Tensor",
+          fake=_nats)
 def _cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     n, V = logits.shape
     if not _served(logits, (torch.bfloat16, torch.float32)):
