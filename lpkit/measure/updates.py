@@ -90,7 +90,8 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_int_mm"}
 BY_OPERATION = {    # by the start of its name; what is none of these is pointwise
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
     "aten::_efficient_attention": "attention", "aten::bmm": "attention",
-    "aten::baddbmm": "attention", "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
+    "aten::baddbmm": "attention", "lpkit::causal": "attention",
+    "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
 }
 
 
