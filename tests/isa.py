@@ -27,7 +27,7 @@ SETTINGS = {
 }
 # What hangs on rounding most comes first.
 TESTS = ("faults", "race", "memory", "outliers", "train", "telemetry", "recipes", "scaled_linear",
-         "cast", "formats", "cached_weights", "model", "predict", "trace")
+         "cast", "rows", "formats", "cached_weights", "model", "predict", "trace")
 SEEDS = range(5)
 
 

@@ -7,12 +7,16 @@ import statistics
 import time
 
 import pytest
+import torch
 
 from lpkit import timing
-from lpkit.bench import BENCHES, harness, imports, loader, reliability
+from lpkit.bench import BENCHES, harness, imports, loader, losses, nanogpt, reliability
 from lpkit.bench.harness import paired, race, summary
 from lpkit.cli import main
+from lpkit.config import Config
 from lpkit.files import PACKAGE
+from lpkit.nn.transformer import cross_entropy
+from lpkit.training.training import RandomTokens, Training
 
 
 class Clock:
@@ -126,6 +130,39 @@ def test_loader_bench(monkeypatch):
     assert [result.target for result in timed] == [3.5, 1.8, 1.8]
     memory = [result for result in results if result.unit == "bytes"]
     assert all(result.met for result in memory)         # bytes, not seconds: this must hold anywhere
+
+
+def test_nanogpt_has_our_weights_and_takes_our_updates():
+    """In float32 and with one GELU the two are one function; the next losses tell that clipping and AdamW are, too."""
+    config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32", "model.layers": 2, "model.width": 48, "model.heads": 3,
+                               "model.context": 16, "global_batch": 4, "steps": 9, "optimizer.lr": 0.01, "schedule.warmup_steps": 1})
+    data = RandomTokens(config)
+    ours = Training.build(config, data=data)
+    with torch.no_grad():
+        for p in ours.model.parameters():       # biases too, so that none hides behind a zero
+            p.add_(torch.randn_like(p) * 0.05)
+    peer = nanogpt.Peer(ours, compiled=False)
+    assert {p.data_ptr() for p in ours.model.parameters()}.isdisjoint({p.data_ptr() for p in peer.model.parameters()})
+    for block in peer.model.h:
+        block.mlp[1].approximate = "tanh"
+    batch = data.batch(0)
+    want = cross_entropy(ours.model(batch.tokens), batch.targets).item()
+    assert peer.model(batch.tokens, batch.targets).item() == pytest.approx(want, rel=1e-6)
+    mine, theirs = ([run.update(step).loss.item() for step in range(4)] for run in (ours, peer))
+    assert mine[3] < mine[0] - 0.5      # the rate is high enough to tell
+    assert theirs == pytest.approx(mine, rel=0.01)      # its products are in bf16
+
+
+def test_linear_cross_entropy_bench(monkeypatch):
+    assert losses.counted_bytes("in pieces") * 15 <= losses.counted_bytes("plain")      # at the size that is claimed
+    for name, value in {"WIDTH": 16, "VOCAB": 500, "TOKENS": 64, "CHUNK": 16, "THREADS": (1,), "TOKENS_HELD": 64}.items():
+        monkeypatch.setattr(losses, name, value)
+    monkeypatch.setattr(losses, "_resident", losses.counted_bytes)
+    results = losses.run(rounds=1)
+    assert [result.peer for result in results] == ["plain", losses.EQUAL_PIECES, "plain", "plain"]
+    monkeypatch.setattr(losses, "in_pieces", lambda h, head, y: 1.01 * losses.plain(h, head, y))
+    with pytest.raises(AssertionError, match="relative error"):
+        losses.run(rounds=1)
 
 
 def test_command(tmp_path, capsys, monkeypatch):

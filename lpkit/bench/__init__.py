@@ -18,6 +18,7 @@ BENCHES = {     # module of this folder, and function
     "import": "imports:run",
     "kernels": "fused:fused",
     "ledger": "ledger:run",
+    "linear-cross-entropy": "losses:run",
     "loader": "loader:run",
     "low-precision-cpu": "steps:low_precision_cpu",
     "mx-qdq": "kernels:mx_qdq",
@@ -30,4 +31,5 @@ BENCHES = {     # module of this folder, and function
     "step-time-cpu": "steps:step_time_cpu",
     "telemetry": "steps:telemetry",
     "train-cpu": "steps:train_cpu",
+    "train-nanogpt": "nanogpt:run",
 }

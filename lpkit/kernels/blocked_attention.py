@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.rows import causal_softmax_, causal_softmax_backward_
 
 BLOCK = 128   # queries; smaller blocks skip more and start more products
 
@@ -39,12 +40,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The output, and the probabilities of each block."""
     T, E = q.shape[-2:]
     out, probabilities = torch.empty_like(q), []
-    mask = torch.full((min(BLOCK, T), T), -torch.inf, dtype=q.dtype, device=q.device)
     for start in range(0, T, BLOCK):
         end = min(start + BLOCK, T)
-        seen = mask[:end - start, :end].triu(start + 1)    # 0 up to the diagonal, -inf after it
-        scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(E))
-        probabilities.append(scores.softmax(-1))
+        scores = torch.bmm(q[:, start:end], k[:, :end].mT)
+        probabilities.append(causal_softmax_(scores, start, 1 / math.sqrt(E)))
         out[:, start:end] = torch.bmm(probabilities[-1], v[:, :end])
     return out, probabilities
 
@@ -62,7 +61,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
         start, end = i * BLOCK, min((i + 1) * BLOCK, T)
         dy, beta = d_out[:, start:end], 0 if end == T else 1
         dp = torch.bmm(dy, v[:, :end].mT)
-        ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(1 / math.sqrt(E))
+        ds = causal_softmax_backward_(dp, p, start, 1 / math.sqrt(E))
         dq[:, start:end] = torch.bmm(ds, k[:, :end])
         dk[:, :end].baddbmm_(ds.mT, q[:, start:end], beta=beta)
         dv[:, :end].baddbmm_(p.mT, dy, beta=beta)

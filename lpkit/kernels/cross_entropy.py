@@ -68,7 +68,7 @@ def _in_place(logits, targets, weights, nats, V, WEIGHTED: tl.constexpr, PIECE: 
         tl.store(start + at, g.to(logits.dtype.element_ty), mask=at < V)
 
 
-@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights) -> Tensor",
+@operator("cross_entropy_triton_(Tensor(a!) logits, Tensor targets, Tensor? weights) -> Tensor",
           key=EVERY_DEVICE, fake=lambda logits, targets, weights: logits.new_empty(
               len(logits), dtype=torch.float32))
 def in_place(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

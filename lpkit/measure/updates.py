@@ -90,7 +90,7 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2"
 BY_OPERATION = {    # by the start of its name; what is none of these is pointwise
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
     "aten::_efficient_attention": "attention", "aten::_cudnn_attention": "attention",
-    "aten::bmm": "attention", "aten::baddbmm": "attention",
+    "aten::bmm": "attention", "aten::baddbmm": "attention", "lpkit::causal": "attention",
     "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
 }
 

@@ -6,10 +6,12 @@ shape are kept instead of (n, V). As in Liger Kernel (Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 go further
 and keep the logits out of memory altogether.
 
-A piece of n tokens holds n V (c + 8) bytes at its worst, c those of a number in the head's product:
-the logits, in float32 once more where c is less, and their log-probabilities, which become the
-gradient in place. The head's own forward runs, so whatever it is (tied, cast to low precision)
-stays what it is. Gradients are those of the sum over tokens, divided by their number in backward:
+A piece of n tokens holds n V c bytes on a CPU, c those of a number in the head's product: logits
+become their gradient in place (`kernels.rows.cross_entropy_`). Elsewhere its definition holds 8
+more of each for a moment, their log-probabilities and, where c is less than 4, their float32.
+The head's own forward runs, so whatever it is (tied, cast to low precision) stays what it is; a
+plain Linear's gradients are two products, the weight's in float32 without a tensor beside the sum.
+Gradients are those of the sum over tokens, divided by their number in backward:
 in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to
 float32 rounding: of the exponential, and of the head's gradient, a sum over pieces.
 """
@@ -27,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lpkit.contracts import Batch, Loss
+from lpkit.kernels.rows import cross_entropy_
 from lpkit.nn.transformer import cross_entropy
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
@@ -40,9 +43,9 @@ def full(settings: Settings, autocast: AbstractContextManager) -> Loss:
 
 
 def chunked(settings: Chunked, autocast: AbstractContextManager, *,
-            compiled: Callable[[Callable], Callable] = lambda function: function) -> Loss:
+            compiled: Callable[[Callable], Callable] | None = None) -> Loss:
     return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens,
-                   of_logits=compiled(nats_and_gradient))
+                   of_logits=compiled(fusible) if compiled else in_place)
 
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
@@ -58,22 +61,23 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
     return (nats * weights).sum() / _total(weights)
 
 
-def nats_and_gradient(logits: Tensor, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sum of the tokens' nats, float32 (), and its gradient to the logits (n, V)."""
+def in_place(logits: Tensor, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Nats of each token, float32 (n,), and the gradient of their sum under w, in `logits`."""
+    return cross_entropy_(logits, y, w), logits
+
+
+def fusible(logits: Tensor, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same for torch.compile: a comparison fuses, a write to some places does not."""
     g = _log_softmax(logits)
-    nats = _nats(g, y, w)
-    if torch.compiler.is_compiling():       # a comparison fuses, a write to some places does not
-        g = g.exp() - (torch.arange(g.shape[1], device=g.device) == y[:, None]).float()
-    else:
-        g.exp_()
-        g[torch.arange(len(y), device=y.device), y] -= 1
+    nats = -g.gather(1, y[:, None])[:, 0]
+    g = g.exp() - (torch.arange(g.shape[1], device=g.device) == y[:, None]).float()
     if w is not None:
-        g = g.mul_(w[:, None])
+        g = g * w[:, None]
     return nats, g.to(logits.dtype)
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
-                          chunk: int, of_logits: OfLogits = nats_and_gradient) -> Tensor:
+                          chunk: int, of_logits: OfLogits = in_place) -> Tensor:
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
@@ -84,7 +88,7 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None,
-                         of_logits: OfLogits = nats_and_gradient) -> Tensor:
+                         of_logits: OfLogits = in_place) -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(h, y, weights, head, chunk, of_logits, *head.parameters())
@@ -96,22 +100,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
                 of_logits: OfLogits, *parameters: Tensor) -> Tensor:
-        dh, dp, nats = torch.empty_like(h), None, []
-        start = 0
+        dh, nats, start = torch.empty_like(h), [], 0
+        dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        gradients = _of_linear if type(head) is nn.Linear and head.bias is None else _of_module
         for part, at, w in _pieces(h, y, weights, chunk):
-            with torch.enable_grad():
-                part = part.detach().requires_grad_()
-                logits = head(part)
-            some, g = of_logits(logits.detach(), at, w)
-            nats.append(some)
-            d_part, *d = torch.autograd.grad(logits, (part, *parameters), g)
+            each, d_part = gradients(head, part, at, w, dp, of_logits)
             dh[start:start + len(at)] = d_part
             start += len(at)
-            if dp is None:
-                dp = [one.float() for one in d]
-            else:
-                dp = [total.add_(one) for total, one in zip(dp, d)]
-            del logits, g, d    # before the next piece's are made
+            nats.append(each.sum() if w is None else (each * w).sum())
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
         return torch.stack(nats).sum() / ctx.total
@@ -123,6 +119,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
         return dh.mul_(g), None, None, None, None, None, *scaled
+
+
+def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
+               dp: list[Tensor], of_logits: OfLogits) -> tuple[Tensor, Tensor]:
+    """Nats of each token and the gradient of `part`; that of the weight is added to `dp`, in place
+    where the product is in float32. Autocast has the weight's copy still."""
+    (dw,) = dp
+    nats, g = of_logits(head(part), y, weights)
+    if g.dtype == dw.dtype:
+        dw.addmm_(g.T, part)
+    else:
+        dw += g.T @ part
+    return nats, g @ head.weight
+
+
+def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
+               dp: list[Tensor], of_logits: OfLogits) -> tuple[Tensor, Tensor]:
+    """The same of any head, by its own backward."""
+    with torch.enable_grad():
+        part = part.detach().requires_grad_()
+        logits = head(part)
+    nats, g = of_logits(logits.detach(), y, weights)
+    d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
+    torch._foreach_add_(dp, d)
+    return nats, d_part
 
 
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:

@@ -3,11 +3,11 @@
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
 from lpkit.kernels import norm, swiglu
+from lpkit.kernels.rows import gelu
 from lpkit.techniques.blocks import MicroBatch, operations
 
 
@@ -62,7 +62,7 @@ class GeluMLP(nn.Module):
         self.up, self.down = linear(config, "mlp.up"), linear(config, "mlp.down")
 
     def forward(self, x: Tensor) -> Tensor:   # (B, T, D) -> (B, T, D)
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(gelu(self.up(x)))
 
 
 class SwigluMLP(nn.Module):

@@ -227,10 +227,7 @@ class Walk:
         self.add(LOGITS, self.stream)               # both gradients
         self.add(GRADIENTS, table)
         self.add(COPIES, copies + cached)
-        rest = self.tokens - self.chunk
-        self.chunk_of_loss(min(self.chunk, self.tokens), summed=rest >= self.chunk)
-        if 0 < rest < self.chunk:
-            self.chunk_of_loss(rest, summed=True)
+        self.chunk_of_loss(min(self.chunk, self.tokens))
         self.add(COPIES, -copies - cached)
         self.add(LOGITS, -self.stream)
         self.add(GRADIENTS, -table)
@@ -242,21 +239,17 @@ class Walk:
         self.begin(HEAD)
         self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
-    def chunk_of_loss(self, tokens: float, *, summed: bool) -> None:
-        """`summed`: the head's gradient of chunks before it is there, in float32."""
-        mixed, compute = self.s.mixed, self.s.compute_bytes
-        logits, part = tokens * self.s.model.V, tokens * self.s.model.D
+    def chunk_of_loss(self, tokens: float) -> None:
+        """Logits become their gradient in place, on a GPU by way of their log-probabilities."""
+        compute, kind = self.s.compute_bytes, self.s.kind
         narrow = compute if compute < FP32 else 0
-        own = self.widened or compute       # of a number in the product
-        before = 0.0 if summed else FP32 * self.table
-        self.mark(self.stream + part * narrow * mixed + logits * (2 * FP32 + narrow) - before)
-        if narrow and not mixed:    # gradients in 16 bits; then, without the logits' own, in 32
-            each = self.stream + (part + self.table) * compute
-            self.mark(each + logits * (FP32 + 2 * compute) - before)
-            self.mark(each + logits * (FP32 + compute))
-            return
-        self.mark(self.stream + part * FP32 + logits * (FP32 + compute + narrow)
-                  + self.table * (own if mixed else 0) + FP32 * self.table - before)
+        logits, part = tokens * self.s.model.V, tokens * self.s.model.D
+        at_work = compute if kind == "cpu" else 2 * FP32 + narrow
+        # the head's input in the product's dtype; its gradient, or the weight's before it is added
+        cast = part * compute if self.s.mixed else 0.0
+        self.mark(self.stream + cast + logits * at_work)
+        self.mark(self.stream + logits * compute + max(part * compute,
+                                                       cast + self.table * narrow))
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""

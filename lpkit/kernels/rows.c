@@ -1,0 +1,192 @@
+/* What a training step does to rows of numbers between its products: GELU, the softmax of causal
+ * attention, cross-entropy. rows.py defines what each function computes.
+ *
+ * Each is one pass over memory, in float32, from and to bf16 (uint16_t, the upper half of a float32).
+ * Tensors are contiguous; rows.py checks that, and all sizes. NaN stays NaN. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define TILE 1024L              /* numbers of a row at a time */
+#define GRAIN 32768L            /* elements that are worth a thread, as in PyTorch */
+#define MAGIC 12582912.0f       /* 1.5 * 2^23: added to a number it rounds it to an integer */
+
+INLINE int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
+INLINE float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE int share(int threads, long n) { return (int)least(threads, 1 + n / GRAIN); }
+
+/* a b + c, where the processor has it in one; else two roundings, which a tolerance covers */
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define MADD(a, b, c) __builtin_fmaf(a, b, c)
+#else
+#define MADD(a, b, c) ((a) * (b) + (c))
+#endif
+
+INLINE float wide(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
+
+/* To nearest-even. A NaN here came of bf16 numbers or of arithmetic: it has no low bits to carry. */
+INLINE uint16_t narrow(float x) {
+    uint32_t b = (uint32_t)bits_of(x);
+    return (uint16_t)((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
+}
+
+/* e^x to 2 ulp: x = n ln 2 + r, a polynomial in r (Moshier, Cephes), and n into the exponent. Below
+ * -87 it is 0, above 88 infinity. A vector instruction each, where a call of expf is none. */
+INLINE float exp_of(float x) {
+    float z = x < -87.0f ? -87.0f : x;
+    z = z > 88.0f ? 88.0f : z;
+    float t = MADD(z, 1.44269504088896341f, MAGIC), n = t - MAGIC;
+    float r = MADD(n, 2.12194440e-4f, MADD(n, -0.693359375f, z));
+    float p = MADD(1.9875691500e-4f, r, 1.3981999507e-3f);
+    p = MADD(p, r, 8.3334519073e-3f);
+    p = MADD(p, r, 4.1665795894e-2f);
+    p = MADD(p, r, 1.6666665459e-1f);
+    p = MADD(p, r, 5.0000001201e-1f);
+    p = MADD(p, r * r, r) + 1.0f;
+    p *= float_of((int32_t)((uint32_t)(bits_of(t) - bits_of(MAGIC) + 127) << 23));
+    p = x < -87.0f ? 0.0f : p;
+    return x > 88.0f ? INFINITY : p;
+}
+
+/* ---- GELU, tanh approximation: x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3) ---------- */
+
+#define TWO_K 1.5957691216057308f       /* 2 sqrt(2 / pi) */
+#define CUBE 0.044715f
+
+void lp_gelu(const uint16_t *restrict x, uint16_t *restrict y, long n, int threads) {
+    threads = share(threads, n);
+#pragma omp parallel for simd num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        float v = wide(x[i]);
+        y[i] = narrow(v / (1.0f + exp_of(v * MADD(v * v, -TWO_K * CUBE, -TWO_K))));
+    }
+}
+
+void lp_gelu_backward(const uint16_t *restrict dy, const uint16_t *restrict x, uint16_t *restrict dx, long n,
+                      int threads) {
+    threads = share(threads, n);
+#pragma omp parallel for simd num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        float v = wide(x[i]), s = 1.0f / (1.0f + exp_of(v * MADD(v * v, -TWO_K * CUBE, -TWO_K)));
+        float inner = v * MADD(v * v, 3.0f * TWO_K * CUBE, TWO_K);
+        dx[i] = narrow(wide(dy[i]) * MADD(inner, s * (1.0f - s), s));
+    }
+}
+
+/* ---- softmax of causal scores, in place --------------------------------------------------------- */
+
+INLINE float largest(const uint16_t *x, long n) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (long j = 0; j < n; j++) top = wide(x[j]) > top ? wide(x[j]) : top;
+    return top;
+}
+
+/* (N, rows, columns), of queries from `start` on: row i sees the first start + i + 1 keys. The sum is
+ * kept in float32 as the exponentials are, before they are rounded; a NaN comes through by it. */
+void lp_causal_softmax(uint16_t *restrict x, long N, long rows, long columns, long start, float scale,
+                       int threads) {
+    threads = share(threads, N * rows * columns);
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < N * rows; i++) {
+        uint16_t *restrict row = x + i * columns;
+        const long seen = least(start + i % rows + 1, columns);
+        const float top = largest(row, seen);
+        float tile[TILE], sum = 0;
+        if (seen <= TILE) {
+#pragma omp simd reduction(+ : sum)
+            for (long j = 0; j < seen; j++) {
+                tile[j] = exp_of((wide(row[j]) - top) * scale);
+                sum += tile[j];
+            }
+            sum = 1.0f / sum;
+            for (long j = 0; j < seen; j++) row[j] = narrow(tile[j] * sum);
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (long j = 0; j < seen; j++) sum += exp_of((wide(row[j]) - top) * scale);
+            sum = 1.0f / sum;
+            for (long j = 0; j < seen; j++) row[j] = narrow(exp_of((wide(row[j]) - top) * scale) * sum);
+        }
+        memset(row + seen, 0, (size_t)(columns - seen) * 2);
+    }
+}
+
+/* d: gradients of the probabilities p, and then of the scores. */
+void lp_causal_softmax_backward(uint16_t *restrict d, const uint16_t *restrict p, long N, long rows, long columns,
+                                long start, float scale, int threads) {
+    threads = share(threads, N * rows * columns);
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < N * rows; i++) {
+        uint16_t *restrict row = d + i * columns;
+        const uint16_t *restrict q = p + i * columns;
+        const long seen = least(start + i % rows + 1, columns);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long j = 0; j < seen; j++) sum += wide(row[j]) * wide(q[j]);
+        for (long j = 0; j < seen; j++) row[j] = narrow((wide(row[j]) - sum) * wide(q[j]) * scale);
+        memset(row + seen, 0, (size_t)(columns - seen) * 2);
+    }
+}
+
+/* ---- cross-entropy, logits become their gradient ------------------------------------------------ */
+
+/* Rows of V; nats of each. The gradient is of the sum over rows of weight * nats. float32 holds the
+ * exponentials meanwhile, bf16 would round them twice. Sums of tiles are added in double: one of 50,000
+ * numbers in float32 loses five bits. */
+#define CROSS_ENTROPY(NAME, TYPE, WIDE, NARROW)                                                           \
+    void NAME(TYPE *restrict x, const int64_t *restrict y, const float *restrict weights,                 \
+              float *restrict nats, long rows, long V, int threads) {                                     \
+        threads = share(threads, rows * V);                                                               \
+        _Pragma("omp parallel for num_threads(threads)")                                                  \
+        for (long i = 0; i < rows; i++) {                                                                 \
+            TYPE *restrict row = x + i * V;                                                               \
+            const float weight = weights ? weights[i] : 1.0f, hit = WIDE(row[y[i]]);                      \
+            float top = -INFINITY;                                                                        \
+            double sum = 0;                                                                               \
+            _Pragma("omp simd reduction(max : top)")                                                      \
+            for (long j = 0; j < V; j++) top = WIDE(row[j]) > top ? WIDE(row[j]) : top;                   \
+            for (long done = 0; done < V; done += TILE) {                                                 \
+                float part = 0;                                                                           \
+                _Pragma("omp simd reduction(+ : part)")                                                   \
+                for (long j = done; j < least(done + TILE, V); j++) {                                     \
+                    const float e = exp_of(WIDE(row[j]) - top);                                           \
+                    part += e;                                                                            \
+                    if (sizeof(TYPE) == 4) row[j] = NARROW(e);                                            \
+                }                                                                                         \
+                sum += part;                                                                              \
+            }                                                                                             \
+            nats[i] = (float)log(sum) - (hit - top);                                                      \
+            const float factor = weight / (float)sum, p = exp_of(hit - top) * factor;                     \
+            for (long j = 0; j < V; j++) {                                                                \
+                const float e = sizeof(TYPE) == 4 ? WIDE(row[j]) : exp_of(WIDE(row[j]) - top);            \
+                row[j] = NARROW(e * factor);                                                              \
+            }                                                                                             \
+            row[y[i]] = NARROW(p - weight);                                                               \
+        }                                                                                                 \
+    }
+#define SAME(x) (x)
+CROSS_ENTROPY(lp_cross_entropy_bf16, uint16_t, wide, narrow)
+CROSS_ENTROPY(lp_cross_entropy_fp32, float, SAME, SAME)
+
+/* ---- before the library is trusted ---------------------------------------------------------------- */
+
+/* How many of some results are not what they must be. 0x3F80 is 1, 0x4000 is 2, 0xBF80 is -1. */
+int lp_check(void) {
+    uint16_t x[2] = {0x3F80, 0xBF80}, y[2], p[4] = {0, 0x3F80, 0x3F80, 0x3F80}, d[4] = {0x3F80, 0, 0x3F80, 0};
+    float logits[2] = {2.0f, 2.0f}, nats;
+    const int64_t target = 1;
+    int wrong = 0;
+    lp_gelu(x, y, 2, 1);
+    wrong += fabsf(wide(y[0]) - 0.8412f) > 0.005f || fabsf(wide(y[1]) + 0.1588f) > 0.001f;
+    lp_gelu_backward(x, x, y, 2, 1);
+    wrong += fabsf(wide(y[0]) - 1.083f) > 0.005f;
+    lp_causal_softmax(p, 1, 2, 2, 0, 1.0f, 1);
+    wrong += p[0] != 0x3F80 || p[1] != 0 || p[2] != 0x3F00 || p[3] != 0x3F00;
+    lp_causal_softmax_backward(d, p, 1, 2, 2, 0, 1.0f, 1);
+    wrong += d[0] != 0 || d[2] != 0x3E80 || d[3] != 0xBE80;
+    lp_cross_entropy_fp32(logits, &target, NULL, &nats, 1, 2, 1);
+    return wrong + (fabsf(nats - 0.6931472f) > 1e-6f) + (logits[0] != 0.5f) + (logits[1] != -0.5f);
+}

@@ -1,0 +1,187 @@
+"""What runs between products on a CPU, against float64 and against its definition; also where there is no compiler."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lpkit.kernels import compile_c, rows
+
+BF16_ULP = 2.0**-7      # the largest relative spacing; one rounding is off by half of it
+SHAPES = [(0,), (1,), (5,), (123,), (3, 1, 17), (40, 1000)]
+
+
+@pytest.fixture(params=["native", "no compiler"], autouse=True)
+def implementation(request, monkeypatch):
+    """Both kernels of every operator: C, and the definition where C did not compile."""
+    if request.param == "no compiler":
+        monkeypatch.setattr(rows, "_library", lambda: None)
+    elif rows.choice().used != "native":
+        pytest.skip(rows.choice().why)
+    return request.param
+
+
+def random(*shape, scale=1.0, seed=0, dtype=torch.bfloat16):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def bits(x):
+    return x.view(torch.int16).int()
+
+
+def close(got, want, ulps):
+    """Within `ulps` bf16 spacings of float64, or where spacings end within the least normal number's; NaN where NaN is."""
+    assert got.shape == want.shape
+    got, fine = got.double(), want.isfinite()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~fine & ~want.isnan()], want[~fine & ~want.isnan()])
+    assert ((got - want).abs()[fine] <= ulps * BF16_ULP * want.abs()[fine] + 1e-37).all()
+
+
+AWKWARD = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-6, 1e4, -3.0, -5.0, 9.0, -9.0, 30.0, 100.0, -100.0, torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 4.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gelu_and_its_gradient(shape, scale, implementation):
+    """From float64, rounded once; PyTorch's own is up to two spacings off where 1 + tanh cancels."""
+    x, dy = random(*shape, scale=scale), random(*shape, seed=1)
+    exact = x.double().requires_grad_()
+    want = F.gelu(exact, approximate="tanh")
+    (want_dx,) = torch.autograd.grad(want, exact, dy.double())
+    given = x.clone().requires_grad_()
+    y = rows.gelu(given)
+    (dx,) = torch.autograd.grad(y, given, dy)
+    assert y.dtype == dx.dtype == torch.bfloat16
+    if implementation == "native":
+        # the derivative passes through zero at -0.75: there an absolute error counts
+        off = (dx.double() - want_dx).abs() > 0.5 * BF16_ULP * 1.01 * want_dx.abs() + 1e-6 * dy.double().abs()
+        assert not off.any()
+        near = want.detach().abs() > 1e-7      # in the tail tanh is 1 - 1e-7: float64 itself cancels
+        close(y[near], want.detach()[near], 0.51)
+    assert torch.allclose(y.float(), rows.reference_gelu(x).float(), rtol=2**-6, atol=2**-9)
+    assert torch.allclose(dx.float(), rows.reference_gelu_backward(dy, x).float(), rtol=2**-6, atol=2**-7)
+
+
+def test_gelu_of_awkward_numbers():
+    x = AWKWARD.bfloat16()
+    y, want = rows.gelu(x), F.gelu(x.double(), approximate="tanh")
+    assert torch.equal(y.isnan(), want.isnan()) and y[-2] == torch.inf
+    assert ((y - want).abs()[:-2] <= BF16_ULP * want.abs()[:-2] + 1e-6).all()
+    (dx,) = torch.autograd.grad(rows.gelu(x.requires_grad_()), x, torch.ones_like(x))
+    assert dx.isnan()[-1] and dx[:-2].isfinite().all() and dx[0] == 0.5 and dx[11] == 1 and dx[12] == 0
+
+
+def test_every_nan_stays_one():
+    """All payloads of bf16, both signs."""
+    patterns = torch.arange(0x7F81, 0x8000)
+    x = torch.cat((patterns, patterns - 0x8000)).to(torch.int16).view(torch.bfloat16)
+    assert x.isnan().all() and rows.gelu(x).isnan().all()
+    p = rows.causal_softmax_(x.view(1, -1, 2).clone(), 1, 1.0)
+    assert p.isnan().all()
+
+
+def test_gelu_keeps_its_input_and_other_kinds_take_the_definition():
+    kept = []
+    x = random(8, 16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rows.gelu(x * 1)
+    assert [(t.shape, t.dtype) for t in kept if t.grad_fn is None or t.shape == x.shape][:1] == [(x.shape, x.dtype)]
+    for other in (random(4, 6, dtype=torch.float32), random(4, 6, dtype=torch.float16), random(6, 4).T):
+        assert torch.equal(rows.gelu(other), rows.reference_gelu(other))
+    assert rows.gelu(torch.empty(2, 3, dtype=torch.bfloat16, device="meta")).shape == (2, 3)
+
+
+def causal(scores, start, scale):
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(start + 1)
+    return (scores.double() * scale).masked_fill(future, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("shape, start", [((2, 5, 5), 0), ((1, 1, 1), 0), ((3, 128, 256), 128), ((2, 7, 130), 123),
+                                          ((1, 3, 1500), 1497), ((0, 4, 4), 0), ((2, 1, 9), 8)], ids=str)
+@pytest.mark.parametrize("spread", [0.01, 3.0, 200.0])
+def test_softmax_of_causal_scores_and_its_gradient(shape, start, spread, implementation):
+    scores, d, scale = random(*shape, scale=spread), random(*shape, seed=1), 0.125
+    p, want = rows.causal_softmax_(scores.clone(), start, scale), causal(scores, start, scale)
+    ulps = 0.51 if implementation == "native" else 2 + spread    # the definition rounds the scaled scores, too
+    assert ((p.double() - want).abs() <= ulps * BF16_ULP * want + 1e-6).all()
+    future = torch.ones(shape[1:], dtype=torch.bool).triu(start + 1).expand(shape)
+    assert (p[future] == 0).all() and (p.double().sum(-1) - 1).abs().amax(-1).le(0.02).all()
+    want_d = scale * p.double() * (d.double() - (d.double() * p.double()).sum(-1, keepdim=True))
+    got = rows.causal_softmax_backward_(d.clone(), p, start, scale)
+    terms = scale * p.double() * (d.double().abs() + (d.double() * p.double()).abs().sum(-1, keepdim=True))
+    assert ((got.double() - want_d).abs() <= 2 * BF16_ULP * terms + 1e-37).all() and (got[future] == 0).all()
+
+
+def test_a_bad_row_of_scores_stays_in_its_row():
+    scores = random(1, 4, 8)
+    scores[0, 1, 0], scores[0, 2, 1], scores[0, 0, 6] = torch.nan, torch.inf, torch.nan      # the last is in the future
+    p = rows.causal_softmax_(scores, 4, 1.0)
+    assert p[0, 1, :6].isnan().all() and p[0, 2, :7].isnan().all() and p[0, [0, 3]].isfinite().all()
+    out = rows.causal_softmax_(torch.tensor([[[-torch.inf, 1.0]]]).bfloat16(), 1, 1.0)
+    assert out.tolist() == [[[0.0, 1.0]]]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n, V", [(1, 1), (3, 5), (7, 1000), (2, 50_304), (0, 9)])
+def test_cross_entropy_in_place(n, V, dtype, weighted):
+    logits, y = random(n, V, scale=3, dtype=dtype), torch.randint(V, (n,), generator=torch.Generator().manual_seed(2))
+    weights = torch.rand(n) if weighted else None
+    exact = logits.double().requires_grad_()
+    want = F.cross_entropy(exact, y, reduction="none")
+    (g,) = torch.autograd.grad((want * (1 if weights is None else weights.double())).sum(), exact)
+    nats = rows.cross_entropy_(logits, y, weights)
+    assert nats.dtype == torch.float32 and logits.dtype == dtype
+    assert ((nats.double() - want).abs() <= 2e-6 * (1 + want.abs())).all()      # float32, of logits up to 12
+    # a probability in float32, less 1 at the target, rounded once
+    spacing = torch.finfo(dtype).eps
+    assert ((logits.double() - g).abs() <= 0.51 * spacing * g.abs() + 2e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny).all()
+
+
+def test_cross_entropy_of_what_is_not_finite():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0], [torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [3e38, -3e38, 0.0]])
+    want = logits.clone().requires_grad_()
+    nats = F.cross_entropy(want, torch.zeros(4, dtype=torch.long), reduction="none")
+    (g,) = torch.autograd.grad(nats.sum(), want)
+    found = rows.cross_entropy_(logits, torch.zeros(4, dtype=torch.long))
+    torch.testing.assert_close(found, nats.detach(), equal_nan=True)
+    torch.testing.assert_close(logits, g, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", [-1, 5, -100])
+def test_a_target_that_is_none_is_refused_before_memory_is_read(target, implementation):
+    logits = torch.zeros(2, 5)
+    with pytest.raises((IndexError, RuntimeError), match=r"targets go from|out of bounds"):
+        rows.cross_entropy_(logits, torch.tensor([0, target]))
+    assert implementation != "native" or not logits.any()
+
+
+def test_the_operators_are_what_pytorch_asks_of_one():
+    x = random(3, 8)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for op, args in {
+        rows._gelu: (x,), rows._gelu_backward: (x, x), rows._causal_softmax: (random(2, 4, 4), 0, 0.5),
+        rows._causal_softmax_backward: (random(2, 4, 4), random(2, 4, 4), 0, 0.5),
+        rows._cross_entropy: (random(3, 8, dtype=torch.float32), torch.tensor([0, 1, 7]), None)}.items():
+        torch.library.opcheck(op, args, test_utils=checks)
+
+
+def test_threads_give_the_same_bits():
+    before, found = torch.get_num_threads(), []
+    x, scores = random(64, 4096), random(8, 128, 512)
+    logits, y = random(16, 9000, dtype=torch.float32), torch.arange(16)
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            mine = logits.clone()
+            nats = rows.cross_entropy_(mine, y)
+            found.append([rows.gelu(x), rows.causal_softmax_(scores.clone(), 384, 0.1), mine, nats])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*found))
+
+
+def test_choice_says_what_runs():
+    assert rows.choice() == compile_c.choice("rows") and math.isfinite(rows.gelu(random(1)).item())
