@@ -31,7 +31,7 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 
 
 def bare(code: str, absent: set[str], **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", BLOCKER.format(absent=absent) + code], capture_output=True, text=True, cwd=ROOT, timeout=280,
+    return subprocess.run([sys.executable, "-c", BLOCKER.format(absent=absent) + code], capture_output=True, text=True, cwd=ROOT, timeout=560,
                           env={**os.environ, "PYTHONPATH": str(ROOT), **env})
 
 

@@ -40,7 +40,7 @@ def text(result: dict[str, Any]) -> str:
             "Tried on": result["device"]}
     if ceilings := result.get("ceilings"):
         speeds = {**ceilings["flops"], "fp8 without fast accumulation":
-                  ceilings.get("fp8_without_fast_accumulation")}
+                  ceilings["fp8_without_fast_accumulation"]}
         rows["Reached"] = ", ".join([f"{ceilings['bytes_per_second'] / 1e9:,.0f} GB/s", *(
             f"{name} {flops / 1e12:,.2f} TFLOP/s" for name, flops in speeds.items() if flops)])
     lines = [_row(name, value) for name, value in rows.items()]

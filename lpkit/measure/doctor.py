@@ -423,6 +423,7 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
         probes += [asdict(found) for found in techniques() if not found.works]
     return {"machine": machine(), "device": str(device), "probes": probes,
             "recipes": matrix.to_dicts(cells.result()) if cells else [],
-            "ceilings": {"bytes_per_second": here.bytes_per_second, "flops": here.flops,
-                         **here.details},
+            "ceilings": {
+                "bytes_per_second": here.bytes_per_second, "flops": here.flops,
+                "fp8_without_fast_accumulation": here.details.get("fp8_without_fast_accumulation")},
             "chosen": {"precision": asdict(choice)}}
