@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_logits: OfLogits, *parameters: Tensor) -> Tensor:
         dh, nats, start = torch.empty_like(h), [], 0
         dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        gradients = _of_linear if type(head) is nn.Linear and head.bias is None else _of_module
+        gradients = _of_linear if _plain(head) else _of_module
         for part, at, w in _pieces(h, y, weights, chunk):
             each, d_part = gradients(head, part, at, w, dp, of_logits)
             dh[start:start + len(at)] = d_part
@@ -119,6 +119,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
         return dh.mul_(g), None, None, None, None, None, *scaled
+
+
+def _plain(head: nn.Module) -> bool:
+    """An nn.Linear whose gradients nobody wants to see."""
+    hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_hooks
+    return type(head) is nn.Linear and head.bias is None and not any(hooks)
 
 
 def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
