@@ -44,11 +44,11 @@ from lpkit import hardware, measure
 from lpkit.config import Config, flat
 from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
+from lpkit.kernels import cast
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
 from lpkit.nn import attention
 from lpkit.optim import moments
-from lpkit.precision import scaled
 from lpkit.precision.compute import compute_dtype
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory, micro_batch
@@ -193,13 +193,13 @@ def _fake_step(device: str) -> Iterator[None]:
     stays in its cache."""
     for signed in (True, False):
         moments.midpoints(signed)
-    scaled.hadamard_matrix()
+    cast.hadamard_matrix()
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with _instead(fake), fake, _Healthy(), torch.device(device):
             yield
     finally:
-        scaled.hadamard_matrix.cache_clear()        # one of each device, fake ones too
+        cast.hadamard_matrix.cache_clear()        # one of each device, fake ones too
 
 
 @contextmanager

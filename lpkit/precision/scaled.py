@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels import cast as kernel
-from lpkit.kernels.cast import Noise, hadamard, hadamard_matrix
+from lpkit.kernels.cast import Noise, hadamard
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import ALL, SCALES, Cast
 
