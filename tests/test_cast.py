@@ -382,13 +382,13 @@ calls = {
     "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5), "mx": lambda t: cast.mx(t, f).values,
     "out": lambda t: cast.qdq(x, f, 0.5, out=t), "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
     "lpkit::amax": lambda t: torch.ops.lpkit.amax(t, 1, 1),
-    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, one, f.name, None, torch.float32),
-    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, None, f.name, None, torch.float32),
-    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 64, 2, 1.0, 0, 8, f.name, None, torch.float32),
-    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 64, 2, 1.0, 0, 8, f.name, None, t),
+    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, one, f.name, None, False, torch.float32),
+    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, None, f.name, None, False, torch.float32),
+    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 64, 2, 1.0, 0, 8, f.name, None, False, torch.float32),
+    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 64, 2, 1.0, 0, 8, f.name, None, False, t),
     "lpkit::hadamard": lambda t: torch.ops.lpkit.hadamard(t, False),
     "block": lambda t: torch.ops.lpkit.amax(x, -1, 5), "long": lambda t: torch.ops.lpkit.mx(
-        x.view(1, -1), 1, 1, 1.0, 0, 8, f.name, None, torch.float32)}
+        x.view(1, -1), 1, 1, 1.0, 0, 8, f.name, None, False, torch.float32)}
 found = {}
 for name, t in tensors.items():
     for how, call in calls.items():
@@ -459,10 +459,10 @@ def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
     x = spread(64, 64)
     for op, arguments in {
             torch.ops.lpkit.amax.default: (x, 1, 32),
-            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), None, "e4m3fn", None, torch.bfloat16),
-            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), torch.ones(1, 1), "e4m3fn", None, torch.empty(64, 64)),
-            torch.ops.lpkit.mx.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", (0, 1, 2, 0), torch.uint8),
-            torch.ops.lpkit.mx_into.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", None, torch.empty(64, 64)),
+            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), None, "e4m3fn", None, False, torch.bfloat16),
+            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), torch.ones(1, 1), "e4m3fn", None, False, torch.empty(64, 64)),
+            torch.ops.lpkit.mx.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", (0, 1, 2), True, torch.uint8),
+            torch.ops.lpkit.mx_into.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", None, False, torch.empty(64, 64)),
             torch.ops.lpkit.hadamard.default: (x, True)}.items():
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 

@@ -128,7 +128,7 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
     back = scales if rescale is True else None
     if isinstance(rescale, Tensor):
         back = _scales(rescale, x, tiles, turned)
-    how = (scales, back, fmt.name, _words(noise, turned))
+    how = (scales, back, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
     if out is None:
         values = _as(turned, (_qdq if on_cpu else reference)(matrix, *how, dtype))
@@ -156,7 +156,7 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
     if added is None:
         added = 1 << (22 - fmt.mantissa_bits)
     divisor, exponent = (fmt.largest, 0) if divide else (1.0, fmt.max_exponent)
-    how = (*tiles, divisor, added, exponent, fmt.name, _words(noise, turned))
+    how = (*tiles, divisor, added, exponent, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
     if out is None:
         values, scales, nonfinite = (_mx if on_cpu else reference_mx)(matrix, *how, dtype)
@@ -192,7 +192,7 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
 #
 # Arguments are those of the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` a name,
-# noise is `_words`.
+# noise is `Noise.words`; where x is `turned`, its elements are numbered down its columns.
 
 def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """The largest of each block."""
@@ -200,11 +200,11 @@ def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Sequence[int] | None,
-              dtype: torch.dtype) -> Tensor:
+              turned: bool, dtype: torch.dtype) -> Tensor:
     """`qdq` with scales and `back` (rows, columns)."""
     grid = format_of(fmt)
     divisors = torch.where(scales == 0, torch.inf, scales)[:, None, :, None]
-    y = _round(_blocks(x, *scales.shape).float() / divisors, grid, noise)
+    y = _round(_blocks(x, *scales.shape).float() / divisors, grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)
     else:
@@ -213,14 +213,14 @@ def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: S
 
 
 def reference_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int,
-                 fmt: str, noise: Sequence[int] | None,
+                 fmt: str, noise: Sequence[int] | None, turned: bool,
                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`mx` with scales (rows, columns)."""
     grid, tiles = format_of(fmt), _blocks(x, rows, columns)
     top = tiles.abs().amax((1, 3), keepdim=True).float()
     code = (((top / divisor).view(torch.int32) + added) >> 23) - exponent
     code = torch.where(top.isnan(), 255, code.clamp(0, 254))
-    y = _round(tiles.float() * _power(254 - code), grid, noise)
+    y = _round(tiles.float() * _power(254 - code), grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)
     else:
@@ -244,7 +244,7 @@ def _power(code: Tensor) -> Tensor:
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
-def _round(y: Tensor, grid: Format, noise: Sequence[int] | None) -> Tensor:
+def _round(y: Tensor, grid: Format, noise: Sequence[int] | None, turned: bool) -> Tensor:
     """float32 on the grid, saturating; see the top of this file."""
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
@@ -256,18 +256,18 @@ def _round(y: Tensor, grid: Format, noise: Sequence[int] | None) -> Tensor:
         step = (exponent - (grid.mantissa_bits << 23)).view(torch.float32)
         q = size / step
         down = q.floor()
-        size = torch.where(y.isnan(), y, (down + (_uniform(y, noise) < q - down)) * step)
+        size = torch.where(y.isnan(), y, (down + (_uniform(y, noise, turned) < q - down)) * step)
     size = size.copysign(y)
     return size if grid.has_negative_zero else size + 0.0
 
 
-def _uniform(like: Tensor, noise: Sequence[int]) -> Tensor:
+def _uniform(like: Tensor, noise: Sequence[int], turned: bool) -> Tensor:
     """Numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
-    word, (counter, k0, k1, turned) = 0xFFFFFFFF, noise
-    i = torch.arange(counter, counter + like.numel(), device=like.device)
+    word, (counter, k0, k1) = 0xFFFFFFFF, noise
+    i = torch.arange(like.numel(), device=like.device)
     if turned:
         i = i.view(-1, like.shape[0] * like.shape[1]).T.contiguous()
-    i = i.view(like.shape)
+    i = i.view(like.shape) + counter
     high = i >> 32
     h = ((i & word) * 0x9E3779B1 + k0 + high * 0x85EBCA6B) & word
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & word
@@ -367,11 +367,6 @@ def _as(turned: bool, x: Tensor) -> Tensor:
     return x.T if turned else x
 
 
-def _words(noise: Noise | None, turned: bool) -> tuple[int, ...] | None:
-    """As operators take it; elements are numbered along the rows of what the caller gave."""
-    return noise and (*noise.words, int(turned))
-
-
 def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int], turned: bool) -> Tensor:
     if not isinstance(scale, Tensor):
         return x.new_full(tiles, scale, dtype=torch.float32)
@@ -442,9 +437,9 @@ def _check_tiles(x: Tensor, rows: int, columns: int) -> None:
                         f"call lpkit.kernels.cast")
 
 
-_QDQ = "Tensor x, Tensor scales, Tensor? back, str fmt, int[]? noise"
+_QDQ = "Tensor x, Tensor scales, Tensor? back, str fmt, int[]? noise, bool turned"
 _MX = ("Tensor x, SymInt rows, SymInt columns, float divisor, int added, int exponent, str fmt, "
-       "int[]? noise")
+       "int[]? noise, bool turned")
 
 
 def _amax_results(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -464,20 +459,20 @@ def _amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _write_qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str,
-               noise: Sequence[int] | None, out: Tensor) -> None:
+               noise: Sequence[int] | None, turned: bool, out: Tensor) -> None:
     library = _library() if x.device.type == "cpu" else None
     if library is None:
-        out.copy_(reference(x, scales, back, fmt, noise, out.dtype).view(out.shape))
+        out.copy_(reference(x, scales, back, fmt, noise, turned, out.dtype).view(out.shape))
         return
     (R, C), (rows, columns), size = x.shape, scales.shape, x.numel()
     _check_tiles(x, rows, columns)
     shape = (R, C, R // rows, C // columns)
-    if scales.numel() == 1 and not (noise and noise[-1]):
+    if scales.numel() == 1 and not (noise and turned):
         shape = (1, size, 1, size)      # it does not matter, and threads like equal pieces
     scales_at, back_at = (t if t is None else _address(t, rows * columns, (torch.float32,))[0]
                           for t in (scales, back))
     library.lp_qdq(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), *shape, scales_at,
-                   back_at, _grid(fmt), noise and _Noise(*noise), torch.get_num_threads())
+                   back_at, _grid(fmt), noise and _Noise(*noise, turned), torch.get_num_threads())
 
 
 @operator(f"qdq({_QDQ}, ScalarType dtype) -> Tensor",
@@ -496,11 +491,12 @@ def _mx_results(x: Tensor, rows: int, columns: int, *_) -> tuple[Tensor, Tensor]
 
 
 def _write_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int,
-              fmt: str, noise: Sequence[int] | None, out: Tensor) -> tuple[Tensor, Tensor]:
+              fmt: str, noise: Sequence[int] | None, turned: bool,
+              out: Tensor) -> tuple[Tensor, Tensor]:
     library = _library() if x.device.type == "cpu" else None
     if library is None:
         values, scales, nonfinite = reference_mx(x, rows, columns, divisor, added, exponent, fmt,
-                                                 noise, out.dtype)
+                                                 noise, turned, out.dtype)
         out.copy_(values.view(out.shape))
         return scales, nonfinite
     _check_tiles(x, rows, columns)
@@ -511,7 +507,7 @@ def _write_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, ex
     scales, nonfinite = _mx_results(x, rows, columns)
     library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), R, C, R // rows,
                   C // columns, scales.data_ptr(), divisor, added, exponent, _grid(fmt),
-                  noise and _Noise(*noise), nonfinite.data_ptr(), torch.get_num_threads())
+                  noise and _Noise(*noise, turned), nonfinite.data_ptr(), torch.get_num_threads())
     return scales, nonfinite
 
 
