@@ -26,7 +26,6 @@ EMULATED = {"cpu-3m": CPU_3M,
             "6 layers x 384, 256 tokens": TRAINED.replace({"global_batch": 1})}
 RECIPE_TARGETS = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
 RECIPE_TARGET = 2.0     # of every other
-RECIPE_TOLERANCES = {"fp4": 0.05}   # relative, of the loss; of every other: LOSS_TOLERANCE
 LEAST_STEPS = 20
 CACHED, MICRO_BATCHES = "mxfp8", 8
 
@@ -94,11 +93,7 @@ def low_precision_cpu(rounds: int = ROUNDS) -> list[Result]:
         runs = _build(config.replace({"steps": steps}), "precision.recipe",
                       {name: name for name in names})
         seconds, losses = steps_in_turns(runs, steps)
-        last = {}
-        for name in names:
-            last |= last_losses({key: losses[key] for key in ("bf16", name)}, "bf16", last=5,
-                                tolerance=RECIPE_TOLERANCES.get(RECIPES[name].dtype,
-                                                                LOSS_TOLERANCE))
+        last = last_losses(losses, "bf16", last=5, tolerance=LOSS_TOLERANCE)
         backends = {name: run.decisions.choices["backend"].used for name, run in runs.items()}
         facts = {"losses": last, "steps": steps, "backends": backends}
         results += [paired("low-precision-cpu", ours=seconds[name], peer=seconds["bf16"],
