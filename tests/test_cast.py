@@ -79,9 +79,11 @@ def test_c_is_the_definition(name, noise, dtype, in_torch):
              lambda x: cast.qdq(x, f, cast.amax(x, (32, 128)).values / f.largest, block=(32, 128), **how),
              lambda x: cast.qdq(x, f, cast.amax(x, (1, 16)).values / f.largest, block=(1, 16), **how),
              lambda x: cast.qdq(x, f, cast.amax(x, (16, 16)).values / f.largest, block=(16, 16), **how),
-             *(lambda x, rule=rule: cast.mx(x, f, rule=rule, **how) for rule in cast.SCALE_RULES)]
+             lambda x: cast.qdq(x, f, cast.amax(x, (16, 1)).values / 4, block=(16, 1), rescale=cast.amax(x, (16, 1)).values, **how),
+             *(lambda x, rule=rule: cast.mx(x, f, rule=rule, **how) for rule in cast.SCALE_RULES),
+             *(lambda x, block=block: cast.mx(x, f, block=block, **how) for block in ((32, 1), (4, 8), (16, 16), (2, 0)))]
     for call in calls:
-        for x in (spread(32, 256), spread(32, 256).bfloat16()):
+        for x in (spread(32, 256), spread(32, 256).bfloat16(), spread(256, 32).T):
             compare(call, x, in_torch)
 
 
@@ -242,6 +244,23 @@ def test_what_is_not_finite_is_counted_and_seen(in_torch):
         assert run(lambda: cast.mx(x[2:], E2M1)).nonfinite == 1
 
 
+def test_a_hadamard_transform_is_its_matrix_in_float64():
+    """Small integers exactly; and all else but for the rounding of four sums, each of at most the sum of magnitudes."""
+    whole = torch.randint(-8, 9, (48, 160), generator=torch.Generator().manual_seed(0)).float()
+    for x in (whole, whole.bfloat16(), whole.T, spread(48, 160), spread(160, 48).bfloat16().T):
+        blocks, matrix = x.double().unflatten(-1, (-1, 16)), cast.hadamard_matrix().double()
+        off = (cast.hadamard(x) - (blocks @ matrix).flatten(-2)).abs()
+        bound = (blocks.abs() @ matrix.abs()).flatten(-2) * 4 * 2.0**-24
+        assert (off <= (0 if x.abs().max() <= 8 else bound)).all()
+    assert torch.equal(matrix @ matrix.T, torch.eye(16).double())
+
+
+def test_under_a_scale_of_zero_everything_is_zero(in_torch):
+    scale = torch.tensor([[0.0, 1.0]])
+    for run in (lambda call: call(), in_torch):
+        assert run(lambda: cast.qdq(torch.arange(4.0)[None], E4M3, scale, block=(1, 2))).tolist() == [[0, 0, 2, 3]]
+
+
 def test_zeros_stay_zeros():
     x = torch.zeros(2, 64)
     x[1, 3] = -0.0
@@ -282,7 +301,17 @@ def test_strides_and_out():
     same(column_major, cast.qdq(x.T.contiguous(), E4M3, 0.5))
     for wide in (x, x.bfloat16(), spread(33, 70)):
         same(cast.qdq(wide.T, E4M3, noise=Noise(seed=1)), cast.qdq(wide.T.contiguous(), E4M3, noise=Noise(seed=1)))
-    same(cast.mx(x.T, E4M3).values, cast.mx(x.T.contiguous(), E4M3).values)
+        same(cast.hadamard(wide.repeat(16, 1).T), cast.hadamard(wide.repeat(16, 1).T.contiguous()))
+    for block in ((1, 32), (64, 1), (16, 16), (0, 4), (512, 64)):
+        noise = Noise(seed=1, counter=2**32 - 999)      # the stream's upper half moves on in the middle of a column
+        turned, copied = (cast.mx(t, E4M3, block=block, noise=noise) for t in (x.T, x.T.contiguous()))
+        same(turned, copied)
+        tops = [cast.amax(t, block).values for t in (x.T, x.T.contiguous())]
+        same(*tops)
+        assert turned.values.stride() == x.T.stride()
+        scale = tops[0] + 1
+        how = {"block": block, "rescale": scale.sqrt(), "noise": noise}
+        same(cast.qdq(x.T, E4M3, scale, **how), cast.qdq(x.T.contiguous(), E4M3, scale, **how))
     same(cast.qdq(x[:, ::2], E4M3), cast.qdq(x[:, ::2].contiguous(), E4M3))
     deep = x.view(4, 16, 512)
     same(cast.mx(deep, E4M3).values.view(64, 512), cast.mx(x, E4M3).values)
@@ -303,7 +332,7 @@ def test_strides_and_out():
     (lambda x: cast.qdq(x, E4M3, torch.ones(3), block=(1, 0)), "64 x 1 blocks need as many scales"),
     (lambda x: cast.qdq(x, E4M3, out=torch.empty(3)), "out must be contiguous"),
     (lambda x: cast.qdq(x[:0], E4M3), "has nothing to cast"),
-    (lambda x: cast.mx(x.view(4, -1), E4M3, block=4096), "a block of 4096 is larger than 2048"),
+    (lambda x: cast.mx(x.view(4, -1), E4M3, block=(1, 4096)), "a block of 4096 is larger than 2048"),
 ])
 def test_bad_input_says_what_to_do(call, message):
     with pytest.raises(ConfigError, match=message):
@@ -353,12 +382,13 @@ calls = {
     "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5), "mx": lambda t: cast.mx(t, f).values,
     "out": lambda t: cast.qdq(x, f, 0.5, out=t), "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
     "lpkit::amax": lambda t: torch.ops.lpkit.amax(t, 1, 1),
-    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, True, f.name, None, torch.float32),
-    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, True, f.name, None, torch.float32),
-    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 1.0, 0, 8, f.name, None, torch.float32),
-    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 1.0, 0, 8, f.name, None, t),
+    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, one, f.name, None, False, torch.float32),
+    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, None, f.name, None, False, torch.float32),
+    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 64, 2, 1.0, 0, 8, f.name, None, False, torch.float32),
+    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 64, 2, 1.0, 0, 8, f.name, None, False, t),
+    "lpkit::hadamard": lambda t: torch.ops.lpkit.hadamard(t, False),
     "block": lambda t: torch.ops.lpkit.amax(x, -1, 5), "long": lambda t: torch.ops.lpkit.mx(
-        x.view(1, -1), 1.0, 0, 8, f.name, None, torch.float32)}
+        x.view(1, -1), 1, 1, 1.0, 0, 8, f.name, None, False, torch.float32)}
 found = {}
 for name, t in tensors.items():
     for how, call in calls.items():
@@ -429,10 +459,11 @@ def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
     x = spread(64, 64)
     for op, arguments in {
             torch.ops.lpkit.amax.default: (x, 1, 32),
-            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), True, "e4m3fn", None, torch.bfloat16),
-            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), True, "e4m3fn", None, torch.empty(64, 64)),
-            torch.ops.lpkit.mx.default: (x, 1.0, 0, 8, "e4m3fn", torch.arange(3), torch.uint8),
-            torch.ops.lpkit.mx_into.default: (x, 1.0, 0, 8, "e4m3fn", None, torch.empty(64, 64))}.items():
+            torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), None, "e4m3fn", None, False, torch.bfloat16),
+            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), torch.ones(1, 1), "e4m3fn", None, False, torch.empty(64, 64)),
+            torch.ops.lpkit.mx.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", torch.arange(3), True, torch.uint8),
+            torch.ops.lpkit.mx_into.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", None, False, torch.empty(64, 64)),
+            torch.ops.lpkit.hadamard.default: (x, True)}.items():
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
@@ -496,6 +527,7 @@ def test_a_truncated_library_is_compiled_again(keep, kernel):
     opened()
     (path,) = cache.iterdir()
     whole = path.read_bytes()
+    path.unlink()       # this process has it mapped, and would die at its end
     path.write_bytes(whole[:int(keep * len(whole) if keep < 1 else keep)])
     library, choice = opened()
     assert library.lp_check() == 0 and choice.used == "native"
@@ -545,7 +577,8 @@ def test_a_wrong_result_of_any_function_fails_the_check(tmp_path, monkeypatch):
     text = SOURCE.read_text()
     for right, wrong in (("out[0] = float_of(top);", "out[0] = float_of(top + 1);"),
                          ("(size + magic) - magic;", "(size + magic) - magic + 1;"),
-                         ("scales[first + j] = (uint8_t)(is_nan ? 255 : code);", "scales[first + j] = 7;")):
+                         ("scales[at + k] = (uint8_t)(is_nan ? 255 : code);", "scales[at + k] = 7;"),
+                         ("const float value = row[block];", "const float value = row[0];"), ("float sum = a[i] + b[i];", "float sum = a[i];")):
         assert text.count(right) == 1
         (tmp_path / "cast.c").write_text(text.replace(right, wrong))
         _, choice = compile_c.open_library(tmp_path / "cast.c", tmp_path / "cache")

@@ -13,9 +13,10 @@ import torch
 import lpkit
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.kernels.cast import hadamard_matrix
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
-from lpkit.precision.scaled import hadamard_matrix, quantise
+from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.loop import fit

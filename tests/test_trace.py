@@ -11,8 +11,8 @@ from lpkit import hardware, measure, preset
 from lpkit.bench import ledger
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.kernels.cast import hadamard_matrix
 from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
-from lpkit.precision.scaled import hadamard_matrix
 from lpkit.predict import memory, parameter_count
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.memory import RECOMPUTE, Recompute

@@ -103,8 +103,8 @@ def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
         return cast.mx(x, E4M3, out=out).values
 
     def torchaos(x: Tensor, out: Tensor) -> Tensor:
-        scales, codes = to_mx(x, torch.float8_e4m3fn, cast.MX_BLOCK)
-        return to_dtype(codes, scales, torch.float8_e4m3fn, cast.MX_BLOCK, x.dtype)
+        scales, codes = to_mx(x, torch.float8_e4m3fn, cast.MX_BLOCK[1])
+        return to_dtype(codes, scales, torch.float8_e4m3fn, cast.MX_BLOCK[1], x.dtype)
 
     buffers = _buffers(4)
 

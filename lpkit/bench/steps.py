@@ -13,6 +13,7 @@ from lpkit.errors import ConfigError
 from lpkit.measure.telemetry import ROWS, attach
 from lpkit.measure.updates import turns
 from lpkit.predict.time import calibrate, step_time
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
 CPU_3M = Config().replace({"system.device": "cpu"})
@@ -21,7 +22,10 @@ TRAINED = CPU_3M.replace({"model.layers": 6, "model.width": 384, "model.heads": 
 TRAIN_TARGET = 1.9      # times the tokens/s of float32, on a CPU with bf16 instructions
 LOSS_TOLERANCE = 0.01   # relative
 
+EMULATED = {"cpu-3m": CPU_3M,
+            "6 layers x 384, 256 tokens": TRAINED.replace({"global_batch": 1})}
 RECIPE_TARGETS = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
+RECIPE_TARGET = 2.0     # of every other
 LEAST_STEPS = 20
 CACHED, MICRO_BATCHES = "mxfp8", 8
 
@@ -76,24 +80,29 @@ def step_time_cpu(rounds: int = ROUNDS) -> list[Result]:
 
 
 def low_precision_cpu(rounds: int = ROUNDS) -> list[Result]:
-    """Low-precision recipes, emulated, beside bf16: the products are bf16's own, so what a recipe
-    costs is its casts. An "at most" figure: the share of bf16's step time.
+    """Every recipe that casts, emulated, beside bf16: most products are bf16's own, so what a
+    recipe costs is its casts. An "at most" figure: the share of bf16's step time.
 
     And weights that are cast once an update, beside the same update with its casts in every
     micro-batch: times as fast, after the losses were found equal bit for bit.
     """
     steps = max(rounds, LEAST_STEPS)
-    base = CPU_3M.replace({"steps": steps})
-    runs = _build(base, "precision.recipe", {name: name for name in ("bf16", *RECIPE_TARGETS)})
-    seconds, losses = steps_in_turns(runs, steps)
-    last = last_losses(losses, "bf16", last=5, tolerance=LOSS_TOLERANCE)
-    backends = {name: run.decisions.choices["backend"].used for name, run in runs.items()}
-    facts = {"losses": last, "steps": steps, "backends": backends}
-    results = [paired("low-precision-cpu", ours=seconds[name], peer=seconds["bf16"], target=target,
-                      peer_name="the same steps in bf16", better="lower", facts=facts,
-                      case=f"cpu-3m, {name}") for name, target in RECIPE_TARGETS.items()]
+    names = ["bf16", *(name for name, recipe in RECIPES.items() if recipe.products)]
+    results = []
+    for size, config in EMULATED.items():
+        runs = _build(config.replace({"steps": steps}), "precision.recipe",
+                      {name: name for name in names})
+        seconds, losses = steps_in_turns(runs, steps)
+        last = last_losses(losses, "bf16", last=5, tolerance=LOSS_TOLERANCE)
+        backends = {name: run.decisions.choices["backend"].used for name, run in runs.items()}
+        facts = {"losses": last, "steps": steps, "backends": backends}
+        results += [paired("low-precision-cpu", ours=seconds[name], peer=seconds["bf16"],
+                           target=RECIPE_TARGETS.get(name, RECIPE_TARGET), better="lower",
+                           peer_name="the same steps in bf16", case=f"{size}, {name}", facts=facts)
+                    for name in names if name != "bf16"]
 
-    base = base.replace({"precision.recipe": CACHED, "grad_accum_steps": MICRO_BATCHES})
+    base = CPU_3M.replace({"steps": steps, "precision.recipe": CACHED,
+                           "grad_accum_steps": MICRO_BATCHES})
     runs = _build(base, "precision.cache_weight_casts", {"cast": False, "cached": True})
     seconds, losses = steps_in_turns(runs, steps)
     _check_equal(losses)

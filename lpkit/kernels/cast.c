@@ -21,7 +21,7 @@ typedef struct {
     int32_t mantissa_bits, min_exponent, bias, bits, nan, has_negative_zero;
     float lowest, largest;
 } Grid;
-typedef struct { uint64_t counter; uint32_t k0, k1; } Noise;
+typedef struct { uint64_t counter; uint32_t k0, k1; int32_t turned; } Noise;     /* turned: numbers run down columns */
 typedef struct { int64_t nonfinite; int32_t top; } Seen;       /* top: bits of the largest magnitude */
 
 INLINE int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
@@ -91,15 +91,15 @@ INLINE uint32_t random_bits(uint32_t i, uint32_t k0, uint32_t k1) {
     return (h ^ (h >> 15)) >> 8;
 }
 
-/* y = round(x / factor or x * factor) * back, n elements. */
-INLINE void rounded(const float *restrict x, float *restrict y, long n, float factor, int divide, float back,
-                    const Grid *g, int noisy, uint64_t index, uint32_t k0, uint32_t k1) {
+/* y = round(x / by or x * by) * back, n elements, each with a `by` and a `back` of its own. */
+INLINE void rounded(const float *restrict x, float *restrict y, long n, const float *restrict by, int divide,
+                    const float *restrict back, const Grid *g, int noisy, uint32_t first, uint32_t step,
+                    uint32_t k0, uint32_t k1) {
     const float lowest = g->lowest, largest = g->largest, zero = g->has_negative_zero ? -0.0f : 0.0f;
     const int32_t first_normal = (g->min_exponent + 127) << 23, m = g->mantissa_bits << 23;
     const int32_t up = (23 << 23) - m;
-    const uint32_t first = (uint32_t)index;
     for (long i = 0; i < n; i++) {
-        float v = divide ? x[i] / factor : x[i] * factor;
+        float v = divide ? x[i] / by[i] : x[i] * by[i];
         v = v > largest ? largest : v;      /* in this order a NaN stays */
         v = v < lowest ? lowest : v;
         int32_t b = bits_of(v), a = b & 0x7FFFFFFF, e = a & 0x7F800000;
@@ -107,7 +107,7 @@ INLINE void rounded(const float *restrict x, float *restrict y, long n, float fa
         float size = float_of(a), r;
         if (noisy) {    /* q: in spacings, 2^(e - m); up where a uniform number is below its fraction */
             float q = size * float_of((254 << 23) - (e - m)), down = (float)(int32_t)q;
-            float u = ((float)(int32_t)random_bits(first + (uint32_t)i, k0, k1) + 0.5f) * 0x1p-24f;
+            float u = ((float)(int32_t)random_bits(first + (uint32_t)i * step, k0, k1) + 0.5f) * 0x1p-24f;
             r = (down + (u < q - down ? 1.0f : 0.0f)) * float_of(e - m);
             r = a > NAN_BITS ? size : r;
         } else {
@@ -117,26 +117,56 @@ INLINE void rounded(const float *restrict x, float *restrict y, long n, float fa
             r = (size + magic) - magic;
         }
         /* -0 + -0 stays -0 and -0 + 0 is 0: integers have no negative zero. */
-        y[i] = (float_of(bits_of(r) | (b & (int32_t)0x80000000)) + zero) * back;
+        y[i] = (float_of(bits_of(r) | (b & (int32_t)0x80000000)) + zero) * back[i];
     }
 }
 
-INLINE void round_span(const float *x, float *y, long n, float factor, int divide, float back, const Grid *g,
-                       const Noise *noise, uint64_t at) {
-    if (!noise) {
-        rounded(x, y, n, factor, divide, back, g, 0, 0, 0, 0);
-        return;
-    }
-    /* The hash takes 32 bits, which vectors hold, and the index has 64. Its upper half goes into the
-     * keys and must be constant in each part: a part ends where the lower half would wrap. */
-    for (long done = 0, part; done < n; done += part) {
-        uint64_t index = noise->counter + at + (uint64_t)done;
-        uint64_t left = 0x100000000ull - (index & 0xFFFFFFFF);
-        uint32_t high = (uint32_t)(index >> 32);
-        part = (uint64_t)(n - done) < left ? n - done : (long)left;
-        rounded(x + done, y + done, part, factor, divide, back, g, 1, index,
-                noise->k0 + high * 0x85EBCA6Bu, noise->k1 ^ high);
-    }
+/* n elements that lie side by side, from x at `at` to out. `index` is the number of the first in the
+ * stream of noise, `step` from there to the next. */
+static void round_span(const void *x, int kind, void *out, int out_kind, long at, long n, const float *by,
+                       int divide, const float *back, const Grid *g, const Noise *noise, uint64_t index, long step) {
+    float in[TILE], tile[TILE];
+    const float *from = load(x, kind, at, n, in);
+    float *to = target(out, out_kind, at, tile);
+    if (!noise && divide) rounded(from, to, n, by, 1, back, g, 0, 0, 0, 0, 0);
+    else if (!noise) rounded(from, to, n, by, 0, back, g, 0, 0, 0, 0, 0);
+    else
+        /* The hash takes 32 bits, which vectors hold, and the index has 64. Its upper half goes into the
+         * keys and must be constant in each part: a part ends where the lower half would wrap. */
+        for (long done = 0, part; done < n; done += part, index += (uint64_t)part * (uint64_t)step) {
+            uint64_t left = (0x100000000ull - (index & 0xFFFFFFFF) + (uint64_t)step - 1) / (uint64_t)step;
+            uint32_t high = (uint32_t)(index >> 32), k0 = noise->k0 + high * 0x85EBCA6Bu, k1 = noise->k1 ^ high;
+            part = (uint64_t)(n - done) < left ? n - done : (long)left;
+            if (divide) rounded(from + done, to + done, part, by + done, 1, back + done, g, 1,
+                                (uint32_t)index, (uint32_t)step, k0, k1);
+            else rounded(from + done, to + done, part, by + done, 0, back + done, g, 1,
+                         (uint32_t)index, (uint32_t)step, k0, k1);
+        }
+    finish(to, out, out_kind, at, n, g);
+}
+
+/* ---- blocks ---------------------------------------------------------------------------------- */
+
+/* A matrix (R, C) of blocks (r, c). What blocks share is spread over their columns first, so that one
+ * loop over a row serves blocks of any shape, columns of one block each (r, 1) too. */
+typedef struct { long R, C, r, c; } Shape;
+
+/* Blocks of one row each: all rows are one, as they lie. */
+INLINE Shape as_it_lies(long R, long C, long r, long c) {
+    return r == 1 ? (Shape){1, R * C, 1, c} : (Shape){R, C, r, c};
+}
+
+/* Columns j to j + n, each with what its block has. */
+INLINE void spread(const float *restrict row, long j, long n, long c, float *restrict to) {
+    if (c == 1) memcpy(to, row + j, (size_t)n * 4);
+    else
+        for (long k = 0, left = c - j % c, block = j / c; k < n; left = c, block++) {
+            const float value = row[block];
+            const long end = least(n, k + left);
+            for (; k + 16 <= end; k += 16)      /* of a known length: a few stores */
+                for (long i = 0; i < 16; i++) to[k + i] = value;
+            for (; k < end; k++) to[k] = value;
+        }
 }
 
 /* ---- largest magnitudes ---------------------------------------------------------------------- */
@@ -166,6 +196,41 @@ static Seen seen_in(const void *x, int kind, long at, long n) {
     return seen;
 }
 
+/* The largest magnitudes of n columns over r rows, and from them those of their blocks, whole ones or
+ * a part of one: what is in tops already stays if it is larger. */
+static void tops_of(const void *x, int kind, long at, Shape s, long n, float *tops) {
+    float in[TILE], most[TILE];
+    const float *from = most;
+    if (s.r == 1) from = load(x, kind, at, n, in);
+    else {
+        memset(most, 0, (size_t)n * 4);
+        for (long i = 0; i < s.r; i++) {
+            const float *row = load(x, kind, at + i * s.C, n, in);
+            for (long k = 0; k < n; k++) {
+                int32_t a = bits_of(row[k]) & 0x7FFFFFFF, m = bits_of(most[k]);
+                most[k] = float_of(a > m ? a : m);
+            }
+        }
+    }
+    if (s.c == 1)
+        for (long k = 0; k < n; k++) tops[k] = float_of(bits_of(from[k]) & 0x7FFFFFFF);
+    else
+        for (long k = 0, some; k < n; k += some, tops++) {
+            some = least(n - k, s.c);
+            int32_t a = some == 16 ? top_of(from + k, 16) : some == 32 ? top_of(from + k, 32)
+                : top_of(from + k, some), before = bits_of(*tops);
+            *tops = float_of(a > before ? a : before);
+        }
+}
+
+/* Columns of whole blocks that are taken at once: as many as a tile has, or a block, or so few that
+ * their rows stay in the cache or that every thread has some. */
+INLINE long columns_at_once(Shape s, int threads) {
+    const long few = s.R > s.r * threads ? 4 * GRAIN / s.r : s.C / threads;
+    const long many = least(s.C, least(TILE, few > 16 ? few : 16)) / s.c * s.c;
+    return many ? many : s.c;
+}
+
 void lp_amax(const void *x, int kind, long R, long C, long r, long c, float *out, int64_t *nonfinite, int threads) {
     int64_t bad = 0;
     int32_t top = 0;
@@ -180,17 +245,19 @@ void lp_amax(const void *x, int kind, long R, long C, long r, long c, float *out
         }
         out[0] = float_of(top);
     } else {
-        const long across = C / c;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(+ : bad)
-        for (long band = 0; band < R / r; band++) {
-            float *row = out + band * across;
-            for (long j = 0; j < across; j++) row[j] = 0;
-            for (long i = band * r; i < (band + 1) * r; i++)    /* as the rows lie in memory */
-                for (long j = 0; j < across; j++) {
-                    Seen seen = seen_in(x, kind, i * C + j * c, c);
-                    row[j] = float_of(seen.top > bits_of(row[j]) ? seen.top : bits_of(row[j]));
-                    bad += seen.nonfinite;
-                }
+        const Shape s = as_it_lies(R, C, r, c);
+        const long many = columns_at_once(s, threads), across = (s.C + many - 1) / many;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1 + GRAIN / (s.r * many)) reduction(+ : bad)
+        for (long unit = 0; unit < s.R / s.r * across; unit++) {
+            const long band = unit / across, start = unit % across * many, end = least(start + many, s.C);
+            float *tops = out + band * (s.C / s.c) + start / s.c;
+            memset(tops, 0, (size_t)((end - start) / s.c) * 4);
+            for (long j = start; j < end; j += TILE)
+                tops_of(x, kind, band * s.r * s.C + j, s, least(TILE, end - j), tops);
+            for (long k = 0; k < (end - start) / s.c; k++)
+                if (bits_of(tops[k]) >= NAN_BITS)
+                    for (long i = band * s.r; i < (band + 1) * s.r; i++)
+                        bad += seen_in(x, kind, i * s.C + start + k * s.c, s.c).nonfinite;
         }
     }
     *nonfinite = bad;
@@ -198,77 +265,129 @@ void lp_amax(const void *x, int kind, long R, long C, long r, long c, float *out
 
 /* ---- one scale for each block of (r, c) ------------------------------------------------------ */
 
-/* Divides, where a multiplication by the inverse would be faster: it would round twice. By 1 it does
- * not, and a division is the slowest instruction of the loop. */
-static void qdq_span(const void *x, int kind, void *out, int out_kind, long at, long n, float scale,
-                     float back, const Grid *g, const Noise *noise) {
-    float in[TILE], tile[TILE];
-    for (long done = 0, part; done < n; done += part, at += part) {
-        part = least(n - done, TILE);
-        const float *from = load(x, kind, at, part, in);
-        float *to = target(out, out_kind, at, tile);
-        if (scale == 1.0f) round_span(from, to, part, 1.0f, 0, back, g, noise, (uint64_t)at);
-        else round_span(from, to, part, scale, 1, back, g, noise, (uint64_t)at);
-        finish(to, out, out_kind, at, part, g);
+/* Divides, where a multiplication by the inverse would be faster: it would round twice. By a power of
+ * two it does not, and a division is the slowest instruction of the loop. Under a scale of 0, to which
+ * one of a second level may round, everything is 0. */
+INLINE int divisors(float *by, long n) {
+    int32_t not_powers = 0;
+    for (long i = 0; i < n; i++) {
+        int32_t b = bits_of(by[i]), e = b >> 23;
+        not_powers |= (b & 0x7FFFFF) | (e < 1) | (e > 253);
     }
+    for (long i = 0; i < n; i++) {
+        int32_t b = bits_of(by[i]);
+        by[i] = float_of(not_powers ? (b == 0 ? NAN_BITS : b) : (254 << 23) - b);
+    }
+    return not_powers != 0;
 }
 
-void lp_qdq(const void *x, int kind, void *out, int out_kind, long R, long C, long r, long c,
-            const float *scales, int rescale, const Grid *g, const Noise *noise, int threads) {
-    const long piece = least(c, 8 * TILE), pieces = (c + piece - 1) / piece, across = C / c;
-    rescale = rescale && out_kind != 2;     /* a bit pattern is that of the value before */
+/* `back` is by what a rounded value is multiplied: a matrix like `scales`, or NULL for 1. */
+void lp_qdq(const void *x, int kind, void *out, int out_kind, long R, long C, long r, long c, const float *scales,
+            const float *back, const Grid *g, const Noise *noise, int threads) {
+    const long down = noise && noise->turned ? 1 : C, over = noise && noise->turned ? R : 1;
+    const Shape s = noise && noise->turned ? (Shape){R, C, r, c} : as_it_lies(R, C, r, c);
+    const long wide = least(s.C, GRAIN), high = GRAIN / wide, across = (s.C + wide - 1) / wide;
     threads = (int)least(threads, 1 + R * C / GRAIN);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (long unit = 0; unit < R * across * pieces; unit++) {
-        const long i = unit / (across * pieces), j = unit / pieces % across, start = unit % pieces * piece;
-        const float scale = scales[i / r * across + j];
-        qdq_span(x, kind, out, out_kind, i * C + j * c + start, least(piece, c - start), scale,
-                 rescale ? scale : 1.0f, g, noise);
+    for (long unit = 0; unit < (s.R + high - 1) / high * across; unit++) {
+        const long top = unit / across * high, bottom = least(top + high, s.R);
+        const long start = unit % across * wide, end = least(start + wide, s.C);
+        float by[TILE], behind[TILE];
+        for (long j = start, n; j < end; j += n) {
+            int divide = 0;
+            n = least(TILE, end - j);
+            if (!back || out_kind == 2)     /* a bit pattern is that of the value before */
+                for (long k = 0; k < n; k++) behind[k] = 1.0f;
+            for (long i = top; i < bottom; i++) {
+                if (i == top || i % s.r == 0) {
+                    const long row = i / s.r * (s.C / s.c);
+                    if (back && out_kind != 2) spread(back + row, j, n, s.c, behind);
+                    spread(scales + row, j, n, s.c, by);
+                    divide = divisors(by, n);
+                }
+                round_span(x, kind, out, out_kind, i * s.C + j, n, by, divide, behind, g, noise,
+                           noise ? noise->counter + (uint64_t)(i * down + j * over) : 0, over);
+            }
+        }
     }
 }
 
 /* ---- block formats: the scale is found and used while the block is in the cache -------------- */
 
-/* A loop of a known length is unrolled whole; 32 is the length that hardware has. */
-INLINE void round_block(const float *x, float *y, long size, float factor, float back, const Grid *g,
-                        const Noise *noise, uint64_t at) {
-    if (size == 32) round_span(x, y, 32, factor, 0, back, g, noise, at);
-    else round_span(x, y, size, factor, 0, back, g, noise, at);
-}
-
-INLINE int32_t top_of_block(const float *x, long size) {
-    return size == 32 ? top_of(x, 32) : top_of(x, size);
-}
-
 /* A scale's code is the exponent field of (amax / divisor), after `added` has rounded it up or not at
  * all, less the element's largest exponent. Multiplying by a power of two is exact, so here the inverse
  * serves; 254 - code is its code. */
-void lp_mx(const void *x, int kind, void *out, int out_kind, long blocks, long size, uint8_t *scales,
+void lp_mx(const void *x, int kind, void *out, int out_kind, long R, long C, long r, long c, uint8_t *scales,
            float divisor, int32_t added, int32_t emax, const Grid *g, const Noise *noise,
            int64_t *nonfinite, int threads) {
-    const long many = least(TILE / size, blocks), tiles = (blocks + many - 1) / many;
+    const long down = noise && noise->turned ? 1 : C, over = noise && noise->turned ? R : 1;
+    const Shape s = noise && noise->turned ? (Shape){R, C, r, c} : as_it_lies(R, C, r, c);
+    const long many = columns_at_once(s, 1), across = (s.C + many - 1) / many;
     int64_t bad = 0;
-    threads = (int)least(threads, 1 + blocks * size / GRAIN);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 8) reduction(+ : bad)
-    for (long t = 0; t < tiles; t++) {
-        float in[TILE], tile[TILE];
-        const long first = t * many, here = least(many, blocks - first), at = first * size;
-        const float *from = load(x, kind, at, here * size, in);
-        float *to = target(out, out_kind, at, tile);
-        for (long j = 0; j < here; j++) {
-            int32_t top = top_of_block(from + j * size, size);
-            int32_t code = ((bits_of(float_of(top) / divisor) + added) >> 23) - emax;
+    threads = (int)least(threads, 1 + R * C / GRAIN);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1 + GRAIN / (s.r * many)) reduction(+ : bad)
+    for (long unit = 0; unit < s.R / s.r * across; unit++) {
+        const long first = unit / across * s.r, j = unit % across * many, n = least(many, s.C - j);
+        const long at = first / s.r * (s.C / s.c) + j / s.c, blocks = n / s.c;
+        float tops[TILE], factors[TILE], backs[TILE], by[TILE], behind[TILE];
+        int32_t not_finite = 0;
+        memset(tops, 0, (size_t)blocks * 4);
+        tops_of(x, kind, first * s.C + j, s, n, tops);
+        for (long k = 0; k < blocks; k++) {
+            int32_t top = bits_of(tops[k]), code = ((bits_of(tops[k] / divisor) + added) >> 23) - emax;
             code = code < 0 ? 0 : code > 254 ? 254 : code;
-            bad += top >= NAN_BITS;
+            not_finite += top >= NAN_BITS;
             const int is_nan = top > NAN_BITS;
-            scales[first + j] = (uint8_t)(is_nan ? 255 : code);
-            float back = is_nan ? NAN : out_kind == 2 ? 1.0f : power(code);
-            round_block(from + j * size, to + j * size, size, power(254 - code), back, g, noise,
-                        (uint64_t)(at + j * size));
+            scales[at + k] = (uint8_t)(is_nan ? 255 : code);
+            backs[k] = is_nan ? NAN : out_kind == 2 ? 1.0f : power(code);
+            factors[k] = power(254 - code);
         }
-        finish(to, out, out_kind, at, here * size, g);
+        bad += not_finite;
+        spread(factors, 0, n, s.c, by);
+        spread(backs, 0, n, s.c, behind);
+        for (long i = first; i < first + s.r; i++)
+            round_span(x, kind, out, out_kind, i * s.C + j, n, by, 0, behind, g, noise,
+                       noise ? noise->counter + (uint64_t)(i * down + j * over) : 0, over);
     }
     *nonfinite = bad;
+}
+
+/* ---- the Hadamard transform ------------------------------------------------------------------ */
+
+/* Sixteen elements times the matrix of cast.py, by sums and differences of pairs: of the columns of 16
+ * rows where it runs down, else of the rows themselves. */
+void lp_hadamard(const void *x, int kind, float *out, long R, long C, int down, const float *signs, int threads) {
+    const long apart = down ? 1 : 16, groups = down ? R / 16 : (R * C / 16 + 127) / 128;
+    threads = (int)least(threads, 1 + R * C / GRAIN);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 8)
+    for (long group = 0; group < groups; group++) {
+        const long first = group * (down ? 16 * C : TILE), all = down ? C : least(128, R * C / 16 - group * 128);
+        float in[TILE], y[16][128];
+        for (long j = 0, n; j < all; j += n) {
+            n = least(128, all - j);
+            if (!down) {
+                const float *from = load(x, kind, first, n * 16, in);
+                for (long k = 0; k < 16; k++)
+                    for (long i = 0; i < n; i++) y[k][i] = from[i * 16 + k] * signs[k];
+            } else
+                for (long k = 0; k < 16; k++) {
+                    const float *from = load(x, kind, first + k * C + j, n, in);
+                    for (long i = 0; i < n; i++) y[k][i] = from[i] * signs[k];
+                }
+            for (long half = 1; half < 16; half *= 2)
+                for (long k = 0; k < 16; k++) {
+                    float *a = y[k], *b = y[k ^ half];
+                    if (a < b)
+                        for (long i = 0; i < n; i++) {
+                            float sum = a[i] + b[i];
+                            b[i] = a[i] - b[i];
+                            a[i] = sum;
+                        }
+                }
+            for (long k = 0; k < 16; k++)
+                for (long i = 0; i < n; i++) out[first + k * (down ? C : 1) + (j + i) * apart] = y[k][i];
+        }
+    }
 }
 
 /* ---- before the library is trusted ----------------------------------------------------------- */
@@ -277,16 +396,20 @@ void lp_mx(const void *x, int kind, void *out, int out_kind, long blocks, long s
  * 2 from 16 on, so the odd numbers there are rounded, eight on each side. */
 int lp_check(void) {
     const Grid e4m3 = {3, -6, 7, 8, 0x7F, 1, -448.0f, 448.0f};
-    const float one = 1.0f;
+    const float scale[2] = {1.0f, 3.0f}, signs[16] = {1.0f, 2.0f};
     float x[64], y[64], top = 0;
     uint8_t scales[2];
     int64_t bad[2] = {1, 1};
-    int rounded_away = 0;
+    int wrong = 0, rounded_away = 0;
     for (int i = 0; i < 64; i++) x[i] = (float)(i - 32);
     lp_amax(x, 0, 1, 64, 1, 64, &top, &bad[0], 1);
-    lp_qdq(x, 0, y, 0, 1, 64, 1, 64, &one, 1, &e4m3, NULL, 1);
+    lp_qdq(x, 0, y, 0, 1, 64, 1, 64, scale, scale, &e4m3, NULL, 1);
     for (int i = 0; i < 64; i++) rounded_away += x[i] != y[i];
-    lp_mx(x, 0, y, 0, 2, 32, scales, 1.0f, 0, 8, &e4m3, NULL, &bad[1], 1);
-    return (top != 32.0f) + (rounded_away != 16) + (scales[0] != 124) + (scales[1] != 123)
-        + (bad[0] != 0) + (bad[1] != 0);
+    lp_qdq(x, 0, y, 0, 2, 32, 2, 16, scale, NULL, &e4m3, NULL, 1);      /* -13 / 3 is -4.33 */
+    wrong += (y[3] != -28.0f) + (y[19] != -4.5f);
+    lp_mx(x, 0, y, 0, 2, 32, 1, 32, scales, 1.0f, 0, 8, &e4m3, NULL, &bad[1], 1);
+    wrong += (scales[0] != 124) + (scales[1] != 123);
+    lp_hadamard(x, 0, y, 1, 64, 0, signs, 1);       /* the first of 16, and twice the second */
+    wrong += (y[0] != -94.0f) + (y[1] != 30.0f) + (y[63] != -18.0f);
+    return wrong + (top != 32.0f) + (rounded_away != 16) + (bad[0] != 0) + (bad[1] != 0);
 }

@@ -3,15 +3,17 @@
     amax(x, block=None)            -> Amax(values, nonfinite)            largest magnitudes
     qdq(x, fmt, scale, block=None) -> Tensor                             round(x / scale) * scale
     mx(x, fmt, rule="floor")       -> Blocks(values, scales, nonfinite)  32 share a power of two
+    hadamard(x)                    -> Tensor                             mixes every 16 elements
 
 How a cast is fast. Add a number so large that the last bit of the sum is the grid's spacing, and
 take it away again: the addition's own rounding to nearest-even is the rounding, for every format at
 once and without a branch. `_round` is that in PyTorch, `rounded` in cast.c the same in C.
 
-x is float32 or bf16, of any shape and strides (a view that is not contiguous is copied first; `qdq`
-with one scale keeps a transposed view's order instead). It counts as a matrix (R, C): the last
-axis, and the others. `fmt` has a sign and at most 8 bits. `block=(r, c)` says which elements share
-a scale or an amax; 0 stands for the whole axis, so (1, 0) is per row and None the whole tensor.
+x is float32 or bf16, of any shape and strides. A transposed matrix is read as it lies, and so lie
+the results; any other view that is not contiguous is copied first. x counts as a matrix (R, C): the
+last axis, and the others. `fmt` has a sign and at most 8 bits. `block=(r, c)` says which elements
+share a scale or an amax; 0 stands for the whole axis, so (1, 0) is per row and None the whole
+tensor.
 Values come in `dtype`: None for x's own, float32, bf16, or torch.uint8 for the bit patterns before
 rescaling.
 
@@ -44,11 +46,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels import compile_c
-from lpkit.kernels.operator import operator
+from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.techniques.formats import FORMATS, Format, format_of
+from lpkit.techniques.recipes import HADAMARD, MX_BLOCK
 
-MX_BLOCK = 32
-MAX_BLOCK = 2048    # elements: a tile of the C kernel
+MAX_BLOCK = 2048    # elements that lie together: a tile of the C kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,32 +113,32 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
     """Largest magnitudes. Raises ConfigError when the blocks do not tile."""
     _check_input(x)
     on_cpu = x.device.type == "cpu"
-    values, nonfinite = (_amax if on_cpu else reference_amax)(*_tiles(x, block))
-    return Amax(values if block else values.reshape(()), nonfinite)
+    matrix, *tiles, turned = _tiles(x, block)
+    values, nonfinite = (_amax if on_cpu else reference_amax)(matrix, *tiles)
+    return Amax(_as(turned, values) if block else values.reshape(()), nonfinite)
 
 
 def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
-        block: tuple[int, int] | None = None, rescale: bool = True,
+        block: tuple[int, int] | None = None, rescale: Tensor | bool = True,
         dtype: torch.dtype | None = None, noise: Noise | None = None,
         out: Tensor | None = None) -> Tensor:
-    """round(x / scale) on the grid of `fmt`, times the scale again unless `rescale` is False.
+    """round(x / scale) on the grid of `fmt`, times the scale again.
 
-    scale: one positive number or 0-dim tensor; with `block`, float32 (R / r, C / c). A scale of 0
-    makes NaN of zeros. `out` is written to when given: it has the shape and dtype of the result and
-    is contiguous. Returns a tensor like x. Raises ConfigError.
+    scale: one number or 0-dim tensor, not negative; with `block`, float32 (R / r, C / c). Under a
+    scale of 0 everything is 0. `rescale`: False leaves the values on the grid; a tensor like
+    `scale` multiplies them in its place. `out` is written to when given: it has the shape and dtype
+    of the result and is contiguous. Returns a tensor like x. Raises ConfigError.
     """
     dtype = _check(x, fmt, dtype)
-    if block is None and out is None and noise is None and not x.is_contiguous():
-        order = sorted(range(x.ndim), key=x.stride, reverse=True)
-        dense = x.permute(order)
-        if dense.is_contiguous():   # a transposed view: one scale serves any order of the elements
-            back = sorted(range(x.ndim), key=order.__getitem__)
-            return qdq(dense, fmt, scale, rescale=rescale, dtype=dtype).permute(back)
-    matrix, *tiles = _tiles(x, block)
-    how = (_scales(scale, x, tiles), rescale, fmt.name, noise and noise.words)
+    matrix, *tiles, turned = _tiles(x, block, turns=out is None)
+    scales = _scales(scale, x, tiles, turned)
+    back = scales if rescale is True else None
+    if isinstance(rescale, Tensor):
+        back = _scales(rescale, x, tiles, turned)
+    how = (scales, back, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
     if out is None:
-        values = (_qdq if on_cpu else reference)(matrix, *how, dtype)
+        values = _as(turned, (_qdq if on_cpu else reference)(matrix, *how, dtype))
         return values if x.ndim == 2 else values.view(x.shape)
     _check_out(x, out, dtype)
     (_qdq_into if on_cpu else _write_qdq)(matrix, *how, out)
@@ -144,8 +146,9 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
 
 
 def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None = None,
-       noise: Noise | None = None, block: int = MX_BLOCK, out: Tensor | None = None) -> Blocks:
-    """Blocks of `block` elements along the last axis share a power of two (E8M0, in `scales`).
+       noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK,
+       out: Tensor | None = None) -> Blocks:
+    """The elements of a block share a power of two (E8M0, in `scales`).
 
     As torchao's to_mx and to_dtype, bit for bit, but for blocks whose amax is below 2^-110 (there
     torchao quantises with one scale and dequantises with another) and for "rceil" within rounding
@@ -153,61 +156,101 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
     block with a NaN becomes NaN; an infinity saturates.
     """
     (added, divide), dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
-    matrix, *_ = _tiles(x, (1, block))
-    if block > MAX_BLOCK:
-        raise ConfigError(f"a block of {block} is larger than {MAX_BLOCK}; hardware knows 32")
+    matrix, *tiles, turned = _tiles(x, block, turns=out is None)
+    if matrix.shape[1] // tiles[1] > MAX_BLOCK:
+        raise ConfigError(f"a block of {matrix.shape[1] // tiles[1]} is larger than {MAX_BLOCK}; "
+                          f"hardware knows 32")
     if added is None:
         added = 1 << (22 - fmt.mantissa_bits)
     divisor, exponent = (fmt.largest, 0) if divide else (1.0, fmt.max_exponent)
-    how = (divisor, added, exponent, fmt.name, noise and noise.words)
-    blocks, on_cpu = matrix.view(-1, block), x.device.type == "cpu"
+    how = (*tiles, divisor, added, exponent, fmt.name, noise and noise.words, turned)
+    on_cpu = x.device.type == "cpu"
     if out is None:
-        values, scales, nonfinite = (_mx if on_cpu else reference_mx)(blocks, *how, dtype)
-        out = values.view(x.shape)
+        values, scales, nonfinite = (_mx if on_cpu else reference_mx)(matrix, *how, dtype)
+        out = _as(turned, values) if x.ndim == 2 else values.view(x.shape)
     else:
         _check_out(x, out, dtype)
-        scales, nonfinite = (_mx_into if on_cpu else _write_mx)(blocks, *how, out)
-    return Blocks(out, scales.view(*x.shape[:-1], -1), nonfinite)
+        scales, nonfinite = (_mx_into if on_cpu else _write_mx)(matrix, *how, out)
+    if x.ndim != 2 and block[0] == 1:
+        return Blocks(out, scales.view(*x.shape[:-1], -1), nonfinite)
+    return Blocks(out, _as(turned, scales), nonfinite)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Every 16 elements of the last axis times `hadamard_matrix`, in float32: outliers are shared
+    out (Tseng et al. 2024, arXiv:2402.04396). The kernel adds and subtracts pairs, so the order of
+    a sum is another than the definition's. Raises ConfigError."""
+    _check_input(x)
+    matrix, *_, turned = _tiles(x, (1, HADAMARD))
+    on_cpu = x.device.type == "cpu"
+    return _as(turned, (_hadamard if on_cpu else reference_hadamard)(matrix, turned)).view(x.shape)
+
+
+@functools.cache
+def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
+    """(16, 16) float32, orthogonal: a Hadamard matrix / 4, rows' signs as Transformer Engine's."""
+    h = torch.ones(1, 1)
+    while len(h) < HADAMARD:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
+    return (signs[:, None] * h / HADAMARD**0.5).to(device)
 
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
 #
-# Arguments are those of the operators: x is a matrix (R, C), `fmt` a name, noise is `Noise.words`.
+# Arguments are those of the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` a name,
+# noise is `Noise.words`; where x is `turned`, its elements are numbered down its columns.
 
 def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The largest of each of rows x columns blocks."""
-    tiles = x.view(rows, x.shape[0] // rows, columns, x.shape[1] // columns)
-    return tiles.abs().amax((1, 3)).float(), (~x.isfinite()).sum()
+    """The largest of each block."""
+    return _blocks(x, rows, columns).abs().amax((1, 3)).float(), (~x.isfinite()).sum()
 
 
-def reference(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Tensor | None,
-              dtype: torch.dtype) -> Tensor:
-    """`qdq` with scales (R / r, C / c)."""
-    grid, (rows, columns) = format_of(fmt), scales.shape
-    tiles = x.view(rows, x.shape[0] // rows, columns, x.shape[1] // columns)
-    scales = scales[:, None, :, None]
-    y = _round(tiles.float() / scales, grid, noise)
+def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor | None,
+              turned: bool, dtype: torch.dtype) -> Tensor:
+    """`qdq` with scales and `back` (rows, columns)."""
+    grid = format_of(fmt)
+    divisors = torch.where(scales == 0, torch.inf, scales)[:, None, :, None]
+    y = _round(_blocks(x, *scales.shape).float() / divisors, grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)
     else:
-        values = (y * scales if rescale else y).to(dtype)
+        values = (y if back is None else y * back[:, None, :, None]).to(dtype)
     return values.view(x.shape)
 
 
-def reference_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
-                 noise: Tensor | None,
+def reference_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int,
+                 fmt: str, noise: Tensor | None, turned: bool,
                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`mx` of one block a row: x (N, block); the scales are (N, 1)."""
-    grid = format_of(fmt)
-    top = x.abs().amax(-1, keepdim=True).float()
+    """`mx` with scales (rows, columns)."""
+    grid, tiles = format_of(fmt), _blocks(x, rows, columns)
+    top = tiles.abs().amax((1, 3), keepdim=True).float()
     code = (((top / divisor).view(torch.int32) + added) >> 23) - exponent
     code = torch.where(top.isnan(), 255, code.clamp(0, 254))
-    y = _round(x.float() * _power(254 - code), grid, noise)
+    y = _round(tiles.float() * _power(254 - code), grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)
     else:
         values = (y * torch.where(code == 255, torch.nan, _power(code))).to(dtype)
-    return values, code.to(torch.uint8), (~top.isfinite()).sum()
+    scales = code.to(torch.uint8).view(rows, columns)
+    return values.view(x.shape), scales, (~top.isfinite()).sum()
+
+
+# A graph and fake tensors have nothing of a cache: for them the matrix is an operator's.
+@operator("hadamard_matrix(Tensor like) -> Tensor", key=EVERY_DEVICE,
+          fake=lambda like: like.new_empty(HADAMARD, HADAMARD, dtype=torch.float32))
+def _mixing(like: Tensor) -> Tensor:
+    return hadamard_matrix(like.device).clone()
+
+
+def reference_hadamard(x: Tensor, turned: bool) -> Tensor:
+    """Of the columns where `turned`, float32."""
+    along = (x.T if turned else x).float().unflatten(-1, (-1, HADAMARD))
+    return _as(turned, (along @ _mixing(x)).flatten(-2)).contiguous()
+
+
+def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x.view(rows, x.shape[0] // rows, columns, x.shape[1] // columns)
 
 
 def _power(code: Tensor) -> Tensor:
@@ -215,7 +258,7 @@ def _power(code: Tensor) -> Tensor:
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
-def _round(y: Tensor, grid: Format, noise: Tensor | None) -> Tensor:
+def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tensor:
     """float32 on the grid, saturating; see the top of this file."""
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
@@ -227,15 +270,18 @@ def _round(y: Tensor, grid: Format, noise: Tensor | None) -> Tensor:
         step = (exponent - (grid.mantissa_bits << 23)).view(torch.float32)
         q = size / step
         down = q.floor()
-        size = torch.where(y.isnan(), y, (down + (_uniform(y, noise) < q - down)) * step)
+        size = torch.where(y.isnan(), y, (down + (_uniform(y, noise, turned) < q - down)) * step)
     size = size.copysign(y)
     return size if grid.has_negative_zero else size + 0.0
 
 
-def _uniform(like: Tensor, noise: Tensor) -> Tensor:
-    """Numbers in (0, 1), multiples of 2^-25, one for each element; float32."""
+def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
+    """Numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
     word, (counter, k0, k1) = 0xFFFFFFFF, noise
-    i = torch.arange(like.numel(), device=like.device).view(like.shape) + counter
+    i = torch.arange(like.numel(), device=like.device)
+    if turned:
+        i = i.view(-1, like.shape[0] * like.shape[1]).T.contiguous()
+    i = i.view(like.shape) + counter
     high = i >> 32
     h = ((i & word) * 0x9E3779B1 + k0 + high * 0x85EBCA6B) & word
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & word
@@ -311,29 +357,39 @@ def _check_out(x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
                           f"got {tuple(out.shape)}, {out.dtype} on {out.device}")
 
 
-def _tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int]:
-    """x as a matrix (R, C), contiguous, and how many blocks its axes have."""
-    x = (x.detach() if x.requires_grad else x).contiguous()
+def _tiles(x: Tensor, block: tuple[int, int] | None, *,
+           turns: bool = True) -> tuple[Tensor, int, int, bool]:
+    """x as a matrix (R, C), contiguous, how many blocks its axes have, and whether it is the
+    transpose: that of a transposed view is contiguous."""
+    x = x.detach() if x.requires_grad else x
+    turned = turns and x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
+    x = x.T if turned else x.contiguous()
     if x.ndim != 2:
         x = x.view(-1, x.shape[-1] if x.ndim else 1)
     if block is None:
-        return x, 1, 1
-    for size, whole, axis in zip(block, x.shape, ("the rows", "the last axis")):
+        return x, 1, 1, turned
+    sides = list(zip(block, _as(turned, x).shape, ("the rows", "the last axis")))
+    for size, whole, axis in sides:
         if size and whole % size:
             raise ConfigError(f"blocks of {size} do not tile {axis} of {whole}; "
                               f"pad to {-(-whole // size) * size}")
-    return x, *(whole // size if size else 1 for size, whole in zip(block, x.shape))
+    rows, columns = (whole // size if size else 1 for size, whole, _ in sides)
+    return (x, columns, rows, True) if turned else (x, rows, columns, False)
 
 
-def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int]) -> Tensor:
+def _as(turned: bool, x: Tensor) -> Tensor:
+    return x.T if turned else x
+
+
+def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int], turned: bool) -> Tensor:
     if not isinstance(scale, Tensor):
         return x.new_full(tiles, scale, dtype=torch.float32)
     _check_plain(scale)
-    scale = scale.detach().to(x.device, torch.float32).contiguous()
+    scale = scale.detach().to(x.device, torch.float32)
     if scale.numel() != math.prod(tiles):
         raise ConfigError(f"{tiles[0]} x {tiles[1]} blocks need as many scales, "
                           f"got {tuple(scale.shape)}")
-    return scale.view(tiles)
+    return _as(turned, scale.reshape(tiles[::-1] if turned else tiles)).contiguous()
 
 
 # ---- the operators: C, or the definition where C did not compile ---------------------------------
@@ -346,11 +402,12 @@ class _Grid(ctypes.Structure):
 
 
 class _Noise(ctypes.Structure):
-    _fields_ = [("counter", ctypes.c_uint64), ("k0", ctypes.c_uint32), ("k1", ctypes.c_uint32)]
+    _fields_ = [("counter", ctypes.c_uint64), ("k0", ctypes.c_uint32), ("k1", ctypes.c_uint32),
+                ("turned", ctypes.c_int32)]
 
 
-def _noise(words: Tensor | None) -> _Noise | None:
-    return words if words is None else _Noise(*words.tolist())
+def _noise(words: Tensor | None, turned: bool) -> _Noise | None:
+    return words if words is None else _Noise(*words.tolist(), turned)
 
 
 def _grid(name: str) -> _Grid:
@@ -363,8 +420,9 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 _HOW = (ctypes.POINTER(_Grid), ctypes.POINTER(_Noise))
 _ARGUMENTS = {      # as cast.c declares them
     "lp_amax": (_P, _I, _L, _L, _L, _L, _P, _P, _I),
-    "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _I, *_HOW, _I),
-    "lp_mx": (_P, _I, _P, _I, _L, _L, _P, _F, _I, _I, *_HOW, _P, _I),
+    "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _P, *_HOW, _I),
+    "lp_mx": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _F, _I, _I, *_HOW, _P, _I),
+    "lp_hadamard": (_P, _I, _P, _L, _L, _I, _P, _I),
 }
 
 
@@ -397,8 +455,9 @@ def _check_tiles(x: Tensor, rows: int, columns: int) -> None:
                         f"call lpkit.kernels.cast")
 
 
-_QDQ = "Tensor x, Tensor scales, bool rescale, str fmt, Tensor? noise"
-_MX = "Tensor x, float divisor, int added, int exponent, str fmt, Tensor? noise"
+_QDQ = "Tensor x, Tensor scales, Tensor? back, str fmt, Tensor? noise, bool turned"
+_MX = ("Tensor x, SymInt rows, SymInt columns, float divisor, int added, int exponent, str fmt, "
+       "Tensor? noise, bool turned")
 
 
 def _amax_results(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -417,21 +476,21 @@ def _amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return values, nonfinite
 
 
-def _write_qdq(x: Tensor, scales: Tensor, rescale: bool, fmt: str, noise: Tensor | None,
-               out: Tensor) -> None:
+def _write_qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str,
+               noise: Tensor | None, turned: bool, out: Tensor) -> None:
     library = _library() if x.device.type == "cpu" else None
     if library is None:
-        out.copy_(reference(x, scales, rescale, fmt, noise, out.dtype).view(out.shape))
+        out.copy_(reference(x, scales, back, fmt, noise, turned, out.dtype).view(out.shape))
         return
     (R, C), (rows, columns), size = x.shape, scales.shape, x.numel()
     _check_tiles(x, rows, columns)
     shape = (R, C, R // rows, C // columns)
-    if scales.numel() == 1:     # the shape does not matter, and threads like equal pieces
-        shape = (1, size, 1, size)
-    scales_at, _ = _address(scales, rows * columns, (torch.float32,))
+    if scales.numel() == 1 and not (noise is not None and turned):
+        shape = (1, size, 1, size)      # it does not matter, and threads like equal pieces
+    scales_at, back_at = (t if t is None else _address(t, rows * columns, (torch.float32,))[0]
+                          for t in (scales, back))
     library.lp_qdq(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), *shape, scales_at,
-                   int(rescale), _grid(fmt), _noise(noise),
-                   torch.get_num_threads())
+                   back_at, _grid(fmt), _noise(noise, turned), torch.get_num_threads())
 
 
 @operator(f"qdq({_QDQ}, ScalarType dtype) -> Tensor",
@@ -445,29 +504,33 @@ def _qdq(x: Tensor, *how) -> Tensor:
 _qdq_into = operator(f"qdq_into({_QDQ}, Tensor(a!) out) -> ()", fake=lambda *_: None)(_write_qdq)
 
 
-def _mx_results(x: Tensor, *_) -> tuple[Tensor, Tensor]:
-    return (x.new_empty(x.shape[0], 1, dtype=torch.uint8), x.new_empty((), dtype=torch.int64))
+def _mx_results(x: Tensor, rows: int, columns: int, *_) -> tuple[Tensor, Tensor]:
+    return (x.new_empty(rows, columns, dtype=torch.uint8), x.new_empty((), dtype=torch.int64))
 
 
-def _write_mx(x: Tensor, divisor: float, added: int, exponent: int, fmt: str,
-              noise: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
+def _write_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int,
+              fmt: str, noise: Tensor | None, turned: bool,
+              out: Tensor) -> tuple[Tensor, Tensor]:
     library = _library() if x.device.type == "cpu" else None
     if library is None:
-        values, scales, nonfinite = reference_mx(x, divisor, added, exponent, fmt, noise, out.dtype)
+        values, scales, nonfinite = reference_mx(x, rows, columns, divisor, added, exponent, fmt,
+                                                 noise, turned, out.dtype)
         out.copy_(values.view(out.shape))
         return scales, nonfinite
-    (blocks, block), size = x.shape, x.numel()
-    if block > MAX_BLOCK:
-        raise TypeError(f"a block of {block} is larger than {MAX_BLOCK}, a tile of the C kernel")
-    scales, nonfinite = _mx_results(x)
-    library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), blocks, block,
-                  scales.data_ptr(), divisor, added, exponent, _grid(fmt),
-                  _noise(noise), nonfinite.data_ptr(), torch.get_num_threads())
+    _check_tiles(x, rows, columns)
+    (R, C), size = x.shape, x.numel()
+    if C // columns > MAX_BLOCK:
+        raise TypeError(f"a block of {C // columns} is larger than {MAX_BLOCK}, a tile of the C "
+                        f"kernel")
+    scales, nonfinite = _mx_results(x, rows, columns)
+    library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), R, C, R // rows,
+                  C // columns, scales.data_ptr(), divisor, added, exponent, _grid(fmt),
+                  _noise(noise, turned), nonfinite.data_ptr(), torch.get_num_threads())
     return scales, nonfinite
 
 
 @operator(f"mx({_MX}, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-          fake=lambda x, *how: (torch.empty_like(x, dtype=how[-1]), *_mx_results(x)))
+          fake=lambda x, *how: (torch.empty_like(x, dtype=how[-1]), *_mx_results(x, *how)))
 def _mx(x: Tensor, *how) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.empty(x.shape, dtype=how[-1])
     return out, *_write_mx(x, *how[:-1], out)
@@ -475,3 +538,17 @@ def _mx(x: Tensor, *how) -> tuple[Tensor, Tensor, Tensor]:
 
 _mx_into = operator(f"mx_into({_MX}, Tensor(a!) out) -> (Tensor, Tensor)",
                     fake=_mx_results)(_write_mx)
+
+
+@operator("hadamard(Tensor x, bool turned) -> Tensor",
+          fake=lambda x, turned: torch.empty_like(x, dtype=torch.float32))
+def _hadamard(x: Tensor, turned: bool) -> Tensor:
+    library, (R, C) = _library(), x.shape
+    if library is None:
+        return reference_hadamard(x, turned)
+    _check_tiles(x, *((R // HADAMARD, C) if turned else (R, C // HADAMARD)))
+    out = torch.empty(x.shape, dtype=torch.float32)
+    signs = hadamard_matrix()[:, 0].contiguous()
+    library.lp_hadamard(*_address(x, R * C, _INPUTS), out.data_ptr(), R, C, int(turned),
+                        signs.data_ptr(), torch.get_num_threads())
+    return out

@@ -21,16 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from lpkit.kernels import cast as kernel
-from lpkit.kernels.cast import Noise
-from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.cast import Noise, hadamard
+from lpkit.kernels.operator import operator
 from lpkit.techniques.formats import Format, format_of
-from lpkit.techniques.recipes import HADAMARD, SCALES, Cast
+from lpkit.techniques.recipes import ALL, SCALES, Cast
 
 TINY = 2.0**-100      # an all-zero block gets a finite scale
 
@@ -58,8 +57,10 @@ class Scaled:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(M, K). In float64 exact."""
-        values = self.data.to(dtype) * spread(self.scale.to(dtype), self.data.shape)
-        return values if self.tensor is None else values * self.tensor.to(dtype)
+        values, (R, C) = self.data.to(dtype, copy=True), self.scale.shape
+        blocks = values.unflatten(0, (R, -1)).unflatten(2, (C, -1))
+        blocks.mul_(self.scale.to(dtype)[:, None, :, None])
+        return values if self.tensor is None else values.mul_(self.tensor.to(dtype))
 
 
 # Scales: amax per block (R, C) -> a scale per block, (R, C) float32, and the second level of it, ()
@@ -96,16 +97,16 @@ def _e4m3(amax: Tensor, to: Format) -> Scales:
     Transformer Engine's kernels: the same bits."""
     largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
     encode = torch.full_like(top, to.largest * largest) / top
-    scale = (amax * (encode * (1 / to.largest))).clamp(max=largest)
-    return scale.to(torch.float8_e4m3fn).float(), encode.reciprocal()
+    scale = amax * (encode * (1 / to.largest))
+    return kernel.qdq(scale, format_of("e4m3fn")), encode.reciprocal()
 
 
 def _e4m3_normal(amax: Tensor, to: Format) -> Scales:
     """The same, but never below E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
     e4m3 = format_of("e4m3fn")
     tensor = (amax.amax() / (to.largest * e4m3.largest)).clamp(min=TINY)
-    scale = (amax / to.largest / tensor).clamp(e4m3.smallest_normal, e4m3.largest)
-    return scale.to(torch.float8_e4m3fn).float(), tensor
+    scale = (amax / to.largest / tensor).clamp(min=e4m3.smallest_normal)
+    return kernel.qdq(scale, e4m3), tensor
 
 
 def _none(amax: Tensor, to: Format) -> Scales:
@@ -120,29 +121,7 @@ MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
 
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
 
-@cache
-def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
-    """(16, 16) float32, orthogonal: a Hadamard matrix / 4, rows' signs as Transformer Engine's."""
-    h = torch.ones(1, 1)
-    while len(h) < HADAMARD:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
-    return (signs[:, None] * h / HADAMARD**0.5).to(device)
-
-
-def _hadamard(x: Tensor) -> Tensor:
-    """Mixes every 16 elements, which shares outliers out (Tseng et al. 2024, arXiv:2402.04396)."""
-    return (x.float().unflatten(-1, (-1, HADAMARD)) @ _mixing(x)).flatten(-2)
-
-
-# A graph and fake tensors have nothing of a cache: for them the matrix is an operator's.
-@operator("hadamard_matrix(Tensor like) -> Tensor", key=EVERY_DEVICE,
-          fake=lambda like: like.new_empty(HADAMARD, HADAMARD, dtype=torch.float32))
-def _mixing(like: Tensor) -> Tensor:
-    return hadamard_matrix(like.device).clone()
-
-
-TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": _hadamard}
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": hadamard}
 
 
 def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -163,13 +142,9 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     Raises ConfigError when x does not tile.
     """
     x = TRANSFORMS[cast.transform](x)
-    transposed = x.stride(0) == 1 and x.stride(1) != 1
-    if transposed and cast.block[0] != 1:   # as it lies; blocks of one column are copied into rows
-        flipped = replace(cast, block=cast.block[::-1], transform="none")
-        return quantise(x.T, flipped, dtype=dtype, amax=amax, noise=noise, fold=fold).T
     to, rule = format_of(cast.format), SCALES[cast.scale]
-    if fold and rule.fused and cast.block[0] == 1 and cast.block[1] > 1 and x.device.type == "cpu":
-        made = kernel.mx(x, to, rule=rule.fused, block=cast.block[1], dtype=dtype, noise=noise)
+    if fold and rule.fused and ALL not in cast.block and x.device.type == "cpu":
+        made = kernel.mx(x, to, rule=rule.fused, block=cast.block, dtype=dtype, noise=noise)
         values = made.values        # an infinity must not saturate in silence
         if torch.compiler.is_compiling():       # a graph cannot ask
             values = values.masked_fill(made.nonfinite > 0, torch.nan)
@@ -179,25 +154,19 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     found, nonfinite = kernel.amax(x, cast.block)
     # A history that is still empty decides nothing, and does not hide a NaN that is there now.
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
-    scale, tensor = MAKE_SCALES[cast.scale](torch.where(used.isfinite(), used, torch.nan), to)
-    both = scale
-    if tensor is not None:      # under a scale that rounded to 0 everything is 0
-        both = torch.where(scale == 0, torch.inf, scale * tensor)
-    fold = fold and rule.folds
+    scale, tensor = MAKE_SCALES[cast.scale](used + (used - used), to)   # NaN of an infinity
+    both = scale if tensor is None else scale * tensor
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
     elif dtype.itemsize == 1:  # stored for hardware: PyTorch's own casts, which torch.compile fuses
-        steps = x.float() / spread(both, x.shape)
+        steps = x.float() / spread(both.where(both != 0, torch.inf), x.shape)
         if not dtype.is_floating_point:
             steps = steps.round()
         data = steps.clamp(-to.largest, to.largest).to(dtype)
     else:
         data = kernel.qdq(x, to, both, block=cast.block, dtype=dtype, noise=noise,
-                          rescale=fold and tensor is None)
-    if fold and tensor is not None:
-        R, C = scale.shape
-        data.view(R, -1, C, x.shape[1] // C).mul_(scale[:, None, :, None].to(dtype))
-    if fold:
+                          rescale=fold and rule.folds and scale)
+    if fold and rule.folds:
         scale = scale.new_ones(1, 1)
     return Scaled(data=data, scale=scale, tensor=tensor, amax=found, nonfinite=nonfinite)
 

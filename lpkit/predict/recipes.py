@@ -63,27 +63,24 @@ class Low:
         most = dx + casts + dw + final
         if self.native:
             return most
-        # transposed; or mixed by a transform, before its second cast is made
-        copied = 0 if self.square else g * (2 * FP32 - BF16 if self.mixes else BF16)
-        most = max(most, dx + casts + copied)
+        most = max(most, dx + casts + (FP32 * g if self.mixes else 0))     # beside what it is of
         if self.folds or self.x[0] == self.x[1]:
             return most
         if 0 in self.x:
             return max(most, g * BF16 + (FP32 + BF16) * x, dx + casts + (FP32 + BF16) * w)
-        return max(most, g * BF16 + FP32 * max(3 * g, g + 3 * w, g + w + x),
-                   dx + casts + FP32 * max(3 * g, g + 3 * x, g + x + w))
+        return max(most, g * BF16 + FP32 * (g + w + x), dx + casts + FP32 * (g + x + w))
 
     def forward_bytes(self, x: float, y: float, w: float) -> float:
         """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the
         result; where one layout does not serve both products, x and w as the forward casts them,
-        and x transposed (or mixed, in float32), or the result as its rows' scales meet it."""
+        and x mixed, in float32, or the result as its rows' scales meet it."""
         if self.native:
             return 0
         if self.square:
             return BF16 * (x + y)
-        turned = (2 * FP32 if self.mixes else BF16) * x + BF16 * y
+        mixed = (FP32 * x if self.mixes else 0) + BF16 * y
         scaled = (FP32 + BF16) * y if self.w[0] != self.w[1] else 0     # by row, in float32
-        return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(turned, scaled)
+        return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(mixed, scaled)
 
 
 def low_of(recipe: Recipe) -> Low | None:
