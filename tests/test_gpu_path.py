@@ -49,6 +49,10 @@ def of_presets() -> set[tuple[int, int, int]]:
     return set(found.values())
 
 
+def blocks_of(recipe: str) -> list[tuple[int, tuple[int, int]]]:
+    return [(cast.bits, cast.block) for cast in RECIPES[recipe].all_casts]
+
+
 ODD = {(128, 512, 1536), (128, 1536, 512), (256, 16, 16), (384, 48, 80), (128, 128, 128), (256, 128, 16), (640, 384, 640), (1040, 528, 144),
        (16, 256, 256), (17, 256, 256), (5, 72, 40), (1, 128, 128), (130, 640, 384)}
 
@@ -77,8 +81,9 @@ def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
             layer(x)
 
     with FakeTensorMode(allow_non_fake_inputs=True), strict(major) as gpu:
-        # what runs on both has the same operands there
-        presets = of_presets() if not pad and (major == 9 or not runs(recipe, 9)) else set()
+        # what runs on both has the same operands there, as recipes with the same blocks have
+        first = next(name for name in CAST if blocks_of(name) == blocks_of(recipe)) == recipe
+        presets = of_presets() if first and not pad and (major == 9 or not runs(recipe, 9)) else set()
         for M, K, N in ODD | presets:
             layer = BACKENDS["scaled_mm"].wrap(nn.Linear(K, N), row, name="layer", seed=0)
             x = torch.empty(M, K, dtype=torch.bfloat16).requires_grad_()
@@ -88,7 +93,7 @@ def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
                 except ConfigError as error:
                     assert not pad and "do not tile" in str(error)
                     refusals += 1
-    assert len(gpu.seen) > 40 and (refusals == 0) == pad
+    assert len(gpu.seen) > 30 and (refusals == 0) == pad
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(128, 128, 128), (256, 512, 1536), (128, 640, 384), (384, 256, 128)])
