@@ -51,13 +51,15 @@ def scaled(call):
 
 
 def one_percent(t):
-    return t * 1.01 if t.dtype.is_floating_point and t.dtype.itemsize > 1 else t.view(torch.uint8).roll(1).view(t.dtype)
+    if t.dtype.is_floating_point and t.dtype.itemsize > 1:
+        return t * 1.01
+    return t.reshape(-1).view(torch.uint8).roll(1).view(t.dtype).view(t.shape)
 
 
 def zeros(call):
     def wrong(*arguments):
         out = call(*arguments)
-        return tuple(one * 0 for one in out) if isinstance(out, tuple) else out * 0
+        return tuple(map(torch.zeros_like, out)) if isinstance(out, tuple) else torch.zeros_like(out)
     return wrong
 
 

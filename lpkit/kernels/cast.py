@@ -228,7 +228,7 @@ def _round(y: Tensor, grid: Format, noise: Sequence[int] | None) -> Tensor:
 def _uniform(like: Tensor, noise: Sequence[int]) -> Tensor:
     """Numbers in (0, 1), multiples of 2^-25, one for each element; float32."""
     word, (counter, k0, k1) = 0xFFFFFFFF, noise
-    i = torch.arange(counter, counter + like.numel(), device=like.device).view(like.shape)
+    i = counter + torch.arange(like.numel(), device=like.device).view(like.shape)
     high = i >> 32
     h = ((i & word) * 0x9E3779B1 + k0 + high * 0x85EBCA6B) & word
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & word

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lpkit.precision.error import sqnr_db
-from lpkit.precision.scaled import MAKE_SCALES, quantise
+from lpkit.kernels.scales import MAKE_SCALES
+from lpkit.precision.scaled import quantise
 from lpkit.studies import linear_operands
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, SCALES, Cast

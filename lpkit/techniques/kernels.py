@@ -8,4 +8,17 @@ KERNELS: dict[str, Row] = {
         why="reads and writes each number once, forward; backward reads x and dy once",
         source="https://arxiv.org/abs/1910.07467",
         implementation="lpkit.kernels.rms_norm:KERNEL"),
+    "amax": Row(
+        why="the largest magnitude of a tensor, and how many of its elements are not finite",
+        source="https://arxiv.org/abs/2209.05433",
+        implementation="lpkit.kernels.amax:KERNEL"),
+    "cast-tensor": Row(
+        why="a tensor to FP8 under one scale, as it lies and transposed, by one read; with a "
+            "history it finds the next amax on its way",
+        source="https://arxiv.org/abs/2209.05433",
+        implementation="lpkit.kernels.cast_tensor:KERNEL"),
+    "cast-rows": Row(
+        why="rows to FP8 or INT8, each under a scale of its own, found by the same read",
+        source="https://github.com/pytorch/ao",
+        implementation="lpkit.kernels.cast_rows:KERNEL"),
 }
