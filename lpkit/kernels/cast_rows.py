@@ -12,11 +12,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from lpkit.errors import ConfigError
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import LONGEST_ROW, Build, Kernel
+from lpkit.kernels.kernel import Build, Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     constants,
@@ -32,7 +31,8 @@ from lpkit.kernels.rounding import (
 from lpkit.techniques.formats import format_of
 
 HELD = 2048         # elements that a program casts at least
-HOLDS = 16384       # of a row in its registers; a longer one is read again, from L2
+HOLDS = 16384       # of a row in registers
+PIECE = 8192        # of a longer one, which is read again, from L2
 TALL = {"BM": 256, "BN": 64, "num_warps": 8}       # of the amaxes of columns
 TILE = {"BM": 128, "BN": 64, "num_warps": 8}
 
@@ -48,28 +48,48 @@ def definition(x: Tensor, fmt: str, rule: str, columns: bool,
 
 
 @jit
-def _rows(x, data, scale, count, words, M, K, KIND: tl.constexpr, LARGEST: tl.constexpr,
-          MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr,
-          UP: tl.constexpr, RULE: tl.constexpr, NOISE: tl.constexpr, AGAIN: tl.constexpr,
-          BM: tl.constexpr, BK: tl.constexpr):
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    k = tl.arange(0, BK)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    at = m[:, None].to(tl.int64) * K + k[None, :]
-    read = tl.load(x + at, mask=inside, other=0.0)      # held as it is: half the registers
-    top = tl.max(magnitude(read.to(tl.float32)), 1)
-    if tl.max(top, 0) >= 0x7F800000:
-        bad = tl.where(magnitude(read.to(tl.float32)) >= 0x7F800000, 1, 0)
-        tl.atomic_add(count, tl.sum(tl.sum(bad, 1), 0).to(tl.int64))
-    s = scale_of(top, RULE, LARGEST, UP, MAX_EXPONENT)
-    tl.store(scale + m, s, mask=m < M)
-    if AGAIN:
-        read = tl.load(x + at, mask=inside, other=0.0)
-    turn, m_, y = divisor(s)
-    q = divided(read.to(tl.float32), turn[:, None], m_[:, None], y[:, None], RULE)
+def _write(read, data, at, inside, words, turn, m, y, KIND: tl.constexpr, MANTISSA: tl.constexpr,
+           MIN_EXPONENT: tl.constexpr, RULE: tl.constexpr, NOISE: tl.constexpr):
+    q = divided(read.to(tl.float32), turn[:, None], m[:, None], y[:, None], RULE)
     if NOISE:
         q = drawn(q, at, words, MANTISSA, MIN_EXPONENT)
     tl.store(data + at, stored(q, KIND), mask=inside)
+
+
+@jit
+def _rows(x, data, scale, count, words, M, K, KIND: tl.constexpr, LARGEST: tl.constexpr,
+          MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr,
+          UP: tl.constexpr, RULE: tl.constexpr, NOISE: tl.constexpr, HOLD: tl.constexpr,
+          BM: tl.constexpr, BK: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    at = m[:, None].to(tl.int64) * K + k[None, :]
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    read = tl.load(x + at, mask=inside, other=0.0)      # held as it is: half the registers
+    most = magnitude(read.to(tl.float32))
+    if not HOLD:
+        for start in range(BK, K, BK):
+            more = tl.load(x + at + start, mask=inside & (start + k < K)[None, :], other=0.0)
+            most = tl.maximum(most, magnitude(more.to(tl.float32)))
+    top = tl.max(most, 1)
+    if tl.max(top, 0) >= 0x7F800000:
+        bad = tl.zeros((BM, BK), tl.int32)
+        for start in range(0, BK if HOLD else K, BK):
+            more = tl.load(x + at + start, mask=inside & (start + k < K)[None, :], other=0.0)
+            bad += tl.where(magnitude(more.to(tl.float32)) >= 0x7F800000, 1, 0)
+        tl.atomic_add(count, tl.sum(tl.sum(bad, 1), 0).to(tl.int64))
+    s = scale_of(top, RULE, LARGEST, UP, MAX_EXPONENT)
+    tl.store(scale + m, s, mask=m < M)
+    turn, m_, y = divisor(s)
+    if HOLD:
+        _write(read, data, at, inside, words, turn, m_, y, KIND, MANTISSA, MIN_EXPONENT, RULE,
+               NOISE)
+    else:
+        for start in range(0, K, BK):
+            within = inside & (start + k < K)[None, :]
+            read = tl.load(x + at + start, mask=within, other=0.0)
+            _write(read, data, at + start, within, words, turn, m_, y, KIND, MANTISSA,
+                   MIN_EXPONENT, RULE, NOISE)
 
 
 @jit
@@ -106,10 +126,10 @@ def _columns(x, data, scale, tops, words, M, N, KIND: tl.constexpr, LARGEST: tl.
     tl.store(data + tl.trans(there), tl.trans(stored(q, KIND)), mask=tl.trans(inside))
 
 
-def _held(K: int) -> dict[str, int]:
-    block = triton.next_power_of_2(K)
-    return {"BM": max(1, HELD // block), "BK": block, "AGAIN": block > HOLDS,
-            "num_warps": max(4, min(16, block // 1024))}
+def _shape(K: int) -> dict[str, int]:
+    block = PIECE if K > HOLDS else triton.next_power_of_2(K)
+    return {"BM": max(1, HELD // block), "BK": block, "HOLD": block >= K,
+            "num_warps": max(4, block // 1024)}
 
 
 def _results(x: Tensor, fmt: str, rule: str, columns: bool, *_):
@@ -126,10 +146,7 @@ def operation(x: Tensor, fmt: str, rule: str, columns: bool,
     data, scale, count = made = _results(x, fmt, rule, columns)
     how = constants(fmt) | {"RULE": rule, "NOISE": noise is not None}
     if not columns:
-        if N > LONGEST_ROW:
-            raise ConfigError(f"rows of {N:,} elements do not fit into one program; at most "
-                              f"{LONGEST_ROW:,}")
-        shape = _held(N)
+        shape = _shape(N)
         _rows[(triton.cdiv(M, shape["BM"]),)](x, data, scale, count, noise, M, N, **how, **shape)
         return made
     tops = x.new_zeros(N, dtype=torch.int32)
@@ -164,6 +181,10 @@ def _examples(rng: torch.Generator, device: torch.device):
         yield x[:9], "int8", "float32", columns, drawn_by
         yield bad, "e4m3fn", "float32", columns, None
         yield x[:1, :1], "e4m3fn", "float32", columns, None
+    wide = torch.randn(2, HOLDS + 19, generator=rng).to(device)
+    yield wide, "e4m3fn", "float32", False, drawn_by
+    wide[1, HOLDS + 5] = torch.nan
+    yield wide, "e4m3fn", "float32", False, None
 
 
 _TYPES = {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "count": "*i64", "tops": "*i32",
@@ -184,6 +205,6 @@ KERNEL = Kernel(
     moved_bytes=lambda x, fmt, rule, columns, noise: (
         x.nbytes * (1 + columns) + x.numel() + 4 * x.shape[columns]),
     builds=() if tl is None else (
-        _build(_rows, _held(4096)), _build(_rows, _held(16384)), _build(_rows, _held(LONGEST_ROW)),
-        _build(_rows, _held(4096), NOISE=True), _build(_column_amax, TALL), _build(_columns, TILE),
+        _build(_rows, _shape(4096)), _build(_rows, _shape(16384)), _build(_rows, _shape(HOLDS + 1)),
+        _build(_rows, _shape(4096), NOISE=True), _build(_column_amax, TALL), _build(_columns, TILE),
         _build(_columns, TILE, NOISE=True)))

@@ -151,7 +151,7 @@ def _farthest(t: Tensor) -> float:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().reshape(*t.shape, 1).view(torch.uint8)
+    return t.clone(memory_format=torch.contiguous_format).unsqueeze(-1).view(torch.uint8)
 
 
 def _first(ours: Tensor, theirs: Tensor, wrong: Tensor) -> str:

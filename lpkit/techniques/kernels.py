@@ -21,4 +21,13 @@ KERNELS: dict[str, Row] = {
         why="rows to FP8 or INT8, each under a scale of its own, found by the same read",
         source="https://github.com/pytorch/ao",
         implementation="lpkit.kernels.cast_rows:KERNEL"),
+    "cast-blocks": Row(
+        why="blocks of 1 x 128 and 128 x 128 to FP8, as they lie and transposed, by one read",
+        source="https://arxiv.org/abs/2412.19437",
+        implementation="lpkit.kernels.cast_blocks:KERNEL"),
+    "cast-mx": Row(
+        why="MX: blocks of 1 x 32 to FP8 under E8M0 scales, both ways by one read, scales in the "
+            "tiles that Blackwell reads",
+        source="https://arxiv.org/abs/2310.10537",
+        implementation="lpkit.kernels.cast_blocks:MX_KERNEL"),
 }
