@@ -38,7 +38,7 @@ from lpkit.techniques.formats import format_of
 
 # of one operand, (64, 128) or its transpose; of both, in blocks of 128 and of 32
 ONE, BOTH = {"BR": 64, "BC": 128, "num_warps": 8}, {"BR": 128, "BC": 128, "num_warps": 16}
-BOTH_MX = {"BR": 64, "BC": 64, "num_warps": 4}
+BOTH_MX = {"BR": 64, "BC": 64, "num_warps": 8}
 
 
 def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
@@ -123,6 +123,8 @@ def _blocks(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND:
                        MANTISSA, MIN_EXPONENT, MAX_EXPONENT, UP, RULE, SIDE, MX, SWIZZLED, NOISE,
                        BR, BC)
     if ROWS:
+        if COLUMNS:     # from L1: what is held until here would cost half the programs
+            v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         top = _operand(v, rows, row_scale, words, m, n, M, N, KIND, LARGEST, MANTISSA,
                        MIN_EXPONENT, MAX_EXPONENT, UP, RULE, SIDE, MX, SWIZZLED, NOISE, BR, BC)
     if tl.max(tl.max(top, 1), 0) >= 0x7F800000:

@@ -148,3 +148,37 @@ def swizzle(r, c, C):
     """Where the scale of row r, column c of C lies; see `lpkit.kernels.scales.swizzled`."""
     tile = (r // 128).to(tl.int64) * tl.cdiv(C, 4) + c // 4
     return tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+
+
+@jit
+def two_levels(amax, top, RULE: tl.constexpr, LARGEST: tl.constexpr):
+    """Of blocks with largest magnitudes `amax`, in a tensor whose has the bits `top`: the scale in
+    E4M3, what to divide by, and the tensor's own scale."""
+    most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
+    if RULE == "e4m3":
+        most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
+        turn, m, y = divisor(most)
+        encode = quotient(LARGEST * 448.0, m, y) * turn
+        turn, m, y = divisor(encode)
+        tensor = quotient(1.0, m, y) * turn
+        s = amax * (encode * (1.0 / LARGEST))
+    else:
+        tensor = quotient(most, LARGEST * 448.0, 1.0 / (LARGEST * 448.0))
+        tensor = tl.maximum(tensor, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
+        turn, m, y = divisor(tensor)
+        s = quotient(quotient(amax, LARGEST, 1.0 / LARGEST) * turn, m, y)
+        s = tl.maximum(s, 2.0**-6, propagate_nan=tl.PropagateNan.ALL)
+    s = tl.minimum(s, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    wide = s.to(tl.float32)
+    return s, tl.where(wide == 0, float("inf"), wide * tensor), tensor
+
+
+@jit
+def e2m1(q):
+    """The 4-bit code of q, to nearest-even and saturating; of NaN 0: E2M1 has none."""
+    size = tl.abs(q)
+    code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0)
+    code += tl.where(size > 1.25, 1, 0) + tl.where(size >= 1.75, 1, 0)
+    code += tl.where(size > 2.5, 1, 0) + tl.where(size >= 3.5, 1, 0)
+    code += tl.where(size > 5.0, 1, 0)
+    return code | ((q.to(tl.int32, bitcast=True) >> 28) & 8)

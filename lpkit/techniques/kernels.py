@@ -30,4 +30,9 @@ KERNELS: dict[str, Row] = {
             "tiles that Blackwell reads",
         source="https://arxiv.org/abs/2310.10537",
         implementation="lpkit.kernels.cast_blocks:MX_KERNEL"),
+    "cast-nvfp4": Row(
+        why="NVFP4: 4-bit values two to a byte under two levels of scales, after a random "
+            "Hadamard transform where the recipe has it",
+        source="https://arxiv.org/abs/2509.25149",
+        implementation="lpkit.kernels.cast_nvfp4:KERNEL"),
 }
