@@ -19,7 +19,7 @@ from torch import Tensor
 from lpkit.kernels import scales
 from lpkit.kernels.cast import MX_BLOCK, Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel
+from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     code_of,
@@ -252,6 +252,9 @@ def _build(function, types: dict[str, str] = _TYPES, **how) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_blocks_examples, exact=True,
+    typical=lambda: {
+        f"{rows} x 128, both ways": (matrix(), "e4m3fn", "float32", 128, rows > 1, True, True,
+                                     False, None) for rows in (1, 128)},
     moved_bytes=_moved, builds=() if tl is None else (
         _build(_blocks), _build(_blocks, COLUMNS=True, **BOTH), _build(_blocks, NOISE=True),
         _build(_blocks, NOISE=True, ROWS=False, COLUMNS=True),
@@ -276,6 +279,8 @@ _MX = {**_TYPES, "row_scale": "*u8", "column_scale": "*u8"}
 _MX_HOW = {"SIDE": MX_BLOCK, "MX": True, "SWIZZLED": True, "RULE": "power-of-two"}
 MX_KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_mx_examples, exact=True,
+    typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_BLOCK, False,
+                                           True, True, True, None)},
     moved_bytes=_moved, builds=() if tl is None else (
         _build(_blocks, _MX, **_MX_HOW), _build(_blocks, _MX, **_MX_HOW, COLUMNS=True, **BOTH_MX),
         _build(_blocks, _MX, **_MX_HOW, NOISE=True),

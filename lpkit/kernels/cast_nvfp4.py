@@ -11,8 +11,6 @@ takes, in the amax's pass and in the cast's, and the 16 codes of a block leave a
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel
+from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     constants,
@@ -131,19 +129,19 @@ def _sixteen(x, g, n, G, N, MIX: tl.constexpr, NEGATIVE: tl.constexpr):
         one = tl.load(x + at + j * N, mask=inside, other=0.0).to(tl.float32)
         if MIX and (NEGATIVE >> j) & 1:
             one = one * -1.0
-        v = v + (one,)
+        v += (one,)
     if MIX:
         for stage in tl.static_range(4):
             made = ()
             for j in tl.static_range(16):
                 if (j >> stage) & 1:
-                    made = made + (v[j - (1 << stage)] - v[j],)
+                    made += (v[j - (1 << stage)] - v[j],)
                 else:
-                    made = made + (v[j] + v[j + (1 << stage)],)
+                    made += (v[j] + v[j + (1 << stage)],)
             v = made
         made = ()
         for j in tl.static_range(16):
-            made = made + (v[j] * 0.25,)
+            made += (v[j] * 0.25,)
         v = made
     return v
 
@@ -230,8 +228,8 @@ def operation(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix
            "NOISE": noise is not None}
     G = M // SIDE
     if mix:
-        _mixed_amax[_grid(G, N, TALL)](x, state, state[2:].view(torch.int64), G, N, NEGATIVE=NEGATIVE,
-                                       **TALL)
+        _mixed_amax[_grid(G, N, TALL)](x, state, state[2:].view(torch.int64), G, N,
+                                       NEGATIVE=NEGATIVE, **TALL)
     else:
         kernel.launch(x, state)
     if rows or square:
@@ -297,6 +295,10 @@ def _build(function, shape: dict[str, int], **how) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
+    typical=lambda: {
+        "1 x 16": (matrix(), "e4m3", False, True, False, False, True, None),
+        "1 x 16 of x.T, transformed": (matrix(), "e4m3", False, False, True, True, True, None),
+        "16 x 16, both ways": (matrix(), "e4m3", True, True, True, False, True, None)},
     moved_bytes=lambda x, rule, square, rows, columns, *_: (
         2 * x.nbytes + (rows + columns) * (x.numel() // 2 + x.numel() // 16)),
     builds=() if tl is None else (

@@ -15,7 +15,7 @@ from torch import Tensor
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel
+from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     constants,
@@ -202,6 +202,8 @@ def _build(function, shape: dict[str, int], **how) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
+    typical=lambda: {"rows": (matrix(), "e4m3fn", "power-of-two", False, None),
+                     "rows of x.T": (matrix(), "e4m3fn", "power-of-two", True, None)},
     moved_bytes=lambda x, fmt, rule, columns, noise: (
         x.nbytes * (1 + columns) + x.numel() + 4 * x.shape[columns]),
     builds=() if tl is None else (

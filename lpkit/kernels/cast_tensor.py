@@ -20,7 +20,7 @@ from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel
+from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     constants,
@@ -164,6 +164,9 @@ def _build(**how) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
+    typical=lambda: {
+        "current scaling": (matrix(), "e4m3fn", "float32", True, True, None, None),
+        "delayed scaling": (matrix(), "e4m3fn", "float32", True, True, matrix(1, 1), None)},
     moved_bytes=lambda x, fmt, rule, rows, columns, history, noise: (
         x.nbytes * (1 + (history is None)) + x.numel() * (rows + columns)),
     builds=() if tl is None else (

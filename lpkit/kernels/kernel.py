@@ -45,6 +45,7 @@ class Kernel:
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
     moved_bytes: that any version must read and write, for given arguments, forward.
     builds:      what the tests compile for GPUs.
+    typical:     arguments of a training step's size, on the meta device, by what they stand for.
     """
 
     definition: Version
@@ -54,6 +55,12 @@ class Kernel:
     exact: bool = False
     moved_bytes: Callable[..., int]
     builds: tuple[Build, ...] = ()
+    typical: Callable[[], Mapping[str, tuple]] = dict
+
+
+def matrix(M: int = 16384, N: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """On the meta device: shapes without memory."""
+    return torch.empty(M, N, dtype=dtype, device="meta")
 
 
 def row_length(x: Tensor, *others: Tensor) -> int:

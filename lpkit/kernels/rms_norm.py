@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, row_length
+from lpkit.kernels.kernel import Build, Kernel, matrix, row_length
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -126,6 +126,7 @@ def _examples(rng: torch.Generator, device: torch.device):
 _TYPES = {"x": "*bf16", "w": "*fp32", "y": "*bf16", "r": "*fp32", "N": "i32"}
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, gradients=(0, 1),
+    typical=lambda: {"": (matrix(), matrix(1, 4096, torch.float32)[0], 1e-5)},
     moved_bytes=lambda x, w, eps: 2 * x.nbytes + w.nbytes,
     builds=(
         Build(kernel=_forward, signature=_TYPES | {"eps": "fp32"}, constants={"BLOCK": 4096},

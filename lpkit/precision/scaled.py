@@ -29,7 +29,7 @@ from torch import Tensor
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.scales import decide, spread
-from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import HADAMARD, SCALES, Cast
 
 
