@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,7 @@ def test_the_page_shows_what_the_compiler_makes(built):
     from lpkit.kernels.targets import Compiled, page
 
     there = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
-    if f"By Triton {version("triton")}," not in there:
+    if f"By Triton {metadata.version('triton')}," not in there:
         pytest.skip("the page is by another version of Triton")
     assert page([Compiled(**one) for one in built]) == there
 
