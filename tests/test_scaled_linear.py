@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
+from lpkit.kernels.scales import MAKE_SCALES
 from lpkit.precision.backends import BACKENDS, swizzled
 from lpkit.precision.formats import round_to, values
 from lpkit.precision.linear import advance, nonfinite_report
-from lpkit.precision.scaled import MAKE_SCALES, Scaled, product, quantise, reference, spread
+from lpkit.precision.scaled import Scaled, product, quantise, reference, spread
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
 from tests.strict_cuda import strict

@@ -2,7 +2,7 @@
 
 As it is (3.6 to 3.9) it truncates where hardware rounds to nearest-even: float32 to bf16 loses half
 a bit, and a carry in FP8 is lost, so that 127.4 becomes 64 in E4M3. It also multiplies and adds the
-bit patterns of bf16 in `tl.dot`. Stores out of bounds it does not see.
+bit patterns of bf16 in `tl.dot`, and rounds `tl.fma` twice. Stores out of bounds it does not see.
 """
 
 import numpy as np
@@ -39,6 +39,7 @@ def mend() -> None:
         else:
             if theirs.itemsize == 1:
                 values = values.float().clamp(-torch.finfo(theirs).max, torch.finfo(theirs).max)
+                values[values.isnan()] = torch.nan      # a GPU's has no sign
             whole = {1: torch.uint8, 2: torch.int16}.get(theirs.itemsize, theirs)
             made = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
         return interpreter.TensorHandle(made.reshape(np.shape(source.data)), kind.scalar)
@@ -46,5 +47,12 @@ def mend() -> None:
     def dot(self, a, b, total, *how):
         return plain_dot(self, *(cast(self, one, tl.float32) for one in (a, b)), total, *how)
 
+    def fma(self, x, y, z):     # float64 holds the product of two float32
+        with np.errstate(all="ignore"):
+            made = np.asarray(x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
+        return interpreter.TensorHandle(np.where(np.isnan(made), np.float32(np.nan), made),
+                                        z.dtype.scalar)
+
     builder.cast_impl = builder.create_fp_to_fp = cast
+    builder.create_fma = fma
     builder.create_dot = dot

@@ -48,6 +48,7 @@ class Kernel:
     timed:       arguments like those of a training step, for a generator and a device.
     peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
     builds:      what the tests compile for GPUs.
+    typical:     arguments of a training step's size, on the meta device, by what they stand for.
     """
 
     definition: Version
@@ -59,6 +60,12 @@ class Kernel:
     timed: Callable[[torch.Generator, torch.device], Iterable[tuple]] | None = None
     peers: Mapping[str, Version] = field(default_factory=dict)
     builds: tuple[Build, ...] = ()
+    typical: Callable[[], Mapping[str, tuple]] = dict
+
+
+def matrix(M: int = 16384, N: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """On the meta device: shapes without memory."""
+    return torch.empty(M, N, dtype=dtype, device="meta")
 
 
 def floats(*tensors: Tensor) -> None:
@@ -178,7 +185,7 @@ def _farthest(t: Tensor) -> float:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().reshape(*t.shape, 1).view(torch.uint8)
+    return t.clone(memory_format=torch.contiguous_format).unsqueeze(-1).view(torch.uint8)
 
 
 def _first(ours: Tensor, theirs: Tensor, wrong: Tensor) -> str:

@@ -28,10 +28,9 @@ from torch import Tensor
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise, hadamard
 from lpkit.kernels.operator import operator
-from lpkit.techniques.formats import Format, format_of
+from lpkit.kernels.scales import decide, spread
+from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, SCALES, Cast
-
-TINY = 2.0**-100      # an all-zero block gets a finite scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,71 +62,9 @@ class Scaled:
         return values if self.tensor is None else values.mul_(self.tensor.to(dtype))
 
 
-# Scales: amax per block (R, C) -> a scale per block, (R, C) float32, and the second level of it, ()
-# float32 or None. amax is NaN where a block has a NaN or an Inf, and so is the scale: never silent.
-
-Scales = tuple[Tensor, Tensor | None]
-
-
-def _float32(amax: Tensor, to: Format) -> Scales:
-    """The block's largest magnitude lands on the format's."""
-    return amax.clamp(min=TINY) / to.largest, None
-
-
-def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
-    """The range of E8M0, 2^-127 to 2^127. NaN * 0 is NaN."""
-    return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None
-
-
-def _up(amax: Tensor, to: Format) -> Scales:
-    """The least power of two under which nothing overflows (Mishra et al. 2025,
-    https://arxiv.org/abs/2506.08027)."""
-    mantissa, exponent = torch.frexp(amax / to.largest)
-    return _power_of_two(exponent - (mantissa == 0.5).int(), amax)
-
-
-def _floor(amax: Tensor, to: Format) -> Scales:
-    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): the largest may saturate."""
-    return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
-
-
-def _e4m3(amax: Tensor, to: Format) -> Scales:
-    """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025,
-    https://arxiv.org/abs/2509.25149, appendix B), subnormals and 0 too. In the order of
-    Transformer Engine's kernels: the same bits."""
-    largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
-    encode = torch.full_like(top, to.largest * largest) / top
-    scale = amax * (encode * (1 / to.largest))
-    return kernel.qdq(scale, format_of("e4m3fn")), encode.reciprocal()
-
-
-def _e4m3_normal(amax: Tensor, to: Format) -> Scales:
-    """The same, but never below E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
-    e4m3 = format_of("e4m3fn")
-    tensor = (amax.amax() / (to.largest * e4m3.largest)).clamp(min=TINY)
-    scale = (amax / to.largest / tensor).clamp(min=e4m3.smallest_normal)
-    return kernel.qdq(scale, e4m3), tensor
-
-
-def _none(amax: Tensor, to: Format) -> Scales:
-    return torch.ones_like(amax), None
-
-
-# by the names of `lpkit.techniques.recipes.SCALES`
-MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
-    "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3,
-    "e4m3-normal": _e4m3_normal, "none": _none}
-
-
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": hadamard}
-
-
-def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeat each scale over its block, so that it lines up with the data."""
-    (M, K), (R, C) = shape, scale.shape
-    return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
 
 
 def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
@@ -152,10 +89,7 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
             values.fill_(torch.nan)
         return Scaled(data=values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
     found, nonfinite = kernel.amax(x, cast.block)
-    # A history that is still empty decides nothing, and does not hide a NaN that is there now.
-    used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
-    scale, tensor = MAKE_SCALES[cast.scale](used + (used - used), to)   # NaN of an infinity
-    both = scale if tensor is None else scale * tensor
+    both, scale, tensor = decide(found, amax, cast.scale, to)
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
     elif dtype.itemsize == 1:  # stored for hardware: PyTorch's own casts, which torch.compile fuses

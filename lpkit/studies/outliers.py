@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpkit.kernels.scales import MAKE_SCALES
 from lpkit.precision.error import sqnr_db
-from lpkit.precision.scaled import MAKE_SCALES, quantise
+from lpkit.precision.scaled import quantise
 from lpkit.studies import linear_operands
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, SCALES, Cast

@@ -1,0 +1,97 @@
+"""The largest magnitude of a tensor, and how many of its elements are NaN or Inf.
+
+Programs walk over the tensor side by side, and each asks for one atomic maximum at its end: of
+integers, so that the order does not matter. What is not finite is counted in a second look, which a
+program takes where its maximum says that there is something.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpkit.kernels.cast import reference_amax
+from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.rounding import PROGRAMS, magnitude
+from lpkit.kernels.scales import check
+
+BLOCK, WARPS = 8192, 8
+
+
+def definition(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (M, N) -> () float32, not finite where an element is not, and () int64."""
+    check(x)
+    values, nonfinite = reference_amax(x, 1, 1)
+    return values.view(()), nonfinite
+
+
+@jit
+def _amax(x, history, state, count, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
+    if HISTORY:     # one that is not empty decides, and there is nothing to look for
+        blocks = tl.where(tl.load(history) > 0, 0, blocks)
+    most = tl.zeros((BLOCK,), tl.int32)
+    for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        most = tl.maximum(most, magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
+    top = tl.max(most, 0)
+    tl.atomic_max(state, top)
+    if top >= 0x7F800000:
+        bad = tl.zeros((BLOCK,), tl.int32)
+        for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            v = magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
+            bad += tl.where(v >= 0x7F800000, 1, 0)
+        tl.atomic_add(count, tl.sum(bad, 0).to(tl.int64))
+
+
+def launch(x: Tensor, state: Tensor, history: Tensor | None = None) -> None:
+    """state: `empty_state()`. history: () float32; above 0, nothing is looked for."""
+    blocks = triton.cdiv(x.numel(), BLOCK)
+    _amax[(min(blocks, PROGRAMS),)](x, history, state, state[2:].view(torch.int64), x.numel(),
+                                    blocks, HISTORY=history is not None, BLOCK=BLOCK,
+                                    num_warps=WARPS)
+
+
+def empty_state(x: Tensor) -> Tensor:
+    """(4,) int32: bits of the largest magnitude, bits of a scale, and a count of 64 bits."""
+    return x.new_zeros(4, dtype=torch.int32)
+
+
+def _state(x: Tensor) -> Tensor:
+    check(x)
+    state = empty_state(x)
+    launch(x, state)
+    return state
+
+
+operation = operator("amax_state(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=empty_state)(_state)
+
+
+def in_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    state = operation(x)
+    return state[0].view(torch.float32), state[2:].view(torch.int64).view(())
+
+
+def _examples(rng: torch.Generator, device: torch.device):
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((5, 123), (64, 300), (1, 1), (130, 72)):
+            yield ((torch.randn(shape, generator=rng) * 1e3).to(device, dtype),)
+    x = torch.randn(16, 1000, generator=rng).to(device)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = x.clone()
+        x[3, 500] = bad
+        yield (x,)
+    yield (torch.zeros(4, 8, device=device) - 0.0,)
+    yield (torch.full((2, 2), 1e-45, device=device),)
+    yield (torch.randn(3, 129, generator=rng).to(device)[1:].view(-1)[1:257].view(16, 16),)
+
+
+KERNEL = Kernel(
+    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
+    typical=lambda: {"": (matrix(),)},
+    moved_bytes=lambda x: x.nbytes,
+    builds=(Build(kernel=_amax, warps=WARPS, constants={"HISTORY": False, "BLOCK": BLOCK},
+                  signature={"x": "*bf16", "history": "*fp32", "state": "*i32", "count": "*i64",
+                             "n": "i32", "blocks": "i32"}, unaligned=("count", "blocks")),))

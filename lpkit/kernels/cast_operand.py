@@ -1,0 +1,135 @@
+"""An operand of a recipe's product, cast by one fused operator: what a backend calls.
+
+    cast_operand(x, cast)               -> Operand           x (M, K), the contracted axis last
+    cast_operand(x.T, cast)             the same of a transposed view, which is not copied
+    cast_operand(x, cast, both=True)    -> two, of x and of x.T: one read serves two products
+
+The numbers are those of `lpkit.precision.scaled.quantise`, but for a Hadamard transform, whose sums
+have one order here (`lpkit.kernels.scales.mixed`), and under a scale that is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.kernels import scales
+from lpkit.kernels.cast import Noise
+from lpkit.kernels.kernel import Version
+from lpkit.kernels.rounding import words
+from lpkit.techniques.kernels import KERNELS
+from lpkit.techniques.recipes import ALL, MX_BLOCK, Cast
+
+
+class Operand(NamedTuple):
+    """Where `scale` is E8M0 or E4M3 it is the bytes of the tiles that Blackwell reads, if
+    `swizzled`; 4-bit data is float4_e2m1fn_x2, two to a byte."""
+
+    data: Tensor
+    scale: Tensor               # (R, C): float32 for blocks of 1 x 128 column by column
+    tensor: Tensor | None
+    amax: Tensor | None         # (1, 1) float32, under one scale for the tensor
+    nonfinite: Tensor           # () int64
+
+
+class _Asked(NamedTuple):
+    x: Tensor               # (M, N), contiguous
+    cast: Cast
+    ways: tuple[bool, bool]     # as it lies, transposed
+    amax: Tensor | None
+    noise: Tensor | None
+    swizzled: bool
+    mix: bool
+
+
+Found = tuple[list[Tensor], Tensor | None, Tensor | None, Tensor]   # data and scale of each way
+
+
+def _tensor(call: Version, a: _Asked) -> Found:
+    *data, scale, top, bad = call(a.x, a.cast.format, a.cast.scale, *a.ways, a.amax, a.noise)
+    pairs = [part for one in data for part in (one, scale.view(1, 1))]
+    return pairs, None, top.view(1, 1), bad
+
+
+def _rows(call: Version, a: _Asked) -> Found:
+    *pair, bad = call(a.x, a.cast.format, a.cast.scale, a.ways[1], a.noise)
+    return pair, None, None, bad
+
+
+def _blocks(call: Version, a: _Asked) -> Found:
+    rows, side = a.cast.block
+    *pairs, bad = call(a.x, a.cast.format, a.cast.scale, side, rows > 1, *a.ways, a.swizzled,
+                       a.noise)
+    return pairs, None, None, bad
+
+
+def _nvfp4(call: Version, a: _Asked) -> Found:
+    *pairs, tensor, bad = call(a.x, a.cast.scale, a.cast.block[0] > 1, *a.ways, a.mix, a.swizzled,
+                               a.noise)
+    pairs[::2] = [data.view(torch.float4_e2m1fn_x2) for data in pairs[::2]]
+    return pairs, tensor, None, bad
+
+
+class _Row(NamedTuple):
+    """A kernel, and the formats and scales that it knows for a block."""
+
+    kernel: str
+    call: Callable[[Version, _Asked], Found]
+    formats: tuple[str, ...]
+    scales: tuple[str, ...]
+    both: bool = True       # ways by one read
+
+
+FP8, POWERS = ("e4m3fn", "e5m2"), ("power-of-two", "power-of-two-floor")
+_NVFP4 = _Row("cast-nvfp4", _nvfp4, ("e2m1",), ("e4m3", "e4m3-normal"))
+FUSED: dict[tuple[int, int], _Row] = {
+    (ALL, ALL): _Row("cast-tensor", _tensor, FP8, ("float32", *POWERS)),
+    (1, ALL): _Row("cast-rows", _rows, (*FP8, "int8"), ("float32", *POWERS), both=False),
+    (1, 128): _Row("cast-blocks", _blocks, FP8, ("float32", *POWERS)),
+    (128, 128): _Row("cast-blocks", _blocks, FP8, ("float32", *POWERS)),
+    MX_BLOCK: _Row("cast-mx", _blocks, FP8, POWERS),
+    (1, 16): _NVFP4,
+    (16, 16): _NVFP4,
+}
+
+
+def why_not(cast: Cast, *, both: bool = False) -> str:
+    """Why no kernel does this cast; empty: one does."""
+    row = FUSED.get(cast.block)
+    if row is None or cast.format not in row.formats or cast.scale not in row.scales:
+        return (f"no kernel casts to {cast.format} in blocks of {cast.block} with scales "
+                f"{cast.scale}")
+    if both and (not row.both or cast.transform != "none"):
+        return f"one read does not cast both ways in blocks of {cast.block}, or with a transform"
+    return ""
+
+
+def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
+                 noise: Noise | Tensor | None = None, both: bool = False, swizzled: bool = True,
+                 version: str = "triton") -> Operand | tuple[Operand, Operand]:
+    """amax: () float32, for delayed scaling of a whole tensor. noise: for stochastic rounding; a
+    tensor (3,) int64 is `Noise.words`, and stays on the device. version: of the kernel, or
+    "reference", its definition.
+
+    Raises ConfigError for a cast that no kernel does, and for x that does not tile.
+    """
+    if problem := why_not(cast, both=both):
+        raise ConfigError(f"{problem}; use lpkit.precision.scaled.quantise")
+    row, mix = FUSED[cast.block], cast.transform != "none"
+    noise = words(noise, x.device) if isinstance(noise, Noise) else noise
+    columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
+    if mix and not (row is _NVFP4 and columns):     # no kernel does both
+        return cast_operand(scales.mixed(x), replace(cast, transform="none"), amax=amax,
+                            noise=noise, swizzled=swizzled, version=version)
+    kernel = KERNELS[row.kernel].load()
+    pairs, tensor, top, bad = row.call(
+        {"reference": kernel.definition, **kernel.versions}[version],
+        _Asked(x=(x.T if columns else x).contiguous(), cast=cast, mix=mix, amax=amax, noise=noise,
+               ways=(both or not columns, both or columns), swizzled=swizzled))
+    made = [Operand(*pair, tensor, top, bad) for pair in zip(pairs[::2], pairs[1::2])]
+    return (made[-1 if columns else 0], made[0 if columns else -1]) if both else made[0]

@@ -1,0 +1,184 @@
+"""Parts of the fused casts in Triton: scales, exact division, stochastic rounding, layouts.
+
+A division that rounds once is a call of twenty instructions on a GPU. These casts divide many
+numbers by few, so the reciprocal is found once, and a product with it is corrected twice by its own
+remainder: five instructions, and the bits of a division (Markstein 1990,
+https://doi.org/10.1147/rd.341.0111). Powers of two need one.
+
+Magnitudes are compared as the integers that their bits are: an infinity is larger than every
+number, and a NaN than that, so a maximum loses neither.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.kernels.cast import Noise
+from lpkit.kernels.jit import jit, tl
+from lpkit.techniques.formats import Format, format_of
+
+PROGRAMS = 1056     # of what walks over a tensor: eight for each multiprocessor of an H100
+
+
+@functools.cache
+def constants(fmt: str) -> dict[str, Any]:
+    """What a kernel is told of a format. UP: added to the bits of an amax, carries where the amax
+    has a larger mantissa than the format's largest value."""
+    to = format_of(fmt)
+    kinds = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "int8": tl.int8, "e2m1": tl.uint8}
+    return {"KIND": kinds[fmt], "LARGEST": to.largest, "MANTISSA": to.mantissa_bits,
+            "MIN_EXPONENT": to.min_exponent, "MAX_EXPONENT": to.max_exponent,
+            "UP": 0x7FFFFF - (_bits(to.largest) & 0x7FFFFF)}
+
+
+def _bits(number: float) -> int:
+    return torch.tensor(number, dtype=torch.float32).view(torch.int32).item()
+
+
+def stored_dtype(to: Format) -> torch.dtype:
+    """What holds its values; uint8 for two of 4 bits."""
+    return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
+
+
+def words(noise: Noise | None, device: torch.device) -> Tensor | None:
+    return None if noise is None else torch.tensor(noise.words, device=device)
+
+
+@jit
+def magnitude(v):
+    """Bits of |v|, int32."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def quotient(v, m, y):
+    """v / m, rounded once, for y = 1 / m rounded once. By the negative remainder, and -1 times v
+    because Triton's -v is 0 - v: so -0 stays."""
+    q = v * y
+    q = tl.fma(tl.fma(m, q, v * -1.0), -y, q)
+    return tl.fma(tl.fma(m, q, v * -1.0), -y, q)
+
+
+@jit
+def divisor(s):
+    """s > 0 as m * 2^e, 1 <= m < 2 -> 2^-e, m, 1 / m. v / s is quotient(v * 2^-e, m, 1 / m), which
+    neither overflows nor loses bits on the way. A NaN stays one, by infinity everything is 0."""
+    bits = s.to(tl.int32, bitcast=True)
+    turn = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+    turn = tl.where(bits == 0x7F800000, 0.0, tl.where(s == s, turn, s))
+    m = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    y = 1.0 / m
+    y = tl.fma(tl.fma(-m, y, 1.0), y, y)
+    return turn, m, tl.fma(tl.fma(-m, y, 1.0), y, y)
+
+
+@jit
+def divided(v, turn, m, y, RULE: tl.constexpr):
+    v = v * turn
+    if RULE == "float32" or RULE == "e4m3" or RULE == "e4m3-normal":
+        v = quotient(v, m, y)
+    return v
+
+
+@jit
+def code_of(top, RULE: tl.constexpr, UP: tl.constexpr, MAX_EXPONENT: tl.constexpr):
+    """The E8M0 code for an amax of bits `top`: no division, and no logarithm."""
+    if RULE == "power-of-two":
+        code = tl.where(top == 0, 127, tl.maximum(((top + UP) >> 23) - MAX_EXPONENT, 0))
+    else:
+        code = tl.where(top == 0, 126 - MAX_EXPONENT, tl.maximum((top >> 23) - MAX_EXPONENT, 0))
+    return tl.where(top < 0x7F800000, code, 255)
+
+
+@jit
+def scale_of(top, RULE: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr,
+             MAX_EXPONENT: tl.constexpr):
+    """The scale for an amax of bits `top`, float32; NaN where that is not finite."""
+    if RULE == "float32":
+        amax = tl.maximum(top.to(tl.float32, bitcast=True), 2.0**-100)
+        s = quotient(amax, LARGEST, 1.0 / LARGEST)
+    else:
+        code = code_of(top, RULE, UP, MAX_EXPONENT)
+        s = tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
+    return tl.where(top < 0x7F800000, s, float("nan"))
+
+
+@jit
+def uniform(at, words):
+    """`lpkit.kernels.cast._uniform`: element `at` of the stream `words`, (counter, k0, k1)."""
+    i = at + tl.load(words)
+    k0, k1 = tl.load(words + 1).to(tl.uint32), tl.load(words + 2).to(tl.uint32)
+    low, high = i.to(tl.uint32), (i >> 32).to(tl.uint32)
+    h = low * 0x9E3779B1 + k0 + high * 0x85EBCA6B
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = (h ^ (h >> 16)) + (k1 ^ high)
+    h = h * 0x7FEB352D
+    return (((h ^ (h >> 15)) >> 8).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-24
+
+
+@jit
+def drawn(q, at, words, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """q on the grid, up with the probability of the remainder. Steps are powers of two."""
+    exponent = tl.maximum(magnitude(q) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
+    step = (exponent - (MANTISSA << 23)).to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - exponent + (MANTISSA << 23)).to(tl.float32, bitcast=True)
+    steps = tl.abs(q) * inverse
+    down = tl.floor(steps)
+    size = (down + tl.where(uniform(at, words) < steps - down, 1.0, 0.0)) * step
+    bits = magnitude(tl.where(q == q, size, q)) | (q.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def stored(q, KIND: tl.constexpr):
+    """To the nearest-even, saturating, by the hardware's conversion where it has one."""
+    if KIND == tl.int8:
+        q = (q + 12582912.0) - 12582912.0       # 1.5 * 2^23: the addition rounds
+        return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+    return q.to(KIND)
+
+
+@jit
+def swizzle(r, c, C):
+    """Where the scale of row r, column c of C lies; see `lpkit.kernels.scales.swizzled`."""
+    tile = (r // 128).to(tl.int64) * tl.cdiv(C, 4) + c // 4
+    return tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+
+
+@jit
+def two_levels(amax, top, RULE: tl.constexpr, LARGEST: tl.constexpr):
+    """Of blocks with largest magnitudes `amax`, in a tensor whose has the bits `top`: the scale in
+    E4M3, what to divide by, and the tensor's own scale."""
+    most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
+    if RULE == "e4m3":
+        most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
+        turn, m, y = divisor(most)
+        encode = quotient(LARGEST * 448.0, m, y) * turn
+        turn, m, y = divisor(encode)
+        tensor = quotient(1.0, m, y) * turn
+        s = amax * (encode * (1.0 / LARGEST))
+    else:
+        tensor = quotient(most, LARGEST * 448.0, 1.0 / (LARGEST * 448.0))
+        tensor = tl.maximum(tensor, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
+        turn, m, y = divisor(tensor)
+        s = quotient(quotient(amax, LARGEST, 1.0 / LARGEST) * turn, m, y)
+        s = tl.maximum(s, 2.0**-6, propagate_nan=tl.PropagateNan.ALL)
+    s = tl.minimum(s, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    wide = s.to(tl.float32)
+    return s, tl.where(wide == 0, float("inf"), wide * tensor), tensor
+
+
+@jit
+def e2m1(q):
+    """The 4-bit code of q, to nearest-even and saturating; of NaN 0: E2M1 has none."""
+    size = tl.abs(q)
+    code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0)
+    code += tl.where(size > 1.25, 1, 0) + tl.where(size >= 1.75, 1, 0)
+    code += tl.where(size > 2.5, 1, 0) + tl.where(size >= 3.5, 1, 0)
+    code += tl.where(size > 5.0, 1, 0)
+    return code | ((q.to(tl.int32, bitcast=True) >> 28) & 8)

@@ -1,0 +1,170 @@
+"""How a block's scale follows from its largest magnitude, and what a cast is.
+
+A rule takes amax (R, C) float32, NaN where a block has a NaN or an Inf, and so is the scale: never
+silent. It gives a scale per block, (R, C) float32, and the second level of it, () float32 or None.
+
+`cast` is the definition of every fused cast: an amax, a rule, and x / scale rounded to the grid.
+`swizzled` and `packed` are how Blackwell's tensor cores want scales and 4-bit values to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.kernels.cast import qdq, reference, reference_amax
+from lpkit.techniques.formats import Format, format_of
+
+TINY = 2.0**-100      # an all-zero block gets a finite scale
+
+Scales = tuple[Tensor, Tensor | None]
+
+
+def _over(amax: Tensor, number: float) -> Tensor:
+    """amax / number, rounded once. By a plain number CUDA multiplies with its reciprocal instead
+    (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which is another number in the last bit."""
+    return amax / torch.full_like(amax, number)
+
+
+def _float32(amax: Tensor, to: Format) -> Scales:
+    """The block's largest magnitude lands on the format's."""
+    return _over(amax.clamp(min=TINY), to.largest), None
+
+
+def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
+    """The range of E8M0, 2^-127 to 2^127. NaN * 0 is NaN."""
+    return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None
+
+
+def _up(amax: Tensor, to: Format) -> Scales:
+    """The least power of two under which nothing overflows (Mishra et al. 2025,
+    https://arxiv.org/abs/2506.08027)."""
+    mantissa, exponent = torch.frexp(_over(amax, to.largest))
+    return _power_of_two(exponent - (mantissa == 0.5).int(), amax)
+
+
+def _floor(amax: Tensor, to: Format) -> Scales:
+    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): the largest may saturate."""
+    return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
+
+
+def _e4m3(amax: Tensor, to: Format) -> Scales:
+    """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025,
+    https://arxiv.org/abs/2509.25149, appendix B), subnormals and 0 too. In the order of
+    Transformer Engine's kernels: the same bits."""
+    largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
+    encode = torch.full_like(top, to.largest * largest) / top
+    scale = amax * (encode * (1 / to.largest))
+    return qdq(scale, format_of("e4m3fn")), encode.reciprocal()
+
+
+def _e4m3_normal(amax: Tensor, to: Format) -> Scales:
+    """The same, but never below E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
+    e4m3 = format_of("e4m3fn")
+    tensor = _over(amax.amax(), to.largest * e4m3.largest).clamp(min=TINY)
+    scale = (_over(amax, to.largest) / tensor).clamp(min=e4m3.smallest_normal)
+    return qdq(scale, e4m3), tensor
+
+
+def _none(amax: Tensor, to: Format) -> Scales:
+    return torch.ones_like(amax), None
+
+
+# by the names of `lpkit.techniques.recipes.SCALES`
+MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
+    "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3,
+    "e4m3-normal": _e4m3_normal, "none": _none}
+
+
+def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Repeat each scale over its block, so that it lines up with the data."""
+    (M, K), (R, C) = shape, scale.shape
+    return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
+
+
+class Made(NamedTuple):
+    codes: Tensor               # (M, K) uint8, bit patterns of the format
+    scale: Tensor               # float32 (R, C)
+    tensor: Tensor | None       # float32 (), the second level
+    amax: Tensor                # float32 (R, C), of what was cast
+    nonfinite: Tensor           # () int64: how many were NaN or Inf
+
+
+def decide(found: Tensor, amax: Tensor | None, rule: str,
+           to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What blocks with these largest magnitudes are divided by, and its two levels. amax: () of a
+    history. One that is still empty decides nothing, and none hides a NaN that is there now."""
+    used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
+    scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # NaN of an infinity
+    if tensor is None:
+        return scale, scale, None
+    # under a scale that rounded to 0 everything is 0
+    return torch.where(scale == 0, torch.inf, scale * tensor), scale, tensor
+
+
+def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *, amax: Tensor | None = None,
+         noise: Tensor | None = None) -> Made:
+    """The definition: x (M, K), the contracted axis last; 0 in `block` is the whole axis. noise:
+    `Noise.words`."""
+    tiles = [size // (side or size) for size, side in zip(x.shape, block)]
+    found, nonfinite = reference_amax(x.contiguous(), *tiles)
+    both, scale, tensor = decide(found, amax, rule, to)
+    codes = reference(x.contiguous(), both, None, to.name, noise, False, torch.uint8)
+    return Made(codes, scale, tensor, found, nonfinite)
+
+
+def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    """The shape (M, K) of what a fused cast takes. Raises ConfigError."""
+    if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
+                          f"not {x.dtype} {tuple(x.shape)}")
+    if not x.is_contiguous():
+        raise ConfigError(f"a fused cast takes rows that lie together, not strides {x.stride()} of "
+                          f"{tuple(x.shape)}; call .contiguous()")
+    for size, side, axis in zip(x.shape, block, ("the rows", "the last axis")):
+        if size % (side or 1):
+            raise ConfigError(f"blocks of {side} do not tile {axis} of {size}; pad to "
+                              f"{-(-size // side) * side}")
+    M, K = x.shape
+    return M, K
+
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)      # Transformer Engine's
+
+
+def mixed(x: Tensor) -> Tensor:
+    """x (M, K) times a Hadamard matrix / 4 in every 16 of its columns, (M, K) float32. Four stages
+    of sums and differences: 4 additions an element instead of a product's 16, and in one order, so
+    the same bits everywhere."""
+    v = x.float().unflatten(-1, (-1, len(SIGNS))) * x.new_tensor(SIGNS, dtype=torch.float32)
+    for half in (1, 2, 4, 8):
+        a, b = v.unflatten(-1, (-1, 2, half)).unbind(-2)
+        v = torch.stack((a + b, a - b), -2).flatten(-3)
+    return (v * 0.25).flatten(-2)
+
+
+# How Blackwell's tensor cores read scales and values.
+
+def swizzled_bytes(R: int, C: int) -> int:
+    return -(-R // 128) * -(-C // 4) * 512
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """(R, C) one-byte scales -> the tiles of 128 x 4 that Blackwell's tensor cores read, as cuBLAS
+    documents them ("1D block scaling factors layout"): within a tile, row r and column c are at
+    byte (r % 32) * 16 + (r // 32) * 4 + c."""
+    R, C = scale.shape
+    padded = torch.zeros(-(-R // 128) * 128, -(-C // 4) * 4, dtype=torch.uint8, device=scale.device)
+    padded[:R, :C] = scale.view(torch.uint8)
+    # tile row, r // 32, r % 32, tile column, c
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """4-bit codes (M, K) -> two to a byte, the first in the low half, (M, K / 2) uint8."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
