@@ -111,7 +111,8 @@ def run(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
     cases = spread(list(configs(LARGER if gpu else None)),
                    only or (ON_A_GPU if gpu else None))
     table = [_case(name, config, here) for name, config in cases]
-    drawn = [] if gpu else [_drawn_case(name, config, here) for name, config in draws(only or DRAWN)]
+    drawn = [] if gpu else [_drawn_case(name, config, here)
+                            for name, config in draws(only or DRAWN)]
     how = {"better": "lower", "facts": {"table": table, "drawn": drawn},
            "packages": ("torch", "accelerate"),
            "device": torch.cuda.get_device_name() if gpu else None}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats
+from lpkit.kernels.kernel import Build, Kernel, floats, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PIECE, WARPS = 8192, 16
@@ -128,7 +128,9 @@ def _liger(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"triton": _copied}, examples=_examples,
-    timed=_timed, peers={"liger": _liger},
+    timed=_timed,
+    typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
+    peers={"liger": _liger},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
                   signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",

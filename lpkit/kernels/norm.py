@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, row_length, timed_rows
+from lpkit.kernels.kernel import Build, Kernel, matrix, row_length, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -266,6 +266,11 @@ def _timed(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool)
         yield x, *([delta] if add else []), w, *([b] if bias else []), 1e-5
 
 
+def _typical(add: bool, bias: bool) -> tuple:
+    w = matrix(1, 4096, torch.float32)[0]
+    return matrix(), *([matrix()] if add else []), w, *([w] if bias else []), 1e-5
+
+
 def _liger_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -313,6 +318,7 @@ def _kernel(definition, pytorch, triton, *, bias: bool, add: bool, peers=(), **o
         definition=definition, versions={"pytorch": pytorch, "triton": triton, **others},
         examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
         timed=partial(_timed, add=add, bias=bias), peers=dict(peers),
+        typical=lambda: {"": _typical(add, bias)},
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
         builds=_builds(centred=bias, bias=bias, add=add))
 

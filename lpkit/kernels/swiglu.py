@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, timed_rows
+from lpkit.kernels.kernel import Build, Kernel, floats, matrix, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 BLOCK, WARPS = 1024, 4
@@ -127,6 +127,7 @@ _TYPES = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"}
 SWIGLU = Kernel(
     definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
     examples=_examples, gradients=(0,),
-    timed=_timed, peers={"liger": _liger}, moved_bytes=lambda x: 3 * x.nbytes // 2,
+    timed=_timed, typical=lambda: {"": (matrix(),)}, peers={"liger": _liger},
+    moved_bytes=lambda x: 3 * x.nbytes // 2,
     builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
                  for one in (_forward, _backward)))
