@@ -103,26 +103,33 @@ def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Nats of each token and the gradient of `part`; that of the weight is added to `dp`, in place
     where the product is in float32. Autocast has the weight's copy still."""
-    logits, (dw,) = head(part), dp
-    nats = cross_entropy_(logits, y, weights)
-    if logits.dtype == dw.dtype:
-        dw.addmm_(logits.T, part)
+    _, logits = _head(head, part)
+    g, (dw,) = logits.detach(), dp
+    nats = cross_entropy_(g, y, weights)
+    for hook in (logits._backward_hooks or {}).values():    # telemetry looks at this gradient
+        hook(g)
+    if g.dtype == dw.dtype:
+        dw.addmm_(g.T, part)
     else:
-        dw += logits.T @ part
-    return nats, logits @ head.weight
+        dw += g.T @ part
+    return nats, g @ head.weight
 
 
 def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The same of any head, by its own backward."""
-    with torch.enable_grad():
-        part = part.detach().requires_grad_()
-        logits = head(part)
+    part, logits = _head(head, part)
     g = logits.detach()
     nats = cross_entropy_(g, y, weights)
     d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
     torch._foreach_add_(dp, d)
     return nats, d_part
+
+
+@torch.enable_grad()
+def _head(head: nn.Module, part: Tensor) -> tuple[Tensor, Tensor]:
+    part = part.detach().requires_grad_()
+    return part, head(part)
 
 
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
