@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
     "optim": BASE | {"techniques"},
-    "memory": BASE | {"techniques", "nn"},
+    "memory": BASE | {"techniques", "kernels", "nn"},
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
