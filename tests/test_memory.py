@@ -229,9 +229,9 @@ def test_pieces_against_float64(chunk):
 
 
 def test_chunked_loss_keeps_no_logits():
-    """Kept: the hidden states' gradient. (The head's is a gradient like the others, only earlier.)"""
+    """Kept: the gradients of the hidden states and of the head."""
     config = SMALL.replace({"model.vocab": 4096, "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 16})
-    assert kept(config).operations["loss"] == 4 * 32 * 128 * 4
+    assert kept(config).operations["loss"] == 4 * 32 * 128 * 4 + 4096 * 128 * 4
     whole = kept(config.replace({"memory.cross_entropy": "full"})).operations["loss"]
     assert whole == 4 * 32 * 4096 * 4 + 4 * 32 * 8 + 4     # log-probabilities, targets, their number
 

@@ -168,7 +168,8 @@ def text(result: dict[str, Any]) -> str:
         calibrated = f"calibrated, all of them times {result['factor']:.3f}"
     return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",
                       f"  network: {m['network']}",
-                      f"  efficiency: {result['efficiency']['source']}", f"  times: {calibrated}; {best['range_is']}"])
+                      f"  efficiency: {result['efficiency']['source']}",
+                      f"  times: {calibrated}; {best['range_is']}"])
 
 
 def _opened(one: dict[str, Any], number: int) -> list[str]:

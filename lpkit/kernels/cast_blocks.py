@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels import scales
-from lpkit.kernels.cast import MX_BLOCK, Noise
+from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -35,7 +35,9 @@ from lpkit.kernels.rounding import (
     words,
 )
 from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import MX_BLOCK
 
+MX_SIDE = MX_BLOCK[1]
 # of one operand, (64, 128) or its transpose; of both, in blocks of 128 and of 32
 ONE, BOTH = {"BR": 64, "BC": 128, "num_warps": 8}, {"BR": 128, "BC": 128, "num_warps": 16}
 BOTH_MX = {"BR": 64, "BC": 64, "num_warps": 8}
@@ -61,7 +63,7 @@ def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bo
         scales.check(one, (1, side))
         made = scales.cast(one, to, (1, side), rule, noise=noise)
         scale = made.scale
-        if side == MX_BLOCK:
+        if side == MX_SIDE:
             scale = scale.to(torch.float8_e8m0fnu)
             scale = scales.swizzled(scale) if swizzled else scale
         results += [made.codes.view(stored_dtype(to)), scale]
@@ -168,7 +170,7 @@ def _results(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool
         data = x.new_empty(R, C, dtype=dtype)
         if square:
             return data, x.new_empty(R // side, C // side, dtype=torch.float32)
-        if side != MX_BLOCK:    # column by column
+        if side != MX_SIDE:    # column by column
             return data, x.new_empty(C // side, R, dtype=torch.float32).T
         if swizzled:            # what the tiles have beyond the tensor is read too
             scale = x.new_zeros(scales.swizzled_bytes(R, C // side), dtype=torch.uint8)
@@ -193,11 +195,11 @@ def operation(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: boo
     if square:
         _square[M // side, N // side](x, *data, noise, M, N, **how, TILE=side, num_warps=16)
     else:
-        both = BOTH_MX if side == MX_BLOCK else BOTH
+        both = BOTH_MX if side == MX_SIDE else BOTH
         shape = both if rows and columns else ONE
         sides = [shape["BR"], shape["BC"]][::1 if rows else -1]
         _blocks[triton.cdiv(M, sides[0]), triton.cdiv(N, sides[1])](
-            x, *data, noise, M, N, **how, SIDE=side, MX=side == MX_BLOCK, SWIZZLED=swizzled,
+            x, *data, noise, M, N, **how, SIDE=side, MX=side == MX_SIDE, SWIZZLED=swizzled,
             **shape)
     return made
 
@@ -210,7 +212,7 @@ def in_triton(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: boo
 
 def _moved(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
            *_) -> int:
-    scale = x.numel() // (side * side if square else side) * (1 if side == MX_BLOCK else 4)
+    scale = x.numel() // (side * side if square else side) * (1 if side == MX_SIDE else 4)
     return x.nbytes + (rows + columns) * (x.numel() + scale)
 
 
@@ -269,17 +271,17 @@ def _mx_examples(rng: torch.Generator, device: torch.device):
     bad = x.clone()
     bad[1, 3], bad[130, 100] = torch.nan, torch.inf
     for rule, swizzled in itertools.product(("power-of-two", "power-of-two-floor"), (False, True)):
-        yield x.bfloat16(), "e4m3fn", rule, MX_BLOCK, False, True, True, swizzled, None
-        yield x, "e5m2", rule, MX_BLOCK, False, True, False, swizzled, drawn_by
-    yield x[:7], "e4m3fn", "power-of-two", MX_BLOCK, False, True, False, True, None
-    yield bad, "e4m3fn", "power-of-two", MX_BLOCK, False, True, True, False, None
+        yield x.bfloat16(), "e4m3fn", rule, MX_SIDE, False, True, True, swizzled, None
+        yield x, "e5m2", rule, MX_SIDE, False, True, False, swizzled, drawn_by
+    yield x[:7], "e4m3fn", "power-of-two", MX_SIDE, False, True, False, True, None
+    yield bad, "e4m3fn", "power-of-two", MX_SIDE, False, True, True, False, None
 
 
 _MX = {**_TYPES, "row_scale": "*u8", "column_scale": "*u8"}
-_MX_HOW = {"SIDE": MX_BLOCK, "MX": True, "SWIZZLED": True, "RULE": "power-of-two"}
+_MX_HOW = {"SIDE": MX_SIDE, "MX": True, "SWIZZLED": True, "RULE": "power-of-two"}
 MX_KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_mx_examples, exact=True,
-    typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_BLOCK, False,
+    typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_SIDE, False,
                                            True, True, True, None)},
     moved_bytes=_moved, builds=() if tl is None else (
         _build(_blocks, _MX, **_MX_HOW), _build(_blocks, _MX, **_MX_HOW, COLUMNS=True, **BOTH_MX),

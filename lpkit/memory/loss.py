@@ -152,6 +152,7 @@ def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
     return nats, d_part
 
 
+@torch.enable_grad()
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
     of_each = repeat(None) if weights is None else weights.split(chunk)
     return zip(h.split(chunk), y.split(chunk), of_each)

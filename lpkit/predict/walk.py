@@ -248,8 +248,7 @@ class Walk:
         # the head's input in the product's dtype; its gradient, or the weight's before it is added
         cast = part * compute if self.s.mixed else 0.0
         self.mark(self.stream + cast + logits * at_work)
-        self.mark(self.stream + logits * compute + max(part * compute,
-                                                       cast + self.table * narrow))
+        self.mark(self.stream + cast + logits * compute + max(part * compute, self.table * narrow))
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
