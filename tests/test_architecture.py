@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
-    "training": BASE | {"datasets", "hardware", "measure", "memory", "nn", "optim", "precision", "predict", "techniques"},
+    "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "precision", "predict", "techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "optim", "precision", "predict", "techniques", "training"},
     "course": BASE | {"kernels", "nn", "precision", "predict", "studies", "techniques", "training", "ui"},

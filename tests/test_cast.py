@@ -244,14 +244,23 @@ def test_what_is_not_finite_is_counted_and_seen(in_torch):
         assert run(lambda: cast.mx(x[2:], E2M1)).nonfinite == 1
 
 
-def test_a_hadamard_transform_is_its_matrix_in_float64():
+def hadamard_matrix():
+    """(16, 16) float64, by Sylvester's construction, with Transformer Engine's signs of rows."""
+    h = torch.ones(1, 1).double()
+    while len(h) < 16:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])[:, None] * h / 4
+
+
+def test_a_hadamard_transform_is_its_matrix_in_float64(in_torch):
     """Small integers exactly; and all else but for the rounding of four sums, each of at most the sum of magnitudes."""
     whole = torch.randint(-8, 9, (48, 160), generator=torch.Generator().manual_seed(0)).float()
     for x in (whole, whole.bfloat16(), whole.T, spread(48, 160), spread(160, 48).bfloat16().T):
-        blocks, matrix = x.double().unflatten(-1, (-1, 16)), cast.hadamard_matrix().double()
+        blocks, matrix = x.double().unflatten(-1, (-1, 16)), hadamard_matrix()
         off = (cast.hadamard(x) - (blocks @ matrix).flatten(-2)).abs()
         bound = (blocks.abs() @ matrix.abs()).flatten(-2) * 4 * 2.0**-24
         assert (off <= (0 if x.abs().max() <= 8 else bound)).all()
+        assert torch.equal(cast.hadamard(x), in_torch(lambda: cast.hadamard(x)))     # noqa: B023
     assert torch.equal(matrix @ matrix.T, torch.eye(16).double())
 
 

@@ -5,8 +5,6 @@ On a CPU Triton's interpreter runs them. `tests/test_kernels.py` holds each kern
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from lpkit.kernels.jit import INTERPRETED, jit, tl
 from lpkit.kernels.rounding import divisor, quotient
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.formats import decode
-from lpkit.precision.scaled import TRANSFORMS, quantise
+from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import MX_BLOCK, RECIPES, Cast, resolve
 
@@ -49,8 +47,6 @@ def operand_x(M=128, K=128, seed=0):
 
 def wanted(x, cast, **how):
     """As the backend that multiplies in hardware casts it, in the layouts that its product makes."""
-    if cast.transform != "none":
-        x, cast = scales.mixed(x), replace(cast, transform="none")
     made = BACKENDS["scaled_mm"].cast(x, cast, torch.bfloat16, **{"amax": None, "noise": None, **how})
     scale = made.scale
     if cast.format == "e2m1":
@@ -155,14 +151,6 @@ def test_nvfp4_is_torchaos():
     got = cast_operand(x, RECIPES["nvfp4"].y[0], swizzled=False)
     same(got.data.view(torch.uint8), want.qdata.view(torch.uint8))
     same(got.scale, want.scale.view(got.scale.shape))
-
-
-def test_the_transform_in_four_stages_is_the_matrix():
-    x = operand_x(64, 256)
-    want = TRANSFORMS["hadamard"](x.double().float()).double()
-    assert (scales.mixed(x) - want).abs().max() <= 2.0**-21 * x.abs().max()
-    twice = scales.mixed(scales.mixed(x) / x.new_tensor(scales.SIGNS).repeat(16)).double()
-    assert twice.isfinite().all() and scales.mixed(torch.eye(16, device=DEVICE)).abs().eq(0.25).all()
 
 
 @jit

@@ -13,7 +13,6 @@ import torch
 import lpkit
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.kernels.cast import hadamard_matrix
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
 from lpkit.precision.scaled import quantise
@@ -23,6 +22,7 @@ from lpkit.training.loop import fit
 from lpkit.training.training import Training
 from lpkit.ui import heat_map, telemetry_explorer
 from lpkit.ui.telemetry import METRICS
+from tests.test_cast import hadamard_matrix
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 5, "eval_batches": 1,
@@ -55,7 +55,7 @@ def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
     """The statistics by loops over blocks."""
     x = x.double().numpy().astype(np.float32)
     if cast.transform == "hadamard":
-        x = (x.reshape(len(x), -1, 16) @ hadamard_matrix().numpy()).reshape(x.shape)
+        x = (x.reshape(len(x), -1, 16) @ hadamard_matrix().float().numpy()).reshape(x.shape)
     r, c = cast.block[0] or x.shape[0], cast.block[1] or x.shape[1]
     fmt = FORMATS[cast.format]
     tiles = [[x[i:i + r, j:j + c] for j in range(0, x.shape[1], c)] for i in range(0, x.shape[0], r)]

@@ -46,10 +46,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels import compile_c
-from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.operator import operator
 from lpkit.techniques.formats import FORMATS, Format, format_of
 from lpkit.techniques.recipes import HADAMARD, MX_BLOCK
 
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)      # Transformer Engine's
 MAX_BLOCK = 2048    # elements that lie together: a tile of the C kernel
 
 
@@ -177,23 +178,12 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Every 16 elements of the last axis times `hadamard_matrix`, in float32: outliers are shared
-    out (Tseng et al. 2024, arXiv:2402.04396). The kernel adds and subtracts pairs, so the order of
-    a sum is another than the definition's. Raises ConfigError."""
+    """Every 16 elements of the last axis, with SIGNS, times a Hadamard matrix / 4, in float32:
+    outliers are shared out (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
     _check_input(x)
     matrix, *_, turned = _tiles(x, (1, HADAMARD))
     on_cpu = x.device.type == "cpu"
     return _as(turned, (_hadamard if on_cpu else reference_hadamard)(matrix, turned)).view(x.shape)
-
-
-@functools.cache
-def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
-    """(16, 16) float32, orthogonal: a Hadamard matrix / 4, rows' signs as Transformer Engine's."""
-    h = torch.ones(1, 1)
-    while len(h) < HADAMARD:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
-    return (signs[:, None] * h / HADAMARD**0.5).to(device)
 
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
@@ -236,17 +226,15 @@ def reference_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int,
     return values.view(x.shape), scales, (~top.isfinite()).sum()
 
 
-# A graph and fake tensors have nothing of a cache: for them the matrix is an operator's.
-@operator("hadamard_matrix(Tensor like) -> Tensor", key=EVERY_DEVICE,
-          fake=lambda like: like.new_empty(HADAMARD, HADAMARD, dtype=torch.float32))
-def _mixing(like: Tensor) -> Tensor:
-    return hadamard_matrix(like.device).clone()
-
-
 def reference_hadamard(x: Tensor, turned: bool) -> Tensor:
-    """Of the columns where `turned`, float32."""
-    along = (x.T if turned else x).float().unflatten(-1, (-1, HADAMARD))
-    return _as(turned, (along @ _mixing(x)).flatten(-2)).contiguous()
+    """Of the columns where `turned`, float32. Four stages of sums and differences: 4 additions an
+    element instead of a product's 16, and in one order, so the same bits everywhere."""
+    v = (x.T if turned else x).float().unflatten(-1, (-1, HADAMARD))
+    v = v * x.new_tensor(SIGNS, dtype=torch.float32)
+    for half in (1, 2, 4, 8):
+        a, b = v.unflatten(-1, (-1, 2, half)).unbind(-2)
+        v = torch.stack((a + b, a - b), -2).flatten(-3)
+    return _as(turned, (v * 0.25).flatten(-2)).contiguous()
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -548,7 +536,7 @@ def _hadamard(x: Tensor, turned: bool) -> Tensor:
         return reference_hadamard(x, turned)
     _check_tiles(x, *((R // HADAMARD, C) if turned else (R, C // HADAMARD)))
     out = torch.empty(x.shape, dtype=torch.float32)
-    signs = hadamard_matrix()[:, 0].contiguous()
+    signs = torch.tensor(SIGNS, dtype=torch.float32) / 4
     library.lp_hadamard(*_address(x, R * C, _INPUTS), out.data_ptr(), R, C, int(turned),
                         signs.data_ptr(), torch.get_num_threads())
     return out

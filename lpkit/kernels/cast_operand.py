@@ -5,7 +5,7 @@
     cast_operand(x, cast, both=True)    -> two, of x and of x.T: one read serves two products
 
 The numbers are those of `lpkit.precision.scaled.quantise`, but for a Hadamard transform, whose sums
-have one order here (`lpkit.kernels.scales.mixed`), and under a scale that is NaN.
+have one order here (`lpkit.kernels.cast.hadamard`), and under a scale that is NaN.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels import scales
-from lpkit.kernels.cast import Noise
+from lpkit.kernels.cast import Noise, hadamard
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.rounding import words
 from lpkit.techniques.kernels import KERNELS
@@ -124,7 +123,7 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
     noise = words(noise, x.device) if isinstance(noise, Noise) else noise
     columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
     if mix and not (row is _NVFP4 and columns):     # no kernel does both
-        return cast_operand(scales.mixed(x), replace(cast, transform="none"), amax=amax,
+        return cast_operand(hadamard(x), replace(cast, transform="none"), amax=amax,
                             noise=noise, swizzled=swizzled, version=version)
     kernel = KERNELS[row.kernel].load()
     pairs, tensor, top, bad = row.call(

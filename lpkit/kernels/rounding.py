@@ -45,7 +45,7 @@ def stored_dtype(to: Format) -> torch.dtype:
 
 
 def words(noise: Noise | None, device: torch.device) -> Tensor | None:
-    return None if noise is None else torch.tensor(noise.words, device=device)
+    return None if noise is None else noise.words.to(device)
 
 
 @jit

@@ -133,20 +133,6 @@ def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:
     return M, K
 
 
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)      # Transformer Engine's
-
-
-def mixed(x: Tensor) -> Tensor:
-    """x (M, K) times a Hadamard matrix / 4 in every 16 of its columns, (M, K) float32. Four stages
-    of sums and differences: 4 additions an element instead of a product's 16, and in one order, so
-    the same bits everywhere."""
-    v = x.float().unflatten(-1, (-1, len(SIGNS))) * x.new_tensor(SIGNS, dtype=torch.float32)
-    for half in (1, 2, 4, 8):
-        a, b = v.unflatten(-1, (-1, 2, half)).unbind(-2)
-        v = torch.stack((a + b, a - b), -2).flatten(-3)
-    return (v * 0.25).flatten(-2)
-
-
 # How Blackwell's tensor cores read scales and values.
 
 def swizzled_bytes(R: int, C: int) -> int:

@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_logits: OfLogits, *parameters: Tensor) -> Tensor:
         dh, nats, start = torch.empty_like(h), [], 0
         dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        gradients = _of_linear if _plain(head) else _of_module
+        gradients = _of_linear if type(head) is nn.Linear and head.bias is None else _of_module
         for part, at, w in _pieces(h, y, weights, chunk):
             each, d_part = gradients(head, part, at, w, dp, of_logits)
             dh[start:start + len(at)] = d_part
@@ -121,18 +121,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dh.mul_(g), None, None, None, None, None, *scaled
 
 
-def _plain(head: nn.Module) -> bool:
-    """An nn.Linear whose gradients nobody wants to see."""
-    hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_hooks
-    return type(head) is nn.Linear and head.bias is None and not any(hooks)
-
-
 def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor], of_logits: OfLogits) -> tuple[Tensor, Tensor]:
     """Nats of each token and the gradient of `part`; that of the weight is added to `dp`, in place
     where the product is in float32. Autocast has the weight's copy still."""
+    _, logits = _head(head, part)
+    nats, g = of_logits(logits.detach(), y, weights)
+    for hook in (logits._backward_hooks or {}).values():    # telemetry looks at this gradient
+        hook(g)
     (dw,) = dp
-    nats, g = of_logits(head(part), y, weights)
     if g.dtype == dw.dtype:
         dw.addmm_(g.T, part)
     else:
@@ -143,9 +140,7 @@ def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
 def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor], of_logits: OfLogits) -> tuple[Tensor, Tensor]:
     """The same of any head, by its own backward."""
-    with torch.enable_grad():
-        part = part.detach().requires_grad_()
-        logits = head(part)
+    part, logits = _head(head, part)
     nats, g = of_logits(logits.detach(), y, weights)
     d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
     torch._foreach_add_(dp, d)
@@ -153,6 +148,12 @@ def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
 
 
 @torch.enable_grad()
+@torch.enable_grad()
+def _head(head: nn.Module, part: Tensor) -> tuple[Tensor, Tensor]:
+    part = part.detach().requires_grad_()
+    return part, head(part)
+
+
 def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
     of_each = repeat(None) if weights is None else weights.split(chunk)
     return zip(h.split(chunk), y.split(chunk), of_each)

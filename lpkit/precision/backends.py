@@ -29,6 +29,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.scales import packed, swizzled
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
@@ -274,24 +275,12 @@ def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
     return padded.T, F.ScalingType.BlockWise128x128
 
 
-def swizzled(scale: Tensor) -> Tensor:
-    """(R, C) one-byte scales -> the tiles of 128 x 4 that Blackwell's tensor cores read, as cuBLAS
-    documents them ("1D block scaling factors layout"): within a tile, row r and column c are at
-    byte (r % 32) * 16 + (r // 32) * 4 + c."""
-    R, C = scale.shape
-    padded = torch.zeros(-(-R // 128) * 128, -(-C // 4) * 4, dtype=torch.uint8, device=scale.device)
-    padded[:R, :C] = scale.view(torch.uint8)
-    # tile row, r // 32, r % 32, tile column, c
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
-
-
 def _packed(s: Scaled) -> tuple[Tensor, Tensor, Tensor]:
     """Codes two to a byte, the first in the low half; scales a row; the tensor's."""
     codes = kernel.qdq(s.data.contiguous(), format_of("e2m1"), dtype=torch.uint8)
     # a 16x16 block is 16 rows alike
     rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
-    return codes[:, ::2] | codes[:, 1::2] << 4, rows, s.tensor
+    return packed(codes), rows, s.tensor
 
 
 @operator("scaled_mm_16(Tensor a, Tensor rows_a, Tensor tensor_a, Tensor b, Tensor rows_b, "
