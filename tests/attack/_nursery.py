@@ -14,7 +14,7 @@ from pathlib import Path
 PROGRAM = """
 import json, os, signal, sys, traceback
 import torch
-import lpkit.cli, lpkit.commands.train, lpkit.training.loop, lpkit.training.training, tqdm
+import torch._dynamo, lpkit.cli, lpkit.commands.train, lpkit.training.loop, lpkit.training.training, tqdm     # all that a fork would import
 torch.set_num_threads(1)
 BREAKING
 for line in sys.stdin:
