@@ -86,7 +86,7 @@ BAD = {
     "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",
     "parallel.tensor=3": r"tensor may be 2 or 4",
     "parallel.zero=4": r"no ZeRO stage 4",
-    "system.compile=maybe": r"true or false or auto, got 'maybe'",
+    "system.compile=maybe": r"true or false or auto or blocks or model, got 'maybe'",
     "steps": r"expected key=value, got 'steps'",
 }
 

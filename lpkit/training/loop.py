@@ -154,14 +154,9 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
     def every(n: int, step: int) -> bool:
         return step == config.steps or (n > 0 and step % n == 0)
 
-    def arrived(at_most: int, evaluate_at: int = 0) -> Iterator[StepRecord]:
-        while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
-            one = waiting.popleft()
-            yield one.record(training, training.evaluate if one.step == evaluate_at else _nothing)
-
     for step in range(start + 1, config.steps + 1):
         if not control.go_on.is_set():
-            yield from arrived(0)
+            yield from _arrived(training, waiting, 0)
         if stopping := control.stopped():
             step -= 1
         else:
@@ -170,17 +165,26 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
                 waiting.append(_Begun.after(since, step, training))
             except BaseException:
                 with suppress(RuntimeError):    # of a device that failed nothing arrives
-                    yield from arrived(0)
+                    yield from _arrived(training, waiting, 0)
                 raise
         evaluating = not stopping and every(config.eval_every, step)
         saving = step > saved and (stopping or every(config.checkpoint_every, step))
-        yield from arrived(0 if evaluating or saving or stopping else AHEAD,
-                           step if evaluating else 0)
+        yield from _arrived(training, waiting, 0 if evaluating or saving or stopping else AHEAD,
+                            step if evaluating else 0)
         if saving:
             _save(training, run, step)
             saved = step
         if stopping:
             return
+
+
+# A frame that an error keeps is cleared, but not what a function closes over.
+def _arrived(training: Training, waiting: deque[_Begun], at_most: int,
+             evaluate_at: int = 0) -> Iterator[StepRecord]:
+    """Those whose numbers are there; all but `at_most` are waited for."""
+    while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
+        one = waiting.popleft()
+        yield one.record(training, training.evaluate if one.step == evaluate_at else _nothing)
 
 
 def _nothing() -> None:
