@@ -25,11 +25,10 @@ class LayerNorm(nn.LayerNorm):
     normalise = staticmethod(norm.layer_norm_pytorch)
     add_normalise = staticmethod(norm.add_layer_norm_pytorch)
 
-    def forward(self, x: Tensor) -> Tensor:     # (..., D) -> (..., D)
-        return self.normalise(x, self.weight, self.bias, self.eps)
-
-    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """(..., D) -> (..., D). With delta: x + delta, and the norm of that."""
+        if delta is None:
+            return self.normalise(x, self.weight, self.bias, self.eps)
         return self.add_normalise(x, delta, self.weight, self.bias, self.eps)
 
 
@@ -38,12 +37,19 @@ class RMSNorm(nn.RMSNorm):
     normalise = staticmethod(norm.rms_norm_pytorch)
     add_normalise = staticmethod(norm.add_rms_norm_pytorch)
 
-    def forward(self, x: Tensor) -> Tensor:     # (..., D) -> (..., D)
-        return self.normalise(x, self.weight, self.eps)
-
-    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """(..., D) -> (..., D). With delta: x + delta, and the norm of that."""
+        if delta is None:
+            return self.normalise(x, self.weight, self.eps)
         return self.add_normalise(x, delta, self.weight, self.eps)
+
+
+def add_norm(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """x + delta, and its norm, by one kernel where the norm has one."""
+    if isinstance(norm, (LayerNorm, RMSNorm)):
+        return norm(x, delta)
+    x = x + delta
+    return x, norm(x)
 
 
 def layernorm(config: ModelConfig) -> nn.Module:

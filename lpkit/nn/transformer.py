@@ -14,7 +14,7 @@ from lpkit.contracts import Attend
 from lpkit.errors import ConfigError
 from lpkit.kernels import rotary
 from lpkit.nn.attention import last_token, sdpa
-from lpkit.nn.layers import linear
+from lpkit.nn.layers import add_norm, linear
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
@@ -80,7 +80,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None,
                 layer: int = 0) -> Tensor:
-        x, h = self.norm2.after(x, self.attention(self.norm1(x), rotation, cache, layer))
+        delta = self.attention(self.norm1(x), rotation, cache, layer)
+        x, h = add_norm(self.norm2, x, delta)
         return x + self.mlp(h)
 
 
