@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LARGEST = 448.0
+from lpkit.techniques.formats import FORMATS
+
+LARGEST = FORMATS["e4m3fn"].largest
 
 
 class Moved(TorchDispatchMode):
