@@ -38,14 +38,14 @@ def arguments(parser):
 
 
 def run(args) -> dict[str, Any]:
-    needs("lpkit notebook", "nbformat")
+    to_run = () if args.list else ("papermill", "ipykernel", "ipywidgets", "plotly")
+    needs("lpkit notebook", *to_run, "nbformat")
     from lpkit.course import notebooks, processes
 
     name, asked = target_and_asked(args)
     if args.list:
         paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
-    needs("lpkit notebook", "papermill", "ipykernel", "ipywidgets", "plotly")
     if args.all and (name or asked):
         raise ConfigError(f"--all runs every notebook as it is; leave out "
                           f"{shown(name or asked[0])}, or leave out --all")
