@@ -38,8 +38,8 @@ def arguments(parser):
 
 
 def run(args) -> dict[str, Any]:
-    to_run = () if args.list else ("papermill", "ipykernel", "ipywidgets", "plotly")
-    needs("lpkit notebook", *to_run, "nbformat")
+    all_of_them = ("papermill", "nbformat", "ipykernel", "ipywidgets", "plotly")
+    needs("lpkit notebook", *(["nbformat"] if args.list else all_of_them))
     from lpkit.course import notebooks, processes
 
     name, asked = target_and_asked(args)
