@@ -58,7 +58,7 @@ def training_with(fault: str | None, recipe: str, *, cured: bool = False, **sett
 
 def seen(fault: str | None, recipe: str, role: str, number: str, **settings) -> float:
     training, watched = training_with(fault, recipe, roles=(role,), **settings)
-    train(training, 0, 24)      # some only show when a tensor happens to grow from one step to the next
+    train(training, 0, 48)      # some only show when a tensor happens to grow from one step to the next
     values = [getattr(sample.own, number) for sample in watched.samples if sample.own]
     return statistics.fmean(value for value in values if value is not None)
 
