@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
-from lpkit.kernels.cast import SIGNS, Noise, hadamard
+from lpkit.kernels.cast import SIGNS, Noise, reference_hadamard
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -53,7 +53,7 @@ def definition(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mi
     scales.check(x)
     to, results = format_of("e2m1"), []
     for one in ([x] if rows else []) + ([x.T.contiguous()] if columns else []):
-        one = hadamard(one) if mix else one
+        one = reference_hadamard(one, False) if mix else one
         scales.check(one, (SIDE if square else 1, SIDE))
         made = scales.cast(one, to, (SIDE if square else 1, SIDE), rule, noise=noise)
         scale = made.scale.repeat_interleave(SIDE if square else 1, 0).to(torch.float8_e4m3fn)

@@ -122,6 +122,8 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
     row, mix = FUSED[cast.block], cast.transform != "none"
     noise = words(noise, x.device) if isinstance(noise, Noise) else noise
     columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
+    # the noise of a whole tensor is numbered by rows, however it lies
+    columns = columns and not (noise is not None and cast.block == (ALL, ALL))
     if mix and not (row is _NVFP4 and columns):     # no kernel does both
         return cast_operand(hadamard(x), replace(cast, transform="none"), amax=amax,
                             noise=noise, swizzled=swizzled, version=version)

@@ -48,8 +48,8 @@ def definition(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, histor
     made = scales.cast(x, to, (0, 0), rule, amax=history, noise=noise)
     codes = made.codes
     if history is not None and history > 0 and made.nonfinite:      # known too late for the values
-        codes = scales.reference(x, scales.decide(history.view(1, 1), None, rule, to)[0], False,
-                                 fmt, noise, torch.uint8)
+        codes = scales.reference(x, scales.decide(history.view(1, 1), None, rule, to)[0], None, fmt,
+                                 noise, False, torch.uint8)
     data = codes.view(stored_dtype(to))
     return (*([data] if rows else []), *([data.T.contiguous()] if columns else []),
             made.scale.view(()), made.amax.view(()), made.nonfinite)

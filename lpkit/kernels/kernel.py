@@ -157,7 +157,12 @@ def _unlike(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
-    return _unlike(ours, theirs) or _first(ours, theirs, (_bits(ours) != _bits(theirs)).any(-1))
+    if unlike := _unlike(ours, theirs):
+        return unlike
+    wrong = (_bits(ours) != _bits(theirs)).any(-1)
+    if ours.is_floating_point():        # a NaN is one with any payload
+        wrong &= ~(ours.isnan() & theirs.isnan())
+    return _first(ours, theirs, wrong)
 
 
 def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:

@@ -114,6 +114,8 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *, amax: Tens
     found, nonfinite = reference_amax(x.contiguous(), *tiles)
     both, scale, tensor = decide(found, amax, rule, to)
     codes = reference(x.contiguous(), both, None, to.name, noise, False, torch.uint8)
+    if to.nan is None:      # the scale says it, and no value can
+        codes = codes.masked_fill(spread(both, x.shape).isnan(), 0)
     return Made(codes, scale, tensor, found, nonfinite)
 
 
