@@ -203,7 +203,9 @@ def _gpu(device: str | None) -> dict[str, Any]:
     """What `hardware.provenance` says, once it was a GPU that was measured."""
     from lpkit import hardware  # imports torch, which a bench of imports must not
 
-    return hardware.provenance("cuda" if device else "cpu")
+    # a figure that no device was asked for, such as a formula's, has a name in its place
+    there = device and sys.modules["torch"].cuda.is_available()
+    return hardware.provenance("cuda" if there else "cpu")
 
 
 @functools.cache
