@@ -2,9 +2,8 @@
 definition, which everybody imports.
 
 `jit` marks a kernel; without Triton it leaves a function that nobody launches. `INTERPRETED` says
-that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. That interpreter
-converts to FP8 wrongly and multiplies the bit patterns of bf16, so kernels load to float32 at once
-and give it integers to store.
+that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. What that
+interpreter converts wrongly `lpkit.kernels.interpreter` mends, so kernels are written for a GPU.
 """
 
 from collections.abc import Callable
