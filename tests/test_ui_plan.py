@@ -7,11 +7,12 @@ import re
 
 import pytest
 
+from lpkit.bench.published import table
 from lpkit.predict import CATALOGUE
 from lpkit.predict.frontier import frontier, grid, triangle
 from lpkit.predict.ledger import memory
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
-from lpkit.predict.published import calibrated, published
+from lpkit.predict.published import calibrated, published, runs
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
 from lpkit.ui import (
@@ -19,10 +20,12 @@ from lpkit.ui import (
     budget_view,
     layouts_view,
     opened,
+    optimism_view,
     optimum_figure,
     option_figure,
     plan_view,
     published_figure,
+    unseen_figure,
 )
 
 FREE = {"budget": math.inf, "deadline": math.inf}
@@ -110,6 +113,29 @@ def test_published_runs_lie_where_the_formula_is_too_fast():
             1 / (1 + row.error) if row.unit == "seconds" else 1 + row.error)
     assert spec["data"][-1]["x"] == pytest.approx([1 + row.error for row in after])
     assert sum(len(trace["x"]) for trace in spec["data"]) == len(runs.rows) + len(after.rows)
+
+
+def test_a_roofline_and_what_comes_on_top_of_it():
+    """Of Llama 3's 405B on 8,192 H100: model FLOPs over the datasheet's peak are the least that a roofline can say."""
+    run = runs("llama-3")[0]
+    spec, rows = optimism_view(run)
+    names = spec["data"][0]["y"]
+    said = {name: sum(trace["x"][i] for trace in spec["data"][:-1]) for i, name in enumerate(names)}
+    least = run.published * 1e12 * run.published_seconds / (989.4e12)
+    assert least < said["roofline"] < said["kernels alone"] < said["in a step"]
+    assert said["in a step"] == pytest.approx(run.published_seconds, rel=0.05)
+    assert spec["data"][-1]["x"] == [run.published_seconds]
+    assert f"{said['roofline'] / run.published_seconds:.0%}" in rows
+
+
+def test_every_run_that_the_formula_takes_is_drawn_where_it_is_off():
+    taken, _ = table()
+    traces = {trace["name"]: trace for trace in json.loads(json.dumps(unseen_figure(taken)))["data"]}
+    held = [one for one in taken if one["held_out"]]
+    assert len(traces["may be fitted"]["x"]) == len(taken) - len(held)
+    outside = traces["held out, outside the printed range"]["x"]
+    assert sorted(outside) == sorted(1 + one["error"] for one in held if not one["inside"])
+    assert len(traces["held out"]["x"]) + len(outside) == len(held)
 
 
 def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():

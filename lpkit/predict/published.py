@@ -23,6 +23,7 @@ from lpkit.predict import evidence
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.flops import recomputed_flops, training_flops
 from lpkit.predict.params import parameter_count
+from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.predict.time import Calibration, StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout
@@ -197,9 +198,10 @@ def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
 
 
 def step(run: Run, calibration: Calibration | None = None,
-         numbers: Mapping[str, float] | None = None) -> StepTime:
+         numbers: Mapping[str, float] | None = None,
+         efficiency: Efficiency | None = None) -> StepTime:
     """Raises ConfigError where the formula cannot take the run, with the reason. `numbers`: instead
-    of the fitted ones of `lpkit.predict.evidence`."""
+    of the fitted ones of `lpkit.predict.evidence`. `efficiency`: instead of what that makes."""
     layout, schedule = run.layout, run.schedule or "1f1b"
     if layout is None:
         raise ConfigError("not stated: the layout")
@@ -208,8 +210,8 @@ def step(run: Run, calibration: Calibration | None = None,
         raise ConfigError(f"not stated: the chunks of the {schedule} schedule")
     on = run.source.on(run.machine)
     # explicit, so that no cap is on it: the best published MFU is of the runs that it is held to
-    reached = evidence.reached(evidence.generation_of(on), run.stack_row,
-                               numbers or evidence.fitted()["numbers"])
+    reached = efficiency or evidence.reached(evidence.generation_of(on), run.stack_row,
+                                             numbers or evidence.fitted()["numbers"])
     return step_time(run.config, on, layout, calibration=calibration, stack=run.stack_row,
                      recompute=RECOMPUTE.get(run.recompute, run.recompute),
                      precision=PRECISIONS.get(run.precision, run.precision),
@@ -225,6 +227,17 @@ def seconds(run: Run, calibration: Calibration | None = None,
     if not run.source.sequence_parallel:
         more += REPEATED * ((run.tensor or 1) - 1) * made["norms, activations, loss"].seconds
     return made.step_seconds + more
+
+
+def optimism(run: Run) -> dict[str, StepTime]:
+    """A step three times: by a roofline, which reaches every ceiling; at what published kernels
+    reach alone, with every message hidden that could be; and at what a step keeps. Raises
+    ConfigError as `step`."""
+    numbers = evidence.fitted()["numbers"]
+    alone = {name: 1.0 for name in numbers if name.endswith((" keeps", "overlap"))}
+    alone |= {name: 0.0 for name in numbers if name.endswith("layer_seconds")}
+    return {"roofline": step(run, efficiency=FLOOR),
+            "kernels alone": step(run, numbers={**numbers, **alone}), "in a step": step(run)}
 
 
 def row(run: Run, calibration: Calibration | None = None) -> Row:

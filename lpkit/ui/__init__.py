@@ -16,7 +16,8 @@ _NAMES = {
     "lpkit.ui.kernels": "bounds_figure moved_figure",
     "lpkit.ui.memory": "bought_figure memory_figure memory_view timeline_figure timelines_view",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened opened_memory "
-    "opened_time optimum_figure option_figure plan_view published_figure",
+    "opened_time optimum_figure option_figure plan_view",
+    "lpkit.ui.published": "optimism_figure optimism_view published_figure unseen_figure",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun LiveRuns gap_figure race_figure training_figure",
     "lpkit.ui.telemetry": "heat_map quality_table telemetry_explorer telemetry_of_runs",

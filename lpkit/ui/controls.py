@@ -17,6 +17,7 @@ Control = Sequence | range | Mapping | bool | float | widgets.Widget
 ALERT = (f"font:13px {FONT};color:{TEXT};border-left:3px solid {WARNING};padding:2px 10px;"
          f"margin:4px 12px")
 WIDE = {"width": "100%", "overflow": "hidden"}
+WORDS = 36          # that a menu shows beside another control
 
 
 class Explorer(Stored, widgets.VBox):
@@ -115,6 +116,8 @@ def _control(control: Control, label: str) -> widgets.Widget:
     made.description = made.description or label
     made.style.description_width = "118px"
     made.layout.width = "auto"
+    if isinstance(made, widgets.Dropdown) and max(len(label) for label, _ in made.options) > WORDS:
+        made.layout.grid_area = "auto / 1 / auto / -1"      # the whole row
     return made
 
 

@@ -158,8 +158,8 @@ def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
     rows, title = 0, (layout.get("title") or {}).get("text")
     names = [len(trace.get("name") or "") for trace in data if trace.get("showlegend", True)]
     if names and "legend" not in layout and layout.get("showlegend", len(data) > 1):
-        # columns of one width
-        rows = math.ceil(len(names) * (48 + 7.5 * max(names)) / 640)
+        columns = max(1, int(640 / (48 + 7.5 * max(names))))    # of one width
+        rows = math.ceil(len(names) / columns)
     return 16 + 28 * bool(title) + 21 * rows
 
 

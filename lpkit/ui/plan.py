@@ -1,6 +1,6 @@
 """A plan to look into: what a layout holds and how long it takes, row by row, each row with its
-formula and source; why other layouts are left out; what a budget buys by a scaling law; published
-runs beside the formula; and days, loss and dollars, which cannot all be least."""
+formula and source; why other layouts are left out; what a budget buys by a scaling law; and days,
+loss and dollars, which cannot all be least."""
 
 import itertools
 import math
@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from textwrap import wrap
 
-import ipywidgets as widgets
-
 from lpkit.config import Config
-from lpkit.predict.compare import Row, percent
 from lpkit.predict.frontier import Point, frontier
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.params import parameter_count
@@ -21,7 +18,7 @@ from lpkit.predict.time import StepTime
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import FAINT, INK, html_table, opened_rows
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
+from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, rule, scatter
 from lpkit.ui.memory import ROW_COLOURS, limit_of
 from lpkit.ui.style import COLOURS
 
@@ -32,11 +29,10 @@ KINDS = {   # of the rows of a step's time
 KIND_OF = {     # what is not here: communication where the name has a colon, else a product
     "attention": "attention", "norms, activations, loss": "limited by memory",
     "weight copies": "limited by memory", "optimizer": "limited by memory",
-    "recomputation": "recomputation", "pipeline: bubble": "idle",
+    "recomputation": "recomputation", "pipeline: bubble": "idle", "between kernels": "idle",
 }
-ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 76, 6
+ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 110, 6
 POINTS = 81         # of a curve
-PAPER_COLOURS = (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f", COLOURS[5])
 LOGARITHMIC = {"type": "log", "dtick": 1}
 GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)", type="linear"),
          "dollars": axis("US dollars", **LOGARITHMIC)}
@@ -70,7 +66,7 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
 
 
-def layouts_view(found: Plan) -> tuple[View, dict[str, widgets.Dropdown]]:
+def layouts_view(found: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
     """One layout of a plan, its rows open to formula and source.
 
     show, controls = layouts_view(found); Explorer(show, **controls)
@@ -78,10 +74,9 @@ def layouts_view(found: Plan) -> tuple[View, dict[str, widgets.Dropdown]]:
     def show(layout: Option) -> tuple[dict, str]:
         return option_figure(layout, found), opened(layout)
 
-    names = [(f"{i}. {option.layout}; {_chunks(option)} sequences; recompute {option.recompute}",
-              option) for i, option in enumerate(found.options, 1)]
-    # its words want the whole row
-    return show, {"layout": widgets.Dropdown(options=names, layout={"grid_area": "1 / 1 / 2 / -1"})}
+    return show, {"layout": {
+        f"{i}. {option.layout}; {_chunks(option)} sequences; recompute {option.recompute}": option
+        for i, option in enumerate(found.options, 1)}}
 
 
 def option_figure(option: Option, found: Plan) -> dict:
@@ -97,7 +92,7 @@ def option_figure(option: Option, found: Plan) -> dict:
     kinds: dict[str, list] = {kind: [] for kind in KINDS}
     hidden = []
     for row, start in zip(step.rows, _starts(row.seconds for row in step.rows)):
-        kind = KIND_OF.get(row.name, "communication" if ":" in row.name else "products")
+        kind = kind_of(row.name)
         if row.seconds:
             kinds[kind].append((row.name, start, row.seconds, row.formula))
         if row.hidden_seconds:
@@ -122,7 +117,8 @@ def option_figure(option: Option, found: Plan) -> dict:
              f"MFU {step.mfu:.0%}")
     names = {**NAMES, "type": "category"}
     return figure(
-        data, title, barmode="overlay", bargap=0.25, height=height + 160, shapes=shapes,
+        data, title, barmode="overlay", bargap=0.25, height=height + 120, shapes=shapes,
+        legend={"y": (below + 6) / height},     # of the seconds alone
         xaxis=axis(f"bytes of a device at the peak ({held.peak_moment}){ends}", **BYTES, anchor="y",
                    zeroline=False, range=[0, 1.14 * max(held.peak_bytes, limit or 0)]),
         yaxis={**names, "domain": [(below + GAP_PIXELS) / height, 1], "categoryarray": list(sizes)},
@@ -131,6 +127,11 @@ def option_figure(option: Option, found: Plan) -> dict:
                     range=[0, 1.14 * step.step_seconds]),
         yaxis2={**names, "domain": [0, below / height], "anchor": "x2",
                 "categoryarray": [row.name for row in step.rows]})
+
+
+def kind_of(row: str) -> str:
+    """Of KINDS, by the name of a row of a step's time."""
+    return KIND_OF.get(row, "communication" if ":" in row else "products")
 
 
 def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) -> dict:
@@ -255,46 +256,6 @@ def optimum_figure(flops: float, parameters: float) -> dict:
 
 def _tokens(flops: float, parameters: float) -> float:
     return flops / FLOPS_PER_PARAMETER_AND_TOKEN / parameters
-
-
-# What others measured.
-
-def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dict:
-    """The plotly spec: predicted over published speed of each run, a colour a paper; hollow
-    diamonds are `calibrated`."""
-    papers: dict[str, list[Row]] = {}
-    for row in runs:
-        papers.setdefault(row.where.partition(",")[0], []).append(row)
-    names = [row.name for rows in papers.values() for row in rows]
-    calibrated, data, white = list(calibrated), [], {"bgcolor": "#ffffff"}
-    notes = [note("calibrated by one step", _faster(row), row.name, "left auto", xshift=8, **white)
-             for row in calibrated]
-    for (paper, rows), colour in zip(papers.items(), PAPER_COLOURS):
-        data.append(_ratios(paper, rows, {"color": colour, "size": 9}))
-        x, at = (0.99, "right auto") if _faster(rows[0]) < 1.25 else (0.02, "left auto")
-        notes.append(note(escape(paper), x, rows[0].name, at, xref="paper", **white,
-                          font={"color": colour}))
-    data.append(_ratios("calibrated by one measured step", calibrated,
-                        {"color": INK, "size": 11, "symbol": "diamond-open", "line": {"width": 2}}))
-    return figure(
-        data, "Published runs: right of 1, the formula is too hopeful", showlegend=False,
-        height=110 + 21 * len(names), annotations=notes,
-        xaxis=axis("predicted speed / published speed", tickformat=".1f", dtick=0.1),
-        yaxis={"ticks": "", "type": "category", "categoryarray": names,
-               "range": [len(names) - 0.4, -0.6]},
-        shapes=[rule(x=1, colour=INK, layer="below")])
-
-
-def _ratios(name: str, rows: Sequence[Row], marker: dict) -> dict:
-    words = [f"{quantity(row.formula, row.unit)} predicted, {quantity(row.measured, row.unit)} "
-             f"published ({percent(row.error)})<br>{escape(row.where)}" for row in rows]
-    return scatter(map(_faster, rows), [row.name for row in rows], name, mode="markers",
-                   marker=marker, text=words, hover="%{y}<br>%{text}<extra></extra>")
-
-
-def _faster(row: Row) -> float:
-    """Predicted over published speed; of seconds, published over predicted."""
-    return row.measured / row.formula if row.unit == "seconds" else row.formula / row.measured
 
 
 # Days, loss and dollars cannot all be least.
