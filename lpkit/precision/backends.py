@@ -30,6 +30,7 @@ from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.scales import packed, swizzled
+from lpkit.kernels.wide_product import WideLinear
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
@@ -67,7 +68,8 @@ class PyTorch(Backend):
         return ""
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        return linear
+        wide = recipe.compute == "bfloat16" and linear.weight.device.type == "cpu"
+        return sharing(WideLinear, linear) if wide else linear
 
 
 class Emulated(Backend):

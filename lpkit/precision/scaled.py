@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels import cast as kernel
+from lpkit.kernels import wide_product
 from lpkit.kernels.cast import Noise, hadamard
 from lpkit.kernels.operator import operator
 from lpkit.kernels.scales import decide, spread
@@ -142,6 +143,8 @@ def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
             dtype: torch.dtype) -> Tensor:
     """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
     if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
+        if a.dtype == torch.bfloat16 and wide_product.wins(a, b):
+            return wide_product.multiply_now(a, b, bias, alpha).to(dtype)
         start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
         # a graph has no numbers of the host; without one an operator more is 7 us, and hides addmm
         form = _addmm if torch.compiler.is_compiling() else _addmm_now

@@ -20,6 +20,7 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice, Loss, Transform
 from lpkit.errors import ConfigError
+from lpkit.kernels import wide_product
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
@@ -99,6 +100,8 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
+    if device.type == "cpu" and recipe.compute == "bfloat16" and compiled.used == OFF:
+        chosen["products"] = wide_product.choice(torch.get_num_threads())
     if config.precision.cache_weight_casts:
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
