@@ -144,7 +144,7 @@ def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
     """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
     if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
         if a.dtype == torch.bfloat16 and wide_product.wins(a, b):
-            return wide_product.multiply_now(a, b, bias, alpha).to(dtype)
+            return wide_product.multiply(a, b, bias, alpha).to(dtype)
         start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
         # a graph has no numbers of the host; without one an operator more is 7 us, and hides addmm
         form = _addmm if torch.compiler.is_compiling() else _addmm_now
