@@ -7,7 +7,7 @@ Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -86,46 +86,6 @@ def status_bytes(field: str, pid: int | str = "self") -> int | None:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def process_facts() -> dict[str, str | int]:
-    """Which process this is, among all that share a disk. `boot` and `namespace` say where its
-    number counts; they are empty where the system does not tell."""
-    return {"host": platform.node(), "pid": os.getpid(), "started": _state(os.getpid())[1],
-            "boot": _read(Path("/proc/sys/kernel/random/boot_id")).strip(),
-            "namespace": _pid_namespace()}
-
-
-def has_ended(facts: Mapping[str, str | int]) -> bool | None:
-    """Whether the process of `facts` is gone; None where that cannot be known from here."""
-    here, pid = process_facts(), facts.get("pid")
-    if any(not here[key] or facts.get(key) != here[key] for key in ("boot", "namespace")):
-        return None
-    if type(pid) is not int or not 0 < pid < 2**31:
-        return None
-    try:
-        os.kill(pid, 0)     # asks, and sends nothing
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    state, started = _state(pid)
-    if not started or not facts.get("started"):
-        return None
-    return state in "ZX" or started != facts["started"]     # else the number was given once more
-
-
-def _state(pid: int) -> tuple[str, str]:
-    """A letter, Z for a zombie, and the start in clock ticks since boot; proc(5)."""
-    words = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return (words[0], words[19]) if len(words) > 19 else ("", "")
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def gpu_facts(uuid: str) -> dict[str, str | float]:
