@@ -10,6 +10,7 @@ when YAML is asked for): `lpkit.predict` stands on this module.
 
 import dataclasses
 import functools
+import operator
 import re
 import sys
 import typing
@@ -27,16 +28,7 @@ from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
 from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
-from lpkit.values import (
-    Checked,
-    Count,
-    CountOrZero,
-    InnerShare,
-    Positive,
-    Seed,
-    Text,
-    between,
-)
+from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 2
 DEEPEST = 8     # groups in groups
@@ -82,17 +74,8 @@ class ModelConfig(Group):
     init: Settings = one_of(INITS, "gpt2")
     attention: str = "auto"             # auto, plain, sdpa, blocked
 
-    @property
-    def L(self) -> int:
-        return self.layers
-
-    @property
-    def D(self) -> int:
-        return self.width
-
-    @property
-    def H(self) -> int:
-        return self.heads
+    L, D, H = (property(operator.attrgetter(name)) for name in ("layers", "width", "heads"))
+    V, T = (property(operator.attrgetter(name)) for name in ("vocab", "context"))
 
     @property
     def G(self) -> int:
@@ -105,14 +88,6 @@ class ModelConfig(Group):
     @property
     def F(self) -> int:
         return 4 * self.width if self.mlp_width is None else self.mlp_width
-
-    @property
-    def V(self) -> int:
-        return self.vocab
-
-    @property
-    def T(self) -> int:
-        return self.context
 
     @property
     def biased_qkv(self) -> bool:
