@@ -262,10 +262,8 @@ class Config(Group):
 
 # Names of rows, and their settings.
 
-@functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
-    """The annotation of each field; reading them takes longer than building a Config."""
-    return typing.get_type_hints(cls)
+# the annotation of each field; reading them takes longer than building a Config
+_kinds = functools.cache(typing.get_type_hints)
 
 
 @functools.cache
@@ -388,13 +386,14 @@ def _change_row(values: dict[str, Any], key: str, name: Any) -> None:
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:
     """['model.layers=6'] -> {'model.layers': '6'}."""
-    parsed = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"expected key=value, got {shown(setting)}")
-        parsed[key.strip()] = value.strip()
-    return parsed
+    return dict(map(key_and_value, settings))
+
+
+def key_and_value(setting: str) -> tuple[str, str]:
+    key, equals, value = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"expected key=value, got {shown(setting)}")
+    return key.strip(), value.strip()
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

@@ -3,6 +3,7 @@ they seem to; and where the project's own files are kept."""
 
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import stat
@@ -155,11 +156,13 @@ def remove_folder(path: Path) -> None:
 def move_into(folder: Path, path: Path) -> None:
     """Rename `path` into `folder`, under a number too when its name is taken there."""
     own_folder(folder)
-    number, free = 0, folder / path.name
-    while os.path.lexists(free):
-        number += 1
-        free = folder / f"{path.name}-{number}"
-    os.rename(path, free)
+    os.rename(path, free(folder / path.name))
+
+
+def free(path: Path) -> Path:
+    """`path`, or where that is taken the same with a number: learner-1.json."""
+    names = (path.with_stem(f"{path.stem}-{n}") if n else path for n in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _hidden(path: Path) -> Path:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def write(path: Path, *cells: str, parameters: str = PARAMETERS, claim: str = "a
 
 def go(path: Path, *settings: str, out: Path, tier: str | None = None) -> dict:
     (job,) = notebooks.plan(path, settings, tier=tier, out=out)
-    return notebooks.run(job)
+    with tempfile.TemporaryDirectory() as folder:
+        return notebooks.Attempt(job, Path(folder), lambda line: None).run()
 
 
 def printed(path: Path) -> str:
