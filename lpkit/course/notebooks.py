@@ -9,8 +9,8 @@ that ran, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole 
 each cell begins and at the end. Seconds and bytes throughout.
 
 A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
-and the asserts within hold it. (Asserts under a comment that opens the cell do as well.) Such a
-cell is also tagged `raises-exception`: the cells below it run, and the notebook fails all the same.
+and the asserts within hold it. Such a cell is also tagged `raises-exception`: the cells below it
+run, and the notebook fails all the same.
 """
 
 import ast
@@ -225,7 +225,7 @@ def claim(book: "NotebookNode") -> str:
     """What the notebook claims, in one line. Raises ConfigError for a cell tagged `claim` that
     holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something else is
     true."""
-    return "; ".join(filter(None, (_claimed(cell.source) for cell in tagged(book, "claim"))))
+    return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
 
 
 def _claimed(source: str) -> str:
@@ -239,11 +239,8 @@ def _claimed(source: str) -> str:
                     func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
                     if any(isinstance(held, ast.Assert) for held in node.body):
                 return said
-    if not any(isinstance(node, ast.Assert) for node in body):
-        raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; "
-                          f"it must be plain Python with an `assert` of its own")
-    comment = re.match(r"(#.*\n?)*", source.lstrip())[0]
-    return " ".join(line.lstrip("#").strip() for line in comment.splitlines())
+    raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; it "
+                      f"must be plain Python with an `assert` of its own in a `with claim(...):`")
 
 
 # --- what was asked
