@@ -10,6 +10,7 @@ when YAML is asked for): `lpkit.predict` stands on this module.
 
 import dataclasses
 import functools
+import operator
 import re
 import sys
 import typing
@@ -27,16 +28,7 @@ from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
 from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
-from lpkit.values import (
-    Checked,
-    Count,
-    CountOrZero,
-    InnerShare,
-    Positive,
-    Seed,
-    Text,
-    between,
-)
+from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 2
 DEEPEST = 8     # groups in groups
@@ -82,17 +74,8 @@ class ModelConfig(Group):
     init: Settings = one_of(INITS, "gpt2")
     attention: str = "auto"             # auto, plain, sdpa, blocked
 
-    @property
-    def L(self) -> int:
-        return self.layers
-
-    @property
-    def D(self) -> int:
-        return self.width
-
-    @property
-    def H(self) -> int:
-        return self.heads
+    L, D, H = (property(operator.attrgetter(name)) for name in ("layers", "width", "heads"))
+    V, T = (property(operator.attrgetter(name)) for name in ("vocab", "context"))
 
     @property
     def G(self) -> int:
@@ -105,14 +88,6 @@ class ModelConfig(Group):
     @property
     def F(self) -> int:
         return 4 * self.width if self.mlp_width is None else self.mlp_width
-
-    @property
-    def V(self) -> int:
-        return self.vocab
-
-    @property
-    def T(self) -> int:
-        return self.context
 
     @property
     def biased_qkv(self) -> bool:
@@ -287,10 +262,8 @@ class Config(Group):
 
 # Names of rows, and their settings.
 
-@functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
-    """The annotation of each field; reading them takes longer than building a Config."""
-    return typing.get_type_hints(cls)
+# the annotation of each field; reading them takes longer than building a Config
+_kinds = functools.cache(typing.get_type_hints)
 
 
 @functools.cache
@@ -413,13 +386,14 @@ def _change_row(values: dict[str, Any], key: str, name: Any) -> None:
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:
     """['model.layers=6'] -> {'model.layers': '6'}."""
-    parsed = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"expected key=value, got {shown(setting)}")
-        parsed[key.strip()] = value.strip()
-    return parsed
+    return dict(map(key_and_value, settings))
+
+
+def key_and_value(setting: str) -> tuple[str, str]:
+    key, equals, value = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"expected key=value, got {shown(setting)}")
+    return key.strip(), value.strip()
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

@@ -93,36 +93,3 @@ def pick(table: Mapping[str, T], name: Any, what: str = "entry") -> T:
     if not isinstance(name, str) or name not in table:
         raise ConfigError(f"there is no {what} {shown(name)}; {nearest(name, table)}")
     return table[name]
-
-
-# Checks of one setting, by its dotted name. NaN passes none.
-
-INFINITE = float("inf")
-
-
-def positive(name: str, value: float) -> None:
-    if not 0 < value < INFINITE:
-        raise ConfigError(f"{name} must be positive, got {shown(value)}")
-
-
-def at_least_zero(name: str, value: float) -> None:
-    if not 0 <= value < INFINITE:
-        raise ConfigError(f"{name} must be 0 or more, got {shown(value)}")
-
-
-def share(name: str, value: float) -> None:
-    """From 0 to 1, both included."""
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{name} must be between 0 and 1, got {shown(value)}")
-
-
-def inner_share(name: str, value: float) -> None:
-    """Between 0 and 1, neither included."""
-    if not 0 < value < 1:
-        raise ConfigError(f"{name} must be above 0 and below 1, got {shown(value)}")
-
-
-def below_one(name: str, value: float) -> None:
-    """The rate of a moving average: one that forgets nothing (1) takes in no gradient."""
-    if not 0 <= value < 1:
-        raise ConfigError(f"{name} must be 0 or more and below 1, got {shown(value)}")

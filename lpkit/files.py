@@ -3,20 +3,21 @@ they seem to; and where the project's own files are kept."""
 
 import errno
 import hashlib
-import json
-import math
+import itertools
 import os
 import shutil
 import stat
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from lpkit.errors import ConfigError, named
+
+if TYPE_CHECKING:
+    from filelock import SoftFileLock
 
 PACKAGE = Path(__file__).resolve().parent
 LONGEST_NAME = 200      # bytes; most filesystems allow 255, and temporary names are longer
@@ -155,11 +156,13 @@ def remove_folder(path: Path) -> None:
 def move_into(folder: Path, path: Path) -> None:
     """Rename `path` into `folder`, under a number too when its name is taken there."""
     own_folder(folder)
-    number, free = 0, folder / path.name
-    while os.path.lexists(free):
-        number += 1
-        free = folder / f"{path.name}-{number}"
-    os.rename(path, free)
+    os.rename(path, free(folder / path.name))
+
+
+def free(path: Path) -> Path:
+    """`path`, or where that is taken the same with a number: learner-1.json."""
+    names = (path.with_stem(f"{path.stem}-{n}") if n else path for n in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _hidden(path: Path) -> Path:
@@ -274,9 +277,9 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 # What flock raises where the filesystem has none: NFS without lockd, Lustre without -o flock, FUSE.
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-MOMENTS = 5         # for which another may look whether a lock is held
-MOMENT_SECONDS = 0.01
-SILENT_SECONDS = 1  # of waiting for a process of which nothing is known
+LOOK_SECONDS = 0.25     # for which another may look whether a lock is held
+POLL_SECONDS = 0.005
+SILENT_SECONDS = 1.0    # of waiting where a holder may have ended without our knowing
 
 
 @contextmanager
@@ -288,13 +291,23 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     Raises BlockingIOError, whose `strerror` says who, when another process holds it and this one
     does not `wait`; ConfigError as `open_own`, and where no lock can be had; OSError.
     """
+    from filelock import FileLock, Timeout  # takes a while to import
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(path, "ab") as file:
-        if _flock(file, wait):
-            yield
-            return
-    with _held(_holder_file(path), wait):
+    open_own(path, "ab").close()
+    lock = FileLock(path, poll_interval=POLL_SECONDS, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(-1 if wait else LOOK_SECONDS)
+    except Timeout:
+        raise BlockingIOError(errno.EAGAIN, f"it holds the lock {path}") from None
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+        lock = _held(path, wait)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def is_locked(path: Path) -> bool:
@@ -313,103 +326,36 @@ def is_locked(path: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-    said = _said(_holder_file(path))
-    return said is not None and _has_ended(said) is not True
-
-
-def _flock(file: IO, wait: bool) -> bool:
-    """False where the filesystem has no such lock."""
-    import fcntl  # Unix alone has it
-
-    how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-    for left in reversed(range(MOMENTS)):
-        try:
-            fcntl.flock(file, how)
-            return True
-        except BlockingIOError as error:
-            if not left:
-                raise BlockingIOError(error.errno, f"it holds the lock {file.name}") from None
-            time.sleep(MOMENT_SECONDS)
-        except OSError as error:
-            if error.errno in NO_FLOCK:
-                return False
-            raise
+    if not os.path.lexists(_holder_file(path)):
+        return False
+    try:
+        _held(path, wait=False).release()
+    except OSError:
+        return True
+    return False
 
 
 def _holder_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.held")
 
 
-@contextmanager
-def _held(path: Path, wait: bool) -> Iterator[None]:
-    """Hold the file `path` by having made it, which the server of a disk lets one process do."""
-    from lpkit.machine_facts import process_facts  # psutil takes a while to import
+def _held(path: Path, wait: bool) -> "SoftFileLock":
+    """The lock of who made the file that says who holds it, acquired."""
+    from filelock import SoftFileLock, Timeout
 
-    mine, process = json.dumps(process_facts()), os.getpid()
-    tell_at = time.monotonic() + SILENT_SECONDS     # its maker may be about to write into it
-    while not _made(path, mine):
-        said = _said(path)
-        if said is None:
-            continue
-        ended = _has_ended(said)
-        if ended:
-            # one at a time: else the second would remove what the first has just made
-            with _held(_holder_file(path), wait):
-                if _said(path) == said:
-                    path.unlink()
-            continue
-        sentence = f"{_holder(said)} holds {path}; if that process is gone, remove the file"
+    lock = SoftFileLock(_holder_file(path), poll_interval=POLL_SECONDS, thread_local=False)
+    try:
+        lock.acquire(SILENT_SECONDS if wait else LOOK_SECONDS)
+    except Timeout as error:
+        sentence = f"{error} If that process is gone, remove the file"
         if not wait:
-            raise BlockingIOError(errno.EAGAIN, sentence)
-        if ended is None and time.monotonic() > tell_at:
-            warnings.warn(f"waiting: {sentence}", stacklevel=2)
-            tell_at = math.inf
-        time.sleep(MOMENT_SECONDS)
-    try:
-        yield
-    finally:
-        if os.getpid() == process and _said(path) == mine:      # and not in a child that was forked
-            path.unlink()
-
-
-def _made(path: Path, text: str) -> bool:
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return False
+            raise BlockingIOError(errno.EAGAIN, sentence) from None
+        warnings.warn(f"waiting: {sentence}", stacklevel=4)
+        lock.acquire()
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
         raise ConfigError(f"nothing can be locked in {str(path.parent)!r} ({error.strerror}), and "
                           f"two processes could write there at once; choose a folder on a local "
                           f"disk, below {tempfile.gettempdir()} for example") from None
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    return True
-
-
-def _said(path: Path) -> str | None:
-    try:
-        with open_own(path, "rb") as file:
-            return file.read(4096).decode(errors="replace")
-    except FileNotFoundError:
-        return None
-
-
-def _facts(said: str) -> dict:
-    try:
-        facts = json.loads(said)
-    except (ValueError, RecursionError):    # cut off, or written at this moment
-        facts = None
-    return facts if isinstance(facts, dict) else {}
-
-
-def _holder(said: str) -> str:
-    facts = _facts(said)
-    return f"process {facts.get('pid', '?')} on {facts.get('host', '?')}"
-
-
-def _has_ended(said: str) -> bool | None:
-    from lpkit.machine_facts import has_ended
-
-    return has_ended(_facts(said))
+    return lock

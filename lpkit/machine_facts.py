@@ -7,7 +7,7 @@ Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -88,82 +88,22 @@ def status_bytes(field: str, pid: int | str = "self") -> int | None:
     return None
 
 
-def process_facts() -> dict[str, str | int]:
-    """Which process this is, among all that share a disk. `boot` and `namespace` say where its
-    number counts; they are empty where the system does not tell."""
-    return {"host": platform.node(), "pid": os.getpid(), "started": _state(os.getpid())[1],
-            "boot": _read(Path("/proc/sys/kernel/random/boot_id")).strip(),
-            "namespace": _pid_namespace()}
-
-
-def has_ended(facts: Mapping[str, str | int]) -> bool | None:
-    """Whether the process of `facts` is gone; None where that cannot be known from here."""
-    here, pid = process_facts(), facts.get("pid")
-    if any(not here[key] or facts.get(key) != here[key] for key in ("boot", "namespace")):
-        return None
-    if type(pid) is not int or not 0 < pid < 2**31:
-        return None
-    try:
-        os.kill(pid, 0)     # asks, and sends nothing
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    state, started = _state(pid)
-    if not started or not facts.get("started"):
-        return None
-    return state in "ZX" or started != facts["started"]     # else the number was given once more
-
-
-def _state(pid: int) -> tuple[str, str]:
-    """A letter, Z for a zombie, and the start in clock ticks since boot; proc(5)."""
-    words = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return (words[0], words[19]) if len(words) > 19 else ("", "")
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def gpu_facts(uuid: str) -> dict[str, str | float]:
-    """Driver, power limit and clocks of the GPU, as NVML says (nvidia-ml-py) or nvidia-smi; empty
-    where neither does."""
-    for ask in (_by_nvml, _by_smi):
-        try:
-            return ask(uuid)
-        except Exception:   # no library, no driver, no program, no right: each with its own error
-            continue
-    return {}
-
-
-def _by_nvml(uuid: str) -> dict[str, str | float]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu, sm = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml.NVML_CLOCK_SM
-    driver = pynvml.nvmlSystemGetDriverVersion()
-    return {"driver": driver.decode() if isinstance(driver, bytes) else driver,
-            "power_limit_watts": pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
-            "sm_clock_mhz": float(pynvml.nvmlDeviceGetClockInfo(gpu, sm)),
-            "most_sm_clock_mhz": float(pynvml.nvmlDeviceGetMaxClockInfo(gpu, sm)),
-            "memory_clock_mhz": float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM))}
-
-
 SMI = {"driver": "driver_version", "power_limit_watts": "enforced.power.limit",
        "sm_clock_mhz": "clocks.sm", "most_sm_clock_mhz": "clocks.max.sm",
        "memory_clock_mhz": "clocks.mem"}
 
 
-def _by_smi(uuid: str) -> dict[str, str | float]:
+def gpu_facts(uuid: str) -> dict[str, str | float]:
+    """Driver, power limit and clocks of the GPU, as nvidia-smi says; empty where it does not."""
     command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(SMI.values())}",
                "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-    driver, *numbers = said.strip().split(", ")
-    found = zip(list(SMI)[1:], numbers, strict=True)
-    return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        driver, *numbers = said.stdout.strip().split(", ")
+        found = zip(list(SMI)[1:], numbers, strict=True)
+        return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
+    except (OSError, ValueError, subprocess.SubprocessError):   # no program, no driver, no right
+        return {}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:

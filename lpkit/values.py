@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import operator
 import os
 import typing
@@ -19,17 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from lpkit.errors import (
-    ConfigError,
-    at_least_zero,
-    below_one,
-    inner_share,
-    named,
-    nearest,
-    positive,
-    share,
-    shown,
-)
+from lpkit.errors import ConfigError, named, nearest, shown
 
 Check = Callable[[str, Any], None]      # of a key and its value; raises ConfigError
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -37,21 +28,30 @@ UNIONS = (UnionType, typing.Union)
 MOST_CHARACTERS = 4096                  # of a text: as long as a path may be
 
 
+def check(holds: Callable[[Any], bool], must_be: str) -> Check:
+    """NaN holds nowhere."""
+    def one(name: str, value: Any) -> None:
+        if not holds(value):
+            raise ConfigError(f"{name} must be {must_be}, got {shown(value)}")
+
+    return one
+
+
 def between(least: float, most: float) -> Check:
     """Both included."""
-    def check(name: str, value: float) -> None:
-        if not least <= value <= most:
-            raise ConfigError(f"{name} must be from {least:,} to {most:,}, got {shown(value)}")
+    return check(lambda value: least <= value <= most, f"from {least:,} to {most:,}")
 
-    return check
+
+positive = check(lambda value: 0 < value < math.inf, "positive")
+at_least_zero = check(lambda value: 0 <= value < math.inf, "0 or more")
+share = check(lambda value: 0 <= value <= 1, "between 0 and 1")
+inner_share = check(lambda value: 0 < value < 1, "above 0 and below 1")
+# the rate of a moving average: one that forgets nothing (1) takes in no gradient
+below_one = check(lambda value: 0 <= value < 1, "0 or more and below 1")
 
 
 def at_most(most: float) -> Check:
-    def check(name: str, value: float) -> None:
-        if value > most:
-            raise ConfigError(f"{name} must be at most {most:,}, got {shown(value)}")
-
-    return check
+    return check(lambda value: value <= most, f"at most {most:,}")
 
 
 def text(name: str, value: object) -> None:
@@ -110,13 +110,8 @@ class Checked:
 
     def __post_init__(self):
         for name, rule in _rules(type(self)).items():
-            given = getattr(self, name)
-            if type(given) not in rule.as_it_is:
-                given = convert(given, rule.kind, f"{self.where}{name}")
-                object.__setattr__(self, name, given)
-            if given is not None:
-                for check in rule.checks:
-                    check(f"{self.where}{name}", given)
+            read = rule.read(f"{self.where}{name}", getattr(self, name))
+            object.__setattr__(self, name, read)
 
 
 def checked(function: Function) -> Function:

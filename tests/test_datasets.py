@@ -469,12 +469,6 @@ def test_text_without_words_takes_no_quadratic_time(tmp_path, text):
     assert time.process_time() - started < 5    # as one word: minutes
 
 
-def test_no_word_is_learned_from_beyond_its_bound(monkeypatch):
-    monkeypatch.setattr(tokenizers_module, "LEARNED_RUN_CHARS", 2048)
-    parts = list(tokenizers_module._to_learn_from(iter(["x" * 10_000, "words of people"])))
-    assert sum(map(len, parts)) < 2048 + 512 + 20 and parts[-1] == "words of people"
-
-
 def test_a_learner_that_ends_early_is_named(tmp_path, monkeypatch):
     (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(tokenizers_module, "LEARN", tmp_path / "killed.py")

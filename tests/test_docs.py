@@ -24,7 +24,7 @@ CELLS = {
                 "    'layout': {'title': 'a title that is longer than the page of a phone is wide, and then some'}}, width=[1, 2])",
     "table": "HTML(html_table(['a head of many words'] * 6, [['unbreakable_' * 3] * 6], caption='numbers ' * 20))",
     "control": "ipywidgets.IntSlider(description='width')",
-    "claim": "# Three steps are three\nassert steps == 3",
+    "claim": "from lpkit.course.claims import claim\nwith claim('Three steps are three'):\n    assert steps == 3",
 }
 
 
@@ -187,7 +187,7 @@ def test_commands_show_their_options(site):
 def test_the_page_of_commands_names_every_key(tmp_path, capsys):
     from lpkit.cli import main
 
-    cells = {"parameters": CELLS["parameters"], "claim": "# Three\nassert steps == 3"}
+    cells = {"parameters": CELLS["parameters"], "claim": "from lpkit.course.claims import claim\nwith claim('Three'):\n    assert steps == 3"}
     page = (DOCS / "commands.md").read_text()
     for words in (["predict", "gpt2-124m"], ["notebook", str(write(tmp_path / "05_a.ipynb", cells)), "--out",
                                              str(tmp_path / "out")]):
@@ -197,7 +197,7 @@ def test_the_page_of_commands_names_every_key(tmp_path, capsys):
 
 
 def test_no_page_for_a_notebook_that_does_not_hold(tmp_path):
-    cells = {"parameters": CELLS["parameters"], "claim": "# Four\nassert steps == 4, 'not four'"}
+    cells = {"parameters": CELLS["parameters"], "claim": "from lpkit.course.claims import claim\nwith claim('Four'):\n    assert steps == 4, 'not four'"}
     with pytest.raises(ConfigError, match="05_bad, cell 2: not four"):
         build.execute([write(tmp_path / "05_bad.ipynb", cells)], tmp_path / "executed")
 

@@ -276,7 +276,7 @@ def test_every_single_culprit_is_found(unit):
     loss, calls = made_up({unit: 0.1})
     found = search("it", UNITS, loss)
     assert found.culprits == (unit,) and found.certainty == "high"
-    assert found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3) and found.recovery == pytest.approx(1)
+    assert found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3) and found.alone.recovery == pytest.approx(1)
     assert found.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
     assert unit[0] in str(found) and f"({unit[1]})" in str(found)
 
@@ -352,7 +352,7 @@ def test_more_seeds_are_drawn_where_seeds_do_not_agree():
     found = search("it", UNITS, loss, seeds=2)
     assert 2 < found.seeds <= 6 and found.certainty == "high"
     assert {name for name, _ in found.culprits} == {culprit[0]}
-    assert found.recovery == pytest.approx(1 - 0.4 / found.seeds)
+    assert found.alone.recovery == pytest.approx(1 - 0.4 / found.seeds)
 
 
 def test_what_seeds_do_not_agree_on_cannot_be_told():

@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import traitlets
@@ -16,7 +17,6 @@ from lpkit.course.judge import Exercise
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by, rivals
 from lpkit.ui import Explorer, Guess, Pick, progress_figure
-from lpkit.ui.calibration import Scored
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from lpkit.ui.questions import TIED
 
@@ -277,7 +277,7 @@ def test_progress_counts_by_notebook():
 
 
 def test_the_calibration_says_how_many_intervals_hold():
-    scored = [Scored(name=f"0{i}.<x>", factor=2.0, ratio=ratio, held=held) for i, (ratio, held) in
+    scored = [SimpleNamespace(name=f"0{i}.<x>", value=10.0, factor=2.0, measured=10 * ratio, held=held) for i, (ratio, held) in
               enumerate([(1.1, True), (3.0, False), (0.0, False), (0.6, True), (1e9, False)])]
     spec = plain(progress_figure({"00": 1}, {}, {"00": 3}, {"00": 5}, scored))
     assert "your 90% intervals hold 40% of 5" in json.dumps(spec) and "<x>" not in json.dumps(spec)

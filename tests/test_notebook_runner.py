@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,11 +32,18 @@ threads: int | None = None  # None: all'''
 TAKEN = notebooks.declared(PARAMETERS)
 
 
-def write(path: Path, *cells: str, parameters: str = PARAMETERS, claim: str = "assert steps < 100") -> Path:
+HOLDS = """\
+from lpkit.course.claims import claim
+with claim("Few steps are enough"):
+    {}
+"""
+
+
+def write(path: Path, *cells: str, parameters: str = PARAMETERS, claim: str = HOLDS.format("assert steps < 100")) -> Path:
     book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
     book.cells = [new_markdown_cell("# A title"), new_code_cell(parameters, metadata={"tags": ["parameters"]}),
                   *map(new_code_cell, cells),
-                  new_code_cell(f"# Few steps\n# are enough\n{claim}", metadata={"tags": ["claim"]})]
+                  new_code_cell(claim, metadata={"tags": ["claim"]})]
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(book, path)
     return path
@@ -43,7 +51,8 @@ def write(path: Path, *cells: str, parameters: str = PARAMETERS, claim: str = "a
 
 def go(path: Path, *settings: str, out: Path, tier: str | None = None) -> dict:
     (job,) = notebooks.plan(path, settings, tier=tier, out=out)
-    return notebooks.run(job)
+    with tempfile.TemporaryDirectory() as folder:
+        return notebooks.Attempt(job, Path(folder), lambda line: None).run()
 
 
 def printed(path: Path) -> str:
@@ -184,10 +193,10 @@ def test_the_record_is_there_while_cells_run(tmp_path):
 
 
 def test_a_claim_that_fails(tmp_path):
-    book = write(tmp_path / "a.ipynb", "x = 1", claim="assert steps < 3, f'{steps} are too many'")
+    book = write(tmp_path / "a.ipynb", "x = 1", claim=HOLDS.format("assert steps < 3, f'{steps} are too many'"))
     record = go(book, out=tmp_path / "out")
     assert record["status"] == "failed"
-    assert record["error"] == {"cell": 3, "line": "# Few steps", "kind": "AssertionError", "message": "3 are too many"}
+    assert record["error"] == {"cell": 3, "line": "from lpkit.course.claims import claim", "kind": "AssertionError", "message": "3 are too many"}
     assert Path(record["output"]).exists()
 
 
@@ -247,7 +256,7 @@ def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
 
 @pytest.mark.parametrize("cell", ["import sys; sys.exit(0)", "exit"])
 def test_a_notebook_that_leaves_before_its_claim_does_not_hold_it(tmp_path, cell):
-    book = write(tmp_path / "a.ipynb", cell, "import time; time.sleep(1)", claim="assert False")
+    book = write(tmp_path / "a.ipynb", cell, "import time; time.sleep(1)", claim=HOLDS.format("assert False"))
     record = go(book, out=tmp_path / "out")
     assert record["status"] == "failed" and record["ran"] < record["cells"] == 4
     assert command._outcome(record).startswith("failed in cell")
@@ -265,7 +274,7 @@ def test_skipped_and_unheard_asserts_do_not_hold_a_claim(tmp_path, monkeypatch):
     assert "asserts: True" in printed(record["output"])
 
 
-@pytest.mark.parametrize("claim", ["", "print(steps)", "if steps < 100:\n    assert steps", "%%script true\nassert False",
+@pytest.mark.parametrize("claim", ["", "print(steps)", "# said\nassert steps", "if steps < 100:\n    assert steps", "%%script true\nassert False",
                                    "def held():\n    assert steps < 100", "%time assert False",
                                    "with claim('said'):\n    steps", "with claim(said):\n    assert steps"])
 def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
@@ -276,7 +285,7 @@ def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
 def test_two_claims_are_both_said_and_both_held(tmp_path):
     path = write(tmp_path / "a.ipynb")
     book = nbformat.read(path, as_version=4)
-    book.cells.append(new_code_cell("# and more\nassert True", metadata={"tags": ["claim"]}))
+    book.cells.append(new_code_cell("with claim('and more'):\n    assert True", metadata={"tags": ["claim"]}))
     assert notebooks.claim(book) == "Few steps are enough; and more"
 
 
@@ -419,7 +428,7 @@ def test_a_signal_ends_the_kernel_and_the_record_says_so(tmp_path, sent, code):
 
 def test_the_command_line(tmp_path):
     write(tmp_path / "notebooks" / "00_start_here.ipynb")
-    write(tmp_path / "notebooks" / "01_fails.ipynb", claim="assert False, 'no'")
+    write(tmp_path / "notebooks" / "01_fails.ipynb", claim=HOLDS.format("assert False, 'no'"))
     done = cli("--all", "--json", cwd=tmp_path)
     assert done.returncode == 1 and len(json.loads(done.stdout)["runs"]) == 2
     assert (tmp_path / "runs" / "notebooks" / "01_fails.json").exists()

@@ -12,7 +12,6 @@ import pytest
 
 from lpkit import cli
 from lpkit.config import Config, ModelConfig, SystemConfig
-from lpkit.datasets.tokenizers import LONG_RUN, cut
 from lpkit.errors import ConfigError, nearest, printable, shown
 from lpkit.files import read_text
 from lpkit.plain_yaml import parse_yaml, read_yaml
@@ -218,15 +217,6 @@ def test_an_output_that_takes_nothing(tmp_path):
 
 
 # corpora
-
-@pytest.mark.parametrize("text", ["", "a b " * 2000, "a" * (LONG_RUN - 1), "a" * LONG_RUN, "a" * 5000, " " * 3000 + "x", "é" * 700 + " " + "y" * 1700 + " z"])
-def test_long_runs_are_cut_and_nothing_is_lost(text):
-    parts = list(cut(text))
-    assert "".join(parts) == text and "" not in parts
-    runs = [run for part in parts for run in (*part.split(), *("".join(c if c.isspace() else "." for c in part)).split("."))]
-    assert max(map(len, runs), default=0) < 2 * LONG_RUN
-    assert "a b" not in text or len(parts) == 1
-
 
 SLOW_TRAINING = """
 import sys, time

@@ -9,10 +9,7 @@ course reaches them when the lab opens (and with --update): a cell that you chan
                                your file stays beside it, under today's date
 
 On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
-there. A public address needs --ip with --certfile, --keyfile and --password-file; the password file
-holds one line, the hash that this prints:
-
-    python -c "from jupyter_server.auth import passwd; print(passwd())"
+there.
 
 What was started in the lab ends with it, in its terminals too.
 """
@@ -21,14 +18,13 @@ import argparse
 import json
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder, needs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    from lpkit.course.lab import LOCAL, PORT
+    from lpkit.course.lab import PORT
 
     parser.add_argument("--course", type=a_folder, metavar="DIR", help="your work folder (default: "
                         "lpkit/course in your data directory, which is ~/.local/share or "
@@ -40,12 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                        "yours, and open nothing")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; a taken one moves "
                         f"to the next")
-    parser.add_argument("--ip", default=LOCAL, help=f"default {LOCAL}: this machine only")
     parser.add_argument("--no-browser", action="store_true", help="print the URL and open nothing")
-    parser.add_argument("--certfile", type=Path, help="TLS certificate, for a public address")
-    parser.add_argument("--keyfile", type=Path, help="its private key")
-    parser.add_argument("--password-file", type=Path, help="one line, the hashed password; mode "
-                        "600")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,12 +51,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "exit_code": int(any(change["done"] == "left" for change in changes))}
 
     def serve() -> int:
-        with lab.serve(root, ip=args.ip, port=args.port, certfile=args.certfile,
-                       keyfile=args.keyfile, password_file=args.password_file,
-                       children=children) as server:
+        with lab.serve(root, port=args.port, children=children) as server:
             if args.port not in (0, server.port):
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
-            found = {"url": server.url, "ip": server.ip, "port": server.port, "root": str(root),
+            found = {"url": server.url, "port": server.port, "root": str(root),
                      "changes": changes, "token_file": str(server.token_file),
                      "log": str(server.log_path),
                      "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
@@ -90,9 +79,8 @@ def text(result: dict[str, Any]) -> str:
     if "url" not in result:
         return "\n".join(lines)
     lines += ["JupyterLab is open on", f"    {result['url']}"]
-    if result["ip"] == "127.0.0.1":
-        lines += ["From another computer: keep this running there, then open the same URL in its "
-                  "browser:", f"    {result['tunnel']}"]
+    lines += ["From another computer: keep this running there, then open the same URL in its "
+              "browser:", f"    {result['tunnel']}"]
     return "\n".join([*lines, f"Log: {result['log']}. Ctrl-C stops the lab."])
 
 

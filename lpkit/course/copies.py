@@ -8,7 +8,6 @@ left alone, and every file is written whole, by one process at a time.
 """
 
 import copy
-import os
 import shutil
 import uuid
 import warnings
@@ -16,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +66,8 @@ def reset(folder: Path, name: str) -> dict[str, Any]:
             cell.source = answers.get(cell.id, cell.source)
         if answers and _written(new) == mine.read_text():
             return _change(path, "unchanged", ["it is the course's already"])
-        with files.whole_file(backup := _backup(mine)) as temporary:
+        backup = files.free(mine.with_stem(f"{mine.stem}-{date.today()}"))
+        with files.whole_file(backup) as temporary:
             shutil.copyfile(mine, temporary)
         return _bring(folder, path, text, _written(new), "reset", notes) | {"backup": str(backup)}
 
@@ -215,10 +214,3 @@ def _written(book: "NotebookNode") -> str:
     import nbformat
 
     return nbformat.writes(book) + "\n"
-
-
-def _backup(path: Path) -> Path:
-    """A free name: 03_number_formats-2026-11-22.ipynb."""
-    stem = f"{path.stem}-{date.today()}"
-    names = (f"{stem}{f'-{n}' if n else ''}.ipynb" for n in count())
-    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))

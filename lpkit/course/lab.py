@@ -16,11 +16,9 @@ Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting over
 
 import contextlib
 import http.client
-import ipaddress
 import os
 import secrets
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -57,13 +55,15 @@ QUIET = {"LabApp": QUIET_APP, "ServerApp": {"logging_config": QUIET_LOG}}
 class Server:
     """A JupyterLab that answers. It lives as long as the `with serve(...)` that made it."""
 
-    ip: str
     port: int
     token: str
     token_file: Path        # mode 0600
     log_path: Path
-    base_url: str           # where the reader is: http://127.0.0.1:8888
     process: subprocess.Popen   # its keeper, which ends when the server does, as it does
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{LOCAL}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -84,62 +84,21 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
 
-def is_local(ip: str) -> bool:
-    try:
-        return ipaddress.ip_address(ip).is_loopback
-    except ValueError:
-        return False            # a name may resolve to a public address
-
-
-def listen(ip: str = LOCAL, asked: int = 0) -> socket.socket:
-    """A socket that listens on `asked` or the next free port; 0: any. Errors: ConfigError for an
-    address that is not ours."""
+def listen(asked: int = 0) -> socket.socket:
+    """A socket that listens on `asked` or the next free port; 0: any. Errors: ConfigError."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:
         try:
-            return socket.create_server((ip, port), family=family, backlog=128)
-        except socket.gaierror:
-            raise ConfigError(f"{ip!r} is not an address of this machine; leave --ip out for "
-                              f"{LOCAL}") from None
+            return socket.create_server((LOCAL, port), backlog=128)
         except OSError as error:
             taken = error
-    raise ConfigError(f"no free port from {asked} to {asked + 49} on {ip} ({taken.strerror}); ask "
-                      f"for another --port")
-
-
-def check_public(ip: str, certfile: Path | None, keyfile: Path | None,
-                 password_file: Path | None) -> str | None:
-    """The hashed password, or None for a local server. Errors: ConfigError unless a public one is
-    locked."""
-    if (certfile is None) != (keyfile is None):
-        raise ConfigError("--certfile and --keyfile come together")
-    if not is_local(ip) and None in (certfile, password_file):
-        raise ConfigError(
-            f"--ip {ip} would open this machine to the network; leave --ip out and use an SSH "
-            f"tunnel (ssh -N -L {PORT}:{LOCAL}:{PORT} USER@HOST), or give --certfile, --keyfile "
-            f"and --password-file")
-    for name, path in (("--certfile", certfile), ("--keyfile", keyfile),
-                       ("--password-file", password_file)):
-        if path is not None and not path.is_file():
-            raise ConfigError(f"{name} {path} is not a file")
-    if password_file is None:
-        return None
-    if password_file.stat().st_mode & 0o077:
-        raise ConfigError(f"--password-file {password_file} can be read by others; chmod 600 "
-                          f"{password_file}")
-    hashed = password_file.read_text(errors="replace").strip()
-    if not hashed.startswith(("argon2:", "sha256:", "sha512:")) or "\n" in hashed:
-        make = "from jupyter_server.auth import passwd; print(passwd())"
-        raise ConfigError(f"--password-file {password_file} must hold one line, the hash of the "
-                          f"password; make it with {sys.executable} -c \"{make}\"")
-    return hashed
+    raise ConfigError(f"no free port from {asked} to {asked + 49} on {LOCAL} ({taken.strerror}); "
+                      f"ask for another --port")
 
 
 @contextlib.contextmanager
-def serve(root: Path, *, ip: str = LOCAL, port: int = 0, certfile: Path | None = None,
-          keyfile: Path | None = None, password_file: Path | None = None,
+def serve(root: Path, *, port: int = 0,
           config: Mapping[str, Mapping[str, Any]] | None = None,
           settings: Mapping[str, Mapping[str, Any]] | None = None, state: Path | None = None,
           children: processes.Children | None = None) -> Iterator[Server]:
@@ -155,22 +114,17 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, certfile: Path | None =
               user's own
     children: who starts the server, and may end it from another thread
 
-    Raises ConfigError for a public address without TLS and a password, and for a server that does
-    not start.
+    Raises ConfigError for a server that does not start.
     """
-    ip = {"localhost": LOCAL}.get(ip, ip)       # on ::1 somebody else might listen
-    hashed = check_public(ip, certfile, keyfile, password_file)
     token, folder, app = secrets.token_hex(24), processes.new_folder(), _merged(QUIET, config or {})
-    with listen(ip, port) as listener:
+    with listen(port) as listener:
         port = listener.getsockname()[1]
         traits = {"ServerApp": {
-                      "ip": ip, "port": port, "port_retries": 0, "open_browser": False,
+                      "ip": LOCAL, "port": port, "port_retries": 0, "open_browser": False,
                       "root_dir": str(root.resolve()), "preferred_dir": str(root.resolve()),
-                      "allow_root": os.geteuid() == 0, "allow_remote_access": not is_local(ip),
-                      "allow_unauthenticated_access": False,
-                      "certfile": str(certfile.resolve()) if certfile else "",
-                      "keyfile": str(keyfile.resolve()) if keyfile else ""},
-                  "PasswordIdentityProvider": {"token": token, "hashed_password": hashed or "",
+                      "allow_root": os.geteuid() == 0, "allow_remote_access": False,
+                      "allow_unauthenticated_access": False, "certfile": "", "keyfile": ""},
+                  "PasswordIdentityProvider": {"token": token, "hashed_password": "",
                                                "allow_password_change": False},
                   "KernelManager": {"transport_encryption": "auto"}}
         # Jupyter reads one file for the server and one for the lab; the same words in both leave no
@@ -186,12 +140,9 @@ def serve(root: Path, *, ip: str = LOCAL, port: int = 0, certfile: Path | None =
              Path(__file__).with_name("server.py"), folder / "locked.json"],
             folder, files=files, log="server.log", cwd=folder, fds=[listener.fileno()],
             env=_environment(folder, state))
-    scheme = "https" if certfile else "http"
-    host = LOCAL if is_local(ip) else socket.gethostname()
     with keeper:
-        server = Server(ip=ip, port=port, token=token, token_file=folder / "token",
-                        log_path=folder / "server.log", base_url=f"{scheme}://{host}:{port}",
-                        process=keeper)
+        server = Server(port=port, token=token, token_file=folder / "token",
+                        log_path=folder / "server.log", process=keeper)
         _prove(server)
         yield server
 
@@ -223,14 +174,7 @@ def _environment(folder: Path, state: Path | None) -> dict[str, str]:
 def _ask(server: Server, path: str, *, method: str = "GET", seconds: float = 10,
          **headers: str) -> tuple[int, http.client.HTTPMessage]:
     """Status and headers of the answer. No proxy: it is this machine."""
-    host = {"": LOCAL, "0.0.0.0": LOCAL, "::": "::1"}.get(server.ip, server.ip)
-    if server.base_url.startswith("https"):
-        trust = ssl.create_default_context()
-        # our own child, through the loopback
-        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(host, server.port, timeout=seconds, context=trust)
-    else:
-        connection = http.client.HTTPConnection(host, server.port, timeout=seconds)
+    connection = http.client.HTTPConnection(LOCAL, server.port, timeout=seconds)
     with contextlib.closing(connection):
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -253,10 +197,9 @@ def _prove(server: Server) -> None:
                 _ask(server, course, Cookie=cookie, Origin="https://elsewhere.example")[0],
                 (403, 404)),
             "to a write without the XSRF token": (
-                _ask(server, nothing, method="DELETE", Cookie=cookie)[0], (403,))}
-        if is_local(server.ip):
-            answers["under another host name"] = (
-                _ask(server, course, Authorization=token, Host="elsewhere.example")[0], (403,))
+                _ask(server, nothing, method="DELETE", Cookie=cookie)[0], (403,)),
+            "under another host name": (
+                _ask(server, course, Authorization=token, Host="elsewhere.example")[0], (403,))}
     except TimeoutError:
         raise ConfigError(f"JupyterLab did not answer within {START_SECONDS:.0f} s; the end of its "
                           f"log:\n{server.log()[-processes.TAIL_BYTES:].strip()}") from None

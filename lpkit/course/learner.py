@@ -17,7 +17,7 @@ from traitlets import TraitError
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, read_text, write_atomically
-from lpkit.ui.calibration import Scored, progress_figure
+from lpkit.ui.calibration import progress_figure
 from lpkit.ui.figure import Figure
 from lpkit.ui.questions import Question
 from lpkit.values import Checked, Count, Positive, Text
@@ -175,7 +175,5 @@ def progress(exercises: Iterable[str]) -> Figure:
         wrong=by_notebook(name for name in names if name in tried and not tried[name].right),
         total=dict(sorted(by_notebook(names).items())),
         guesses=by_notebook(guess.name for guess in learner.guesses),
-        scored=[Scored(name=guess.name, factor=guess.factor, ratio=guess.measured / guess.value,
-                       held=guess.held)
-                for guess in sorted(learner.guesses, key=lambda guess: guess.name)
+        scored=[guess for guess in sorted(learner.guesses, key=lambda guess: guess.name)
                 if guess.factor and guess.measured is not None]))

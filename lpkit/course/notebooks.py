@@ -9,15 +9,14 @@ that ran, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole 
 each cell begins and at the end. Seconds and bytes throughout.
 
 A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
-and the asserts within hold it. (Asserts under a comment that opens the cell do as well.) Such a
-cell is also tagged `raises-exception`: the cells below it run, and the notebook fails all the same.
+and the asserts within hold it. Such a cell is also tagged `raises-exception`: the cells below it
+run, and the notebook fails all the same.
 """
 
 import ast
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
@@ -27,7 +26,6 @@ import platform
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import tokenize
@@ -40,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import psutil
 
+from lpkit.config import key_and_value
 from lpkit.course import processes
 from lpkit.errors import ConfigError, named, nearest, pick, shown
 from lpkit.files import read_text, resource, write_atomically
@@ -121,13 +120,6 @@ def by_name(paths: Iterable[Path]) -> dict[str, Path]:
     return known
 
 
-def needed(package: str) -> None:
-    """Raises ConfigError where it is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"notebooks need the package {package}, which is not installed; "
-                          f"pip install {package}")
-
-
 def read(path: Path) -> "NotebookNode":
     book = parse(read_text(path, MOST_BYTES), path.name)
     kernel = book.metadata.get("kernelspec", {}).get("name")
@@ -139,7 +131,6 @@ def read(path: Path) -> "NotebookNode":
 
 def parse(text: str, name: str) -> "NotebookNode":
     """Raises ConfigError, with the `name` of the file, for what is no notebook."""
-    needed("nbformat")
     import nbformat
 
     try:
@@ -234,7 +225,7 @@ def claim(book: "NotebookNode") -> str:
     """What the notebook claims, in one line. Raises ConfigError for a cell tagged `claim` that
     holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something else is
     true."""
-    return "; ".join(filter(None, (_claimed(cell.source) for cell in tagged(book, "claim"))))
+    return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
 
 
 def _claimed(source: str) -> str:
@@ -248,11 +239,8 @@ def _claimed(source: str) -> str:
                     func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
                     if any(isinstance(held, ast.Assert) for held in node.body):
                 return said
-    if not any(isinstance(node, ast.Assert) for node in body):
-        raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; "
-                          f"it must be plain Python with an `assert` of its own")
-    comment = re.match(r"(#.*\n?)*", source.lstrip())[0]
-    return " ".join(line.lstrip("#").strip() for line in comment.splitlines())
+    raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; it "
+                      f"must be plain Python with an `assert` of its own in a `with claim(...):`")
 
 
 # --- what was asked
@@ -288,10 +276,7 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
     grid, and so do commas, unless the parameter itself is text or a tuple."""
     axes: dict[str, list[str]] = {}
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise ConfigError(f"expected key=value, got {shown(setting)}")
+        key, value = key_and_value(setting)
         kind = known[key].kind if key in known else str
         kinds = (kind, *get_args(kind))
         whole = str in kinds or tuple in map(get_origin, kinds)
@@ -361,16 +346,10 @@ def _refuse_strangers(job: Job) -> None:
                           f"wait for it, or choose another --out")
 
 
-def run(job: Job, *, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Run one notebook in a fresh kernel of this process and return its record. A failing cell and
-    a killed kernel are results, not exceptions: status `failed`, and `error` says which cell. An
-    interrupt is recorded as `killed` and goes on upwards."""
-    with tempfile.TemporaryDirectory(prefix="lpkit-") as folder:
-        return Attempt(job, Path(folder), say).run()
-
-
 class Attempt:
-    """A run of one notebook. Its record lies in `job.out` all the while, and says `done` only when
+    """A run of one notebook in a fresh kernel of this process. A failing cell and a killed kernel
+    are results, not exceptions: status `failed`, and `error` says which cell; an interrupt is
+    recorded as `killed` and goes on upwards. The record lies in `job.out` all the while, and says `done` only when
     every code cell ran to its end; its first ending is the one that counts, so that also another
     thread may end it. `folder` is private: for the notebook on its way, and the kernel's keys."""
 
@@ -504,7 +483,6 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
     is the only channel, so a process that is killed costs its own job and no other. No process,
     kernel or private file outlives this process, also when it is killed; another thread may end
     them all through `children`. Raises ConfigError when the output cannot be written."""
-    needed("papermill")     # before a process is started for each job
     children = children or processes.Children()
 
     def supervise(job: Job) -> dict[str, Any]:

@@ -13,6 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
+# Characters: learning takes time with the square of a word's length.
+LONGEST_WORD = 512
+
 
 def texts() -> Iterator[str]:
     for line in sys.stdin:
@@ -34,7 +37,9 @@ def learn(vocab: int, special: str) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.FixedLength(length=LONGEST_WORD)])
     model.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[special], show_progress=False,

@@ -8,7 +8,6 @@ characters.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import subprocess
 import sys
@@ -25,10 +24,6 @@ from lpkit.files import PACKAGE, write_atomically
 END_OF_TEXT = "<|endoftext|>"
 LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
-# A run of characters without a space, or of spaces, is cut so that none is twice as long: merging
-# takes time with the square of a word's length.
-LONG_RUN = 512
-LEARNED_RUN_CHARS = 1 << 22
 Texts = Callable[[], Iterator[str]]
 
 
@@ -104,7 +99,7 @@ class BPE:
             raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which "
                               f"starts from 256 bytes and {END_OF_TEXT}; use at least 257 (8192 is "
                               f"usual), or data.tokenizer=bytes")
-        digest = hashlib.sha256(f"bpe 1 {vocab}\n".encode())
+        digest = hashlib.sha256(f"bpe 2 {vocab}\n".encode())
         for text in _first(texts(), BPE_TRAINING_CHARS):
             digest.update(text.encode())
         cached = cache_dir / f"bpe-{vocab}-{digest.hexdigest()[:32]}.json"
@@ -114,7 +109,7 @@ class BPE:
         return cls(cached.read_text(encoding="utf-8"))
 
     def encode(self, text: str) -> list[int]:
-        return [i for part in cut(text) for i in self._model.encode(part).ids]
+        return self._model.encode(text).ids
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)
@@ -162,7 +157,7 @@ class GPT2(Fixed):
         self.end = self._model.eot_token
 
     def encode(self, text: str) -> list[int]:
-        return [i for part in cut(text) for i in self._model.encode_ordinary(part)]
+        return self._model.encode_ordinary(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff"
@@ -187,34 +182,6 @@ def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
             return
 
 
-def cut(text: str) -> Iterator[str]:
-    """Parts of `text` in order, none of which has a run of 2 LONG_RUN characters. Text as people
-    write it is one part; of a longer run, most parts have LONG_RUN characters."""
-    start = 0
-    for i in range(0, len(text) - LONG_RUN + 1, LONG_RUN):
-        block = text[i:i + LONG_RUN]
-        if _is_run(block):
-            yield from filter(None, (text[start:i], block))
-            start = i + LONG_RUN
-    yield from filter(None, (text[start:],))
-
-
-def _is_run(block: str) -> bool:
-    return block.isspace() or len(block.split(None, 1)[0]) == LONG_RUN
-
-
-def _to_learn_from(texts: Iterator[str]) -> Iterator[str]:
-    """Their parts, with runs up to LEARNED_RUN_CHARS: no word of theirs occurs twice, and each
-    character takes 100 bytes."""
-    left = LEARNED_RUN_CHARS
-    for part in itertools.chain.from_iterable(map(cut, texts)):
-        if len(part) != LONG_RUN or not _is_run(part):
-            yield part
-        elif left > 0:
-            left -= LONG_RUN
-            yield part
-
-
 def _train(texts: Iterator[str], vocab: int) -> str:
     """In a process of its own, which ends with this function however it ends."""
     learned, command = "", [sys.executable, "-P", str(LEARN), str(vocab), END_OF_TEXT]
@@ -222,7 +189,7 @@ def _train(texts: Iterator[str], vocab: int) -> str:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                              encoding="utf-8", process_group=0)
     try:
-        child.stdin.writelines(f"{json.dumps(part)}\n" for part in _to_learn_from(texts))
+        child.stdin.writelines(f"{json.dumps(part)}\n" for part in texts)
         child.stdin.write("null\n")
         child.stdin.flush()
         learned = child.stdout.read()

@@ -73,14 +73,6 @@ class Finding:
     path: tuple[Trial, ...]
 
     @property
-    def recovery(self) -> float:
-        return self.alone.recovery
-
-    @property
-    def without(self) -> float:
-        return self.rest.recovery
-
-    @property
     def effect(self) -> float:
         """The gap in units of the noise."""
         if self.noise:
@@ -93,7 +85,7 @@ class Finding:
         layers = len(layers_of(self.culprits))
         if self.effect < CLEAR or layers > 1 or not self.alone.kept or not self.rest.dropped:
             return "low"
-        sure = self.effect > 2 * CLEAR and self.recovery > 0.8 and self.without < 0.2
+        sure = self.effect > 2 * CLEAR and self.alone.recovery > 0.8 and self.rest.recovery < 0.2
         return "high" if sure else "medium"
 
     def __str__(self) -> str:

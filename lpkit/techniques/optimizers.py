@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from lpkit.errors import ConfigError, at_least_zero, nearest, pick, shown
+from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique
-from lpkit.values import Positive, PositiveOrZero, Rate
+from lpkit.values import Positive, PositiveOrZero, Rate, at_least_zero
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format

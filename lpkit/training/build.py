@@ -45,8 +45,6 @@ def choose_device(asked: str) -> Choice:
     if asked == "auto":
         return Choice(asked=asked, used="cpu", why="PyTorch sees no GPU")
     kind, _, index = asked.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigError(f"system.device cannot be {asked!r}; choose auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= count:
         raise ConfigError(f"system.device={asked} was asked for, but PyTorch sees {count} GPUs; "
                           f"use system.device=auto or cpu, and see `lpkit doctor` for the reason")

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from lpkit.tables import FAINT, GRID
 from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
@@ -14,24 +14,16 @@ TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """A guess with its 90% interval, and what was measured over it."""
-
-    name: str
-    factor: float
-    ratio: float
-    held: bool
-
-
-def clipped(ratio: float) -> float:
-    return min(max(ratio, 1 / MOST), MOST)
+def _ratio(guess: Any) -> float:
+    """Measured over guessed, as it is drawn."""
+    return min(max(guess.measured / guess.value, 1 / MOST), MOST)
 
 
 def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: Mapping[str, int],
-                    guesses: Mapping[str, int], scored: Sequence[Scored]) -> dict:
+                    guesses: Mapping[str, int], scored: Sequence[Any]) -> dict:
     """The plotly spec: above, for each notebook of `total`, its exercises and how many guesses were
-    locked; below, every scored guess with its interval, and how many of the intervals held."""
+    locked; below, every scored guess (`name`, `value`, `factor` of its 90% interval, what was
+    `measured`, whether that `held`), and how many of the intervals held."""
     names, parts = list(total), []
     for words, counts, colour in (("right", right, RIGHT), ("wrong so far", wrong, WRONG)):
         parts.append(bars(names, [counts.get(name, 0) for name in names], words, colour,
@@ -42,7 +34,7 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
     # its text ends the whole bar
     parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=said))
     # as far to the left as to the right
-    width = 0.1 + max([math.log10(max(one.factor, clipped(one.ratio), 1 / clipped(one.ratio)))
+    width = 0.1 + max([math.log10(max(one.factor, _ratio(one), 1 / _ratio(one)))
                        for one in scored], default=1.0)
     held = sum(one.held for one in scored)
     below = "guesses that you lock in appear here"
@@ -54,7 +46,7 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
             parts.append(scatter([1 / one.factor, one.factor], [escape(one.name)] * 2, "", FAINT,
                                  hover=None, line={"width": 5}, opacity=0.45, showlegend=False,
                                  xaxis="x2", yaxis="y2"))
-        parts.append(scatter([clipped(one.ratio) for one in ours],
+        parts.append(scatter([_ratio(one) for one in ours],
                              [escape(one.name) for one in ours], words, colour, mode="markers",
                              marker={"size": 10}, hover="%{y}: %{x:.3g} times the guess",
                              showlegend=bool(ours), xaxis="x2", yaxis="y2"))

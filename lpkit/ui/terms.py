@@ -40,11 +40,11 @@ def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",
 
 
 def terms_opened(terms: Mapping[str, Term], sizes: Mapping[str, int], unit: str, *,
-                 title: str, source: str = "") -> str:
+                 title: str) -> str:
     """HTML: each term's value; a click opens it in letters and in numbers."""
     whole = sum(float(term) for term in terms.values())
     rows = [(name, float(term), quantity(float(term), unit), "",
-             (f"{term}  =  {term.put_in(sizes)}  =  {float(term):,.0f} {unit}", source))
+             (f"{term}  =  {term.put_in(sizes)}  =  {float(term):,.0f} {unit}",))
             for name, term in terms.items() if term]
     return opened_rows(f"{title}: {quantity(whole, unit)}", rows, whole)
 

@@ -173,9 +173,7 @@ def wrong_names(draw: Draw) -> list[str]:
                     ["predict", "cpu-3m", f"--recompute={draw.near('block')}"], ["advise", "cpu-3m", f"--recipe={draw.near('mxfp8')}"],
                     ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", f"--precision={draw.near('bf16')}"],
                     ["data", "prepare", str(draw.odd / "short.txt"), f"--tokenizer={draw.near('bytes')}"],
-                    ["bench", draw.near("import")], ["data", draw.near("show"), "x"], ["claims", draw.near("lion-lighter")],
-                    ["lab", f"--ip={draw.one('999.1.1.1', '0.0.0.0', 'example.invalid', '::', ESCAPE)}", "--no-browser"],
-                    ["lab", "--certfile", str(draw.odd / draw.kind())])
+                    ["bench", draw.near("import")], ["data", draw.near("show"), "x"], ["claims", draw.near("lion-lighter")])
 
 
 def wrong_corpora(draw: Draw) -> list[str]:
