@@ -118,8 +118,9 @@ def _run(kernel: Callable[..., Tensor], logits: Tensor, targets: Tensor,
     M, V = logits.shape
     each = [one for one in (targets, weights) if one is not None]
     if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
-        raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, of at "
-                          f"least one entry; got {[(tuple(t.shape), t.dtype) for t in each]}")
+        got = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in each)
+        raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, and "
+                          f"rows of at least one entry; got {got}")
     weights = weights if weights is None else weights.float().contiguous()
     return kernel(logits, targets.to(torch.int64).contiguous(), weights)
 
