@@ -15,6 +15,8 @@ GPU, and a NaN is seen. A token that does not count has a weight of 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -171,20 +173,27 @@ def _timed(rng: torch.Generator, device: torch.device):
         yield logits, torch.randint(V, (M,), generator=rng).to(device)
 
 
-def _liger(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.ops.cross_entropy import cross_entropy_forward
-
+def _liger(logits: Tensor, targets: Tensor, module: str = "ops") -> tuple[Tensor, Tensor]:
+    """By its module: what LIGER_KERNEL_IMPL selects shows in `liger_kernel.ops` alone."""
+    forward = resolve_name(f"liger_kernel.{module}.cross_entropy:cross_entropy_forward")
     # without requires_grad it makes no gradient
-    nats, *_, gradient = cross_entropy_forward(logits.clone().requires_grad_(), targets, None, -100,
-                                               0.0, 0.0, "none", None, False)
+    nats, *_, gradient = forward(logits.clone().requires_grad_(), targets, None, -100, 0.0, 0.0,
+                                 "none", None, False)
     return nats.float(), gradient.detach()
+
+
+def _quack(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    from quack.cross_entropy import cross_entropy_fwd
+
+    return cross_entropy_fwd(logits, targets, return_dx=True)
 
 
 CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"cpu": on_cpu, "triton": in_triton},
     examples=_examples, timed=_timed,
     typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-    peers={"liger": _liger},
+    peers={"liger": _liger, "liger, cutedsl": partial(_liger, module="ops.cutedsl.ops"),
+           "quack": _quack},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
                   signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lpkit.contracts import Choice
 from lpkit.kernels.choose import candidates, choose
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, matrix
@@ -165,18 +166,19 @@ RULES = {
 ADAMW, LION = (rule.kernel for rule in RULES.values())
 
 
-def chosen(name: str, asked: str, parameters: Sequence[Tensor]) -> OnePass | None:
+def chosen(name: str, asked: str,
+           parameters: Sequence[Tensor]) -> tuple[OnePass | None, dict[str, Choice]]:
     """The rule `name` in one pass where it is right on this machine, and the fastest of its
-    versions or asked for; None: as it is defined. `asked`: as `system.kernels`."""
+    versions or asked for; None: as it is defined. And what a run records of that. `asked`: as
+    `system.kernels`."""
     p = max(parameters, key=Tensor.numel, default=None)
-    rule = RULES.get(name)
-    if rule is None or p is None or isinstance(p, FakeTensor):
-        return None
-    if triton is None or (asked == "auto" and not p.is_cuda):
-        return None
-    asked = asked if asked in candidates(rule.kernel) else "auto"
-    w = p.detach().clone()
+    if name not in RULES or p is None or isinstance(p, FakeTensor) or triton is None:
+        return None, {}
+    if asked == "auto" and not p.is_cuda:
+        return None, {}
+    rule, w = RULES[name], p.detach().clone()
     bits = None if w.dtype == torch.float32 else noise(w, None)
     arguments = rule.arguments(w, w.float().square(), bits)
-    used = choose(name, rule.kernel, asked, arguments).choice.used
-    return rule if used == "triton" else None
+    asked = asked if asked in candidates(rule.kernel) else "auto"
+    choice = choose(name, rule.kernel, asked, arguments).choice
+    return rule if choice.used == "triton" else None, {f"kernel:{name}": choice}

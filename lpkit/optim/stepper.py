@@ -71,7 +71,8 @@ class Stepper(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
         plain = not optimizers.find_format(moment_format).encoding_bytes
-        self.one_pass = one_pass.chosen(settings.name, kernels, parameters) if plain else None
+        self.one_pass, self.choices = (
+            one_pass.chosen(settings.name, kernels, parameters) if plain else (None, {}))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -137,6 +138,7 @@ def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> 
         does = {"optimizer_state": optimizer.placement.name,
                 "moment_format": optimizer.moment_format}
         rounding = "stochastic"
+        chosen = {**chosen, **optimizer.choices}
     found = dict(chosen)
     for key in does.keys() & found.keys():
         if found[key].used != does[key]:
