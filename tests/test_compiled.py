@@ -72,13 +72,13 @@ def test_compiled_updates_are_the_eager_ones(graphs, loss, how):
 @pytest.mark.parametrize("more", [{}, {"memory.recompute": "block"}, {"precision.recipe": "fp8-tensorwise", "precision.backend": "scaled_mm"}],
                          ids=["plain", "recomputed", "fp8"])
 def test_compile_time_does_not_grow_with_depth(graphs, loss, more):
-    """One graph for all blocks, one for the last norm, one for head and loss."""
+    """One graph for all blocks, one for the last norm, one for head and loss; a loss in pieces is a kernel of its own."""
     counts = []
     for layers in (2, 5):
         before = len(graphs)
         built(model__layers=layers, **LOSSES[loss], **more).update(0)
         counts.append(len(graphs) - before)
-    assert counts == [3, 3]
+    assert counts == ([3, 3] if loss == "full" else [2, 2])
 
 
 @pytest.mark.parametrize("how", ["blocks", "model"])
