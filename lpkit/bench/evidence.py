@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 
 from lpkit import hardware
-from lpkit.bench import BENCHES
 from lpkit.bench.fp8 import runs_here
 from lpkit.bench.harness import Result, paired, provenance
 from lpkit.bench.nanogpt import Peer
@@ -82,9 +81,8 @@ def _command(*words: str) -> Found:
 
 def _lpkit(*words: str, on_cpu: tuple[str, ...] = (), seconds: int = PIECE_SECONDS) -> Piece:
     def cases(on: torch.device) -> Iterator[Case]:
-        if words[0] != "bench" or words[1] in BENCHES:
-            few = on_cpu if on.type == "cpu" else ()
-            yield words[-1], partial(_command, "lpkit", *words, "--json", *few)
+        yield words[-1], partial(_command, "lpkit", *words, "--json",
+                                 *(on_cpu if on.type == "cpu" else ()))
 
     return Piece(cases, seconds)
 
