@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
-    "optim": BASE | {"techniques"},
+    "optim": BASE | {"techniques", "kernels"},
     "memory": BASE | {"techniques", "kernels", "nn"},
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},

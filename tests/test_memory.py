@@ -10,6 +10,8 @@ import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
+from lpkit.kernels import cross_entropy as cross_entropy_rows
+from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure import telemetry
 from lpkit.measure.tracking import Tracker
 from lpkit.measure.updates import memory, saved_bytes
@@ -226,6 +228,30 @@ def test_pieces_against_float64(chunk):
         assert (got - want).norm() <= 5e-7 * want.norm()
     with torch.no_grad():
         assert linear_cross_entropy(h, head, y, chunk).item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["_by_definition", "_by_c", "_by_triton"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pieces_by_each_kernel_that_a_device_may_have(kernel, weighted, monkeypatch):
+    """What a GPU runs, in Triton's interpreter; and a target that is none shows in the loss, whoever computes it."""
+    if kernel == "_by_triton" and not INTERPRETED:
+        pytest.skip("Triton's kernels need a GPU, or its interpreter")
+    monkeypatch.setattr(cross_entropy_rows, "_kernel_for", lambda logits: getattr(cross_entropy_rows, kernel))
+    draw = torch.Generator().manual_seed(0)
+    h, w, weights = (torch.randn(shape, generator=draw) for shape in ((21, 16), (50, 16), 21))
+    weights, y = weights.abs() if weighted else None, torch.randint(50, (21,), generator=draw)
+    head = torch.nn.Linear(16, 50, bias=False)
+    head.weight.data = w
+    exact = [t.double().requires_grad_() for t in (h, w)]
+    nats = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, y, reduction="none")
+    mean = nats.mean() if weights is None else (nats * weights.double()).sum() / weights.double().sum()
+    h.requires_grad_()
+    loss = linear_cross_entropy(h, head, y, 8, weights)
+    assert loss.item() == pytest.approx(mean.item(), rel=1e-6)
+    for got, want in zip(torch.autograd.grad(loss, (h, head.weight)), torch.autograd.grad(mean, exact)):
+        assert (got - want).norm() <= 5e-7 * want.norm()
+    y[3] = -100
+    assert linear_cross_entropy(h, head, y, 8, weights).isnan()
 
 
 def test_chunked_loss_keeps_no_logits():

@@ -8,9 +8,10 @@ import torch
 from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
 from lpkit.nn.transformer import Transformer
-from lpkit.optim import rules
+from lpkit.optim import one_pass, rules
 from lpkit.optim.stepper import Stepper, build, recorded
 from lpkit.predict import memory, parameter_count
 from lpkit.predict.ledger import UPDATE
@@ -147,6 +148,31 @@ def test_what_is_recorded_is_what_happens(name, moment_format, place, dtype):
     # where nothing but the format counts, the place changes no bit
     same, _ = trained(name, dtype=dtype, moment_format=moment_format)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+@pytest.mark.skipif(not INTERPRETED, reason="Triton's kernels need a GPU, or its interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", one_pass.RULES)
+def test_one_pass_over_memory_updates_as_the_rule_does(name, dtype, tmp_path, monkeypatch):
+    """By the stepper, in place, with the same noise: a multiply-add rounds once, and may turn a rounding to bf16."""
+    from lpkit.kernels.interpreter import mend
+
+    mend()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both = []
+    for kernels in ("auto", "triton"):
+        model, placement = model_in(dtype), OPTIMIZER_STATE["disk"].load()(CPU)     # a disk: float32 alone has PyTorch's own
+        optimizer = build(model, SETTINGS[name](name=name), kernels=kernels, placement=placement)
+        both.append(trained(name, model=model, optimizer=optimizer))
+    (want, by_rule), (got, at_once) = both
+    assert by_rule.one_pass is None and at_once.one_pass is one_pass.RULES[name]
+    assert recorded(at_once, {})[f"kernel:{name}"].used == "triton" and not by_rule.choices
+    ulp, share = (2.0**-7, 0.02) if dtype == torch.bfloat16 else (2.0**-22, 0.2)
+    for a, b in zip(want.parameters(), got.parameters()):
+        assert (a.double() - b.double()).abs().max() <= ulp * a.double().abs().max() and (a != b).double().mean() < share
+    for a, b in zip(stored(by_rule), stored(at_once)):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

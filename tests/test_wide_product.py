@@ -49,6 +49,7 @@ def test_gradients_are_those_of_the_exact_ones():
 
 def test_a_linear_is_pytorchs_under_autocast(taken, monkeypatch):
     monkeypatch.setattr(wide_product, "SMALL_FLOPS", 0)
+    monkeypatch.setattr(wide_product, "SMALL_SIDE", 0)
     ours, theirs = WideLinear(64, 48), torch.nn.Linear(64, 48)
     theirs.load_state_dict(ours.state_dict())
     x, g = drawn(4, 32, 64, dtype=torch.float32), drawn(4, 32, 48)
@@ -74,10 +75,12 @@ def test_small_products_and_float32_stay_as_they_are(taken):
     assert not wide_product.wins(x, layer.weight)
     large = torch.empty(4096, 1024, dtype=torch.bfloat16)
     assert wide_product.wins(large, large[:1024]) == (taken == "float32")
+    assert not wide_product.wins(large[:128], large)        # a piece of a loss would cast the whole head
 
 
 def test_a_run_is_the_same_either_way(monkeypatch):
     monkeypatch.setattr(wide_product, "SMALL_FLOPS", 0)
+    monkeypatch.setattr(wide_product, "SMALL_SIDE", 0)
     config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 20,
                                "precision.recipe": "bf16", "system.device": "cpu", "system.threads": 1, "system.compile": False})
     losses = {}

@@ -48,15 +48,14 @@ def _kernel(name: str, kernel: Kernel, device: torch.device, rounds: int) -> Ite
         forward = {key: partial(_forward, one) for key, one in contenders.items()}
         copy = _copy(kernel.moved_bytes(*over[0]), device)
         yield from race("kernels", ours=partial(_forward, call), peers={COPY: copy, **forward},
-                        check=lambda: None, over=over, case=f"{case}, forward", **described,
+                        over=over, case=f"{case}, forward", **described,
                         target={COPY: COPY_TARGET if gpu else None, **dict.fromkeys(forward)})
         if kernel.gradients:
             want = kernel.definition(*over[0])
             weights = weights_of(want if isinstance(want, tuple) else (want,))
             both = {key: partial(_both, kernel, one, weights) for key, one in contenders.items()}
             yield from race("kernels", ours=partial(_both, kernel, call, weights), peers=both,
-                            over=over, check=lambda: None, case=f"{case}, and backward",
-                            **described)
+                            over=over, case=f"{case}, and backward", **described)
 
 
 def _contenders(kernel: Kernel, arguments: tuple) -> tuple[dict[str, Version], dict[str, str]]:

@@ -76,14 +76,15 @@ class Result:
 
 
 def race(name: str, *, ours: Callable[..., Any], peers: Mapping[str, Callable[..., Any]],
-         check: Callable[[], None], target: float | Mapping[str, float] | None = None,
+         check: Callable[[], None] = lambda: None,
+         target: float | Mapping[str, float] | None = None,
          over: Sequence[Sequence] = ((),), rounds: int = ROUNDS,
          sync: Callable[[], None] = lambda: None, sample_seconds: float = SAMPLE_SECONDS,
          **described: Any) -> list[Result]:
     """Time `ours` against each peer; one Result per peer, as "times faster".
 
     check:  raises when the contenders disagree; it runs first, so no figure is ever printed for a
-    wrong answer.
+    wrong answer. Left out where each was checked before.
     target: the least ratio claimed, for all peers or by name.
     over:   the arguments of the next call, round and round. Inputs that are reused stay in a cache
     and flatter whoever reads memory: race over enough of them to exceed it.

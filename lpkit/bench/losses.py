@@ -114,7 +114,7 @@ def _resident(name: str) -> int:
 def resident_bytes(name: str) -> int:
     """What the loss `name` adds to the most that this process has had resident (Linux)."""
     given = inputs(TOKENS_HELD)
-    few = (given[0][:CHUNK], given[1], given[2][:CHUNK])    # what is loaded and compiled once
+    few = (given[0][:1], given[1], given[2][:1])    # what is loaded and compiled once
     gradients(in_pieces, *few)
     before = status_bytes("VmRSS")
     gradients(LOSSES[name], *given)

@@ -66,7 +66,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
@@ -93,7 +93,7 @@ class Peer:
     def __init__(self, training: Training, *, compiled: bool):
         config = training.config
         self.training, self.clip = training, config.optimizer.clip
-        self.model = GPT(config.model)
+        self.model = GPT(config.model).to(training.device)
         self.model.load_state_dict(dict(weights(training)))
         o, matrices = config.optimizer, [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
@@ -107,13 +107,13 @@ class Peer:
         batch = self.training.batch(step)
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.config.optimizer.lr * self.training.schedule(step)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.training.device.type, torch.bfloat16):
             loss = self.forward(batch.tokens, batch.targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return SimpleNamespace(loss=loss.detach())
+        return SimpleNamespace(loss=loss.detach(), grad_norm=norm)
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:

@@ -110,6 +110,8 @@ def why_not(version: str, arguments: tuple) -> str:
     on_cpu = _device(arguments).type == "cpu"
     if version == "triton":
         return why_no_triton() or ("needs a GPU" if on_cpu and not INTERPRETED else "")
+    if version == "cpu" and not on_cpu:
+        return "is for a CPU"
     if version == COMPILE and on_cpu:
         return "a CPU fuses little, and compiling takes seconds"
     return "needs a GPU" if version == "cuda" and on_cpu else ""

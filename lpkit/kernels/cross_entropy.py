@@ -3,18 +3,26 @@
     nats = logsumexp(logits) - logits[target]           for each row, float32
     logits <- (softmax(logits) - onehot(target)) * weight
 
-A program takes a row in pieces: the first pass finds the largest logit and the sum of exponentials
-as it goes (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867), the second writes the
-gradient over the logits. So a row is read twice and written once, and nothing of its size is made
-(Hsu et al. 2024, https://arxiv.org/abs/2410.10989).
+Triton's program takes a row in pieces: the first pass finds the largest logit and the sum of
+exponentials as it goes (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867), the second
+writes the gradient over the logits. So a row is read twice and written once, and nothing of its
+size is made (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). On a CPU C does it (rows.c).
+
+A target that is none makes its row NaN, nats and gradient: to raise, the host would wait for the
+GPU, and a NaN is seen. A token that does not count has a weight of 0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
+from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, floats, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -24,19 +32,18 @@ PIECE, WARPS = 8192, 16
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
                   ) -> tuple[Tensor, Tensor]:
-    """logits (M, V), targets (M,) int64, weights (M,) float32 -> nats (M,) float32 without the
-    weights, and the gradient of the weighted sum of nats, like logits. A target outside 0 ... V - 1
-    counts nothing: 0 nats, no gradient."""
+    """logits (M, V), targets (M,) integers, weights (M,) -> nats (M,) float32 without the weights,
+    and the gradient of the weighted sum of nats, like logits."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    counted = (targets >= 0) & (targets < logits.shape[1])
-    at = targets.clamp(0, max(logits.shape[1] - 1, 0))[:, None]
-    log_probabilities = torch.log_softmax(wide, -1)
-    nats = -log_probabilities.gather(1, at)[:, 0]
-    gradient = log_probabilities.exp().scatter_add(1, at, -wide.new_ones(at.shape))
+    targets, entries = targets[:, None], torch.arange(wide.shape[1], device=wide.device)
+    known = (targets >= 0) & (targets < len(entries))
+    log_probabilities = torch.where(known, torch.log_softmax(wide, -1), torch.nan)
+    nats = -log_probabilities.gather(1, torch.where(known, targets, 0).long())[:, 0]
+    # a comparison, which torch.compile fuses where it does not fuse a write to some places
+    gradient = log_probabilities.exp() - (entries == targets).to(wide.dtype)
     if weights is not None:
         gradient *= weights[:, None].to(wide.dtype)
-    gradient = torch.where(counted[:, None], gradient, 0)
-    return torch.where(counted, nats, 0), gradient.to(logits.dtype)
+    return nats, gradient.to(logits.dtype)
 
 
 @jit
@@ -53,10 +60,9 @@ def _in_place(logits, targets, weights, nats, V, WEIGHTED: tl.constexpr, PIECE: 
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(v - shift), 0)
         top = higher
-    log_sum = top + tl.log(total)
-    counted = (target >= 0) & (target < V)
-    hit = tl.load(start + tl.where(counted, target, 0)).to(tl.float32)
-    tl.store(nats + row, tl.where(counted, log_sum - hit, 0.0))
+    known = (target >= 0) & (target < V)
+    log_sum = tl.where(known, top + tl.log(total), float("nan"))
+    tl.store(nats + row, log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32))
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights + row)
@@ -64,31 +70,81 @@ def _in_place(logits, targets, weights, nats, V, WEIGHTED: tl.constexpr, PIECE: 
         at = first + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
         g = (tl.exp(v - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
-        g = tl.where(counted, g, 0.0)
         tl.store(start + at, g.to(logits.dtype.element_ty), mask=at < V)
 
 
-@operator("cross_entropy_triton_(Tensor(a!) logits, Tensor targets, Tensor? weights) -> Tensor",
-          key=EVERY_DEVICE, fake=lambda logits, targets, weights: logits.new_empty(
-              len(logits), dtype=torch.float32))
-def in_place(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """The nats; `logits` becomes the gradient."""
-    floats(logits)
-    M, V = logits.shape
-    if targets.shape != (M,) or targets.dtype != torch.int64:
-        raise ConfigError(f"logits {(M, V)} take targets {(M,)} in int64; got "
-                          f"{tuple(targets.shape)} in {targets.dtype}")
-    nats = logits.new_empty(M, dtype=torch.float32)
-    piece = min(PIECE, triton.next_power_of_2(max(V, 1)))
-    _in_place[(M,)](logits, targets.contiguous(), weights, nats, V, WEIGHTED=weights is not None,
-                    PIECE=piece, num_warps=max(1, WARPS * piece // PIECE))
+# ---- in place: nats <- f(logits, targets, weights), and logits become the gradient
+
+def _by_definition(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    nats, gradient = cross_entropy(logits, targets, weights)
+    logits.copy_(gradient)
     return nats
 
 
-def _copied(logits: Tensor, targets: Tensor, weights: Tensor | None = None
-            ) -> tuple[Tensor, Tensor]:
+def _by_c(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    nats, library = _nats(logits), rows.library()
+    kernel = library.lp_cross_entropy_fp32
+    if logits.dtype == torch.bfloat16:
+        kernel = library.lp_cross_entropy_bf16
+    kernel(logits.data_ptr(), targets.data_ptr(), None if weights is None else weights.data_ptr(),
+           nats.data_ptr(), *logits.shape, torch.get_num_threads())
+    return nats
+
+
+def _by_triton(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    floats(logits)
+    M, V = logits.shape
+    nats = _nats(logits)
+    piece = min(PIECE, triton.next_power_of_2(max(V, 1)))
+    _in_place[(M,)](logits, targets, weights, nats, V, WEIGHTED=weights is not None, PIECE=piece,
+                    num_warps=max(1, WARPS * piece // PIECE))
+    return nats
+
+
+def _nats(logits: Tensor, *_: Tensor | None) -> Tensor:
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(len(logits), dtype=dtype)
+
+
+def _kernel_for(logits: Tensor) -> Callable[..., Tensor]:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if logits.is_cuda and triton is not None and logits.is_contiguous() and logits.dtype in dtypes:
+        return _by_triton
+    if logits.device.type == "cpu" and rows.served(logits, dtypes[:2]):
+        return _by_c
+    return _by_definition
+
+
+def _run(kernel: Callable[..., Tensor], logits: Tensor, targets: Tensor,
+         weights: Tensor | None) -> Tensor:
+    M, V = logits.shape
+    each = [one for one in (targets, weights) if one is not None]
+    if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
+        got = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in each)
+        raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, and "
+                          f"rows of at least one entry; got {got}")
+    weights = weights if weights is None else weights.float().contiguous()
+    return kernel(logits, targets.to(torch.int64).contiguous(), weights)
+
+
+@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights=None) -> Tensor",
+          key=EVERY_DEVICE, fake=_nats)
+def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """`cross_entropy` by the kernel that this device has: returns nats, and `logits` becomes the
+    gradient. Raises ConfigError for targets or weights that are not one for each row."""
+    return _run(_kernel_for(logits), logits, targets, weights)
+
+
+def on_cpu(logits: Tensor, targets: Tensor, weights: Tensor | None = None
+           ) -> tuple[Tensor, Tensor]:
     gradient = logits.contiguous().clone()
-    return in_place(gradient, targets, weights), gradient
+    return cross_entropy_(gradient, targets, weights), gradient
+
+
+def in_triton(logits: Tensor, targets: Tensor, weights: Tensor | None = None
+              ) -> tuple[Tensor, Tensor]:
+    gradient = logits.contiguous().clone()
+    return _run(_by_triton, gradient, targets, weights), gradient
 
 
 def _examples(rng: torch.Generator, device: torch.device):
@@ -100,7 +156,7 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield logits, targets, torch.rand(M, generator=rng).to(device)
     logits = torch.randn(6, 48, generator=rng).to(device)
     targets = torch.tensor([0, 47, -100, 48, 3, 5], device=device)
-    yield logits, targets                       # two of them count nothing
+    yield logits, targets                       # two of them are none
     yield logits * 1e4, targets                 # the exponential of all but one is 0
     masked = logits.clone()
     masked[:, 7:40] = -torch.inf
@@ -117,20 +173,27 @@ def _timed(rng: torch.Generator, device: torch.device):
         yield logits, torch.randint(V, (M,), generator=rng).to(device)
 
 
-def _liger(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.ops.cross_entropy import cross_entropy_forward
-
+def _liger(logits: Tensor, targets: Tensor, module: str = "ops") -> tuple[Tensor, Tensor]:
+    """By its module: what LIGER_KERNEL_IMPL selects shows in `liger_kernel.ops` alone."""
+    forward = resolve_name(f"liger_kernel.{module}.cross_entropy:cross_entropy_forward")
     # without requires_grad it makes no gradient
-    nats, *_, gradient = cross_entropy_forward(logits.clone().requires_grad_(), targets, None, -100,
-                                               0.0, 0.0, "none", None, False)
+    nats, *_, gradient = forward(logits.clone().requires_grad_(), targets, None, -100, 0.0, 0.0,
+                                 "none", None, False)
     return nats.float(), gradient.detach()
 
 
+def _quack(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    from quack.cross_entropy import cross_entropy_fwd
+
+    return cross_entropy_fwd(logits, targets, return_dx=True)
+
+
 CROSS_ENTROPY = Kernel(
-    definition=cross_entropy, versions={"triton": _copied}, examples=_examples,
-    timed=_timed,
+    definition=cross_entropy, versions={"cpu": on_cpu, "triton": in_triton},
+    examples=_examples, timed=_timed,
     typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-    peers={"liger": _liger},
+    peers={"liger": _liger, "liger, cutedsl": partial(_liger, module="ops.cutedsl.ops"),
+           "quack": _quack},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
                   signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",

@@ -1,8 +1,8 @@
 /* What a training step does to rows of numbers between its products: GELU, the softmax of causal
- * attention, cross-entropy. rows.py defines what each function computes.
+ * attention, cross-entropy. rows.py and cross_entropy.py define what each function computes.
  *
  * Each is one pass over memory, in float32, from and to bf16 (uint16_t, the upper half of a float32).
- * Tensors are contiguous; rows.py checks that, and all sizes. NaN stays NaN. */
+ * Tensors are contiguous; who calls checks that, and all sizes. NaN stays NaN. */
 
 #include <math.h>
 #include <stdint.h>
@@ -133,7 +133,8 @@ void lp_causal_softmax_backward(uint16_t *restrict d, const uint16_t *restrict p
 
 /* ---- cross-entropy, logits become their gradient ------------------------------------------------ */
 
-/* Rows of V; nats of each. The gradient is of the sum over rows of weight * nats. float32 holds the
+/* Rows of V; nats of each, NaN with their gradient where the target is none. The gradient is of the sum
+ * over rows of weight * nats. float32 holds the
  * exponentials meanwhile, bf16 would round them twice. Sums of tiles are added in double: one of 50,000
  * numbers in float32 loses five bits. */
 #define CROSS_ENTROPY(NAME, TYPE, WIDE, NARROW)                                                           \
@@ -143,7 +144,8 @@ void lp_causal_softmax_backward(uint16_t *restrict d, const uint16_t *restrict p
         _Pragma("omp parallel for num_threads(threads)")                                                  \
         for (long i = 0; i < rows; i++) {                                                                 \
             TYPE *restrict row = x + i * V;                                                               \
-            const float weight = weights ? weights[i] : 1.0f, hit = WIDE(row[y[i]]);                      \
+            const int known = y[i] >= 0 && y[i] < V;                                                      \
+            const float weight = weights ? weights[i] : 1.0f, hit = known ? WIDE(row[y[i]]) : NAN;        \
             float top = -INFINITY;                                                                        \
             double sum = 0;                                                                               \
             _Pragma("omp simd reduction(max : top)")                                                      \
@@ -159,12 +161,12 @@ void lp_causal_softmax_backward(uint16_t *restrict d, const uint16_t *restrict p
                 sum += part;                                                                              \
             }                                                                                             \
             nats[i] = (float)log(sum) - (hit - top);                                                      \
-            const float factor = weight / (float)sum, p = exp_of(hit - top) * factor;                     \
+            const float factor = known ? weight / (float)sum : NAN, p = exp_of(hit - top) * factor;       \
             for (long j = 0; j < V; j++) {                                                                \
                 const float e = sizeof(TYPE) == 4 ? WIDE(row[j]) : exp_of(WIDE(row[j]) - top);            \
                 row[j] = NARROW(e * factor);                                                              \
             }                                                                                             \
-            row[y[i]] = NARROW(p - weight);                                                               \
+            if (known) row[y[i]] = NARROW(p - weight);                                                    \
         }                                                                                                 \
     }
 #define SAME(x) (x)

@@ -3,12 +3,12 @@
     gelu(x)                                      -> Tensor      tanh approximation
     causal_softmax_(scores, start, scale)        -> Tensor      in place
     causal_softmax_backward_(d, p, start, scale) -> Tensor      in place
-    cross_entropy_(logits, targets, weights)     -> nats        logits become their gradient
 
 Each has a definition in PyTorch, `reference_*` with the same arguments, and an operator
 (`lpkit.kernels.operator`) whose kernel is C (rows.c), or the definition where there is no compiler.
 PyTorch's own ways take several passes, or, in 16 bits, twice as long as float32 would. bf16 is read
-and written, computed is in float32: a result is the float32 one, rounded once.
+and written, computed is in float32: a result is the float32 one, rounded once. The library has
+`cross_entropy`'s rows too.
 
 `gelu` is differentiable and keeps its input alone, as PyTorch's own. On other devices, for other
 dtypes and under torch.compile, which fuses it, the definition runs. `choice()` says which it is on
@@ -45,17 +45,17 @@ def choice() -> Choice:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = compile_c.load("rows")
-    for name, arguments in _ARGUMENTS.items() if library else ():
-        function = getattr(library, name)
+def library() -> ctypes.CDLL | None:
+    opened = compile_c.load("rows")
+    for name, arguments in _ARGUMENTS.items() if opened else ():
+        function = getattr(opened, name)
         function.argtypes, function.restype = arguments, None
-    return library
+    return opened
 
 
-def _served(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
+def served(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
     """Whether C reads x as it is; else the definition takes it."""
-    return x.dtype in dtypes and x.is_contiguous() and x.data_ptr() != 0 and _library() is not None
+    return x.dtype in dtypes and x.is_contiguous() and x.data_ptr() != 0 and library() is not None
 
 
 # ---- GELU
@@ -70,19 +70,19 @@ def reference_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 @operator("gelu(Tensor x) -> Tensor", fake=torch.empty_like)
 def _gelu(x: Tensor) -> Tensor:
-    if not _served(x):
+    if not served(x):
         return reference_gelu(x)
     y = torch.empty_like(x)
-    _library().lp_gelu(x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+    library().lp_gelu(x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
     return y
 
 
 @operator("gelu_backward(Tensor dy, Tensor x) -> Tensor", fake=lambda dy, x: torch.empty_like(x))
 def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    if not (_served(x) and _served(dy) and dy.shape == x.shape):
+    if not (served(x) and served(dy) and dy.shape == x.shape):
         return reference_gelu_backward(dy, x)
     dx = torch.empty_like(x)
-    _library().lp_gelu_backward(dy.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(),
+    library().lp_gelu_backward(dy.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(),
                                 torch.get_num_threads())
     return dx
 
@@ -121,20 +121,20 @@ def reference_causal_softmax_backward_(d: Tensor, p: Tensor, start: int, scale: 
 @operator("causal_softmax_(Tensor(a!) scores, SymInt start, float scale) -> ()",
           fake=lambda *_: None)
 def _causal_softmax(scores: Tensor, start: int, scale: float) -> None:
-    if not _served(scores):
+    if not served(scores):
         reference_causal_softmax_(scores, start, scale)
         return
-    _library().lp_causal_softmax(scores.data_ptr(), *scores.shape, start, scale,
+    library().lp_causal_softmax(scores.data_ptr(), *scores.shape, start, scale,
                                  torch.get_num_threads())
 
 
 @operator("causal_softmax_backward_(Tensor(a!) d, Tensor p, SymInt start, float scale) -> ()",
           fake=lambda *_: None)
 def _causal_softmax_backward(d: Tensor, p: Tensor, start: int, scale: float) -> None:
-    if not (_served(d) and _served(p) and p.shape == d.shape):
+    if not (served(d) and served(p) and p.shape == d.shape):
         reference_causal_softmax_backward_(d, p, start, scale)
         return
-    _library().lp_causal_softmax_backward(d.data_ptr(), p.data_ptr(), *d.shape, start, scale,
+    library().lp_causal_softmax_backward(d.data_ptr(), p.data_ptr(), *d.shape, start, scale,
                                           torch.get_num_threads())
 
 
@@ -152,48 +152,3 @@ def causal_softmax_backward_(d: Tensor, p: Tensor, start: int, scale: float) -> 
         _causal_softmax_backward(d, p, start, scale)
         return d
     return reference_causal_softmax_backward_(d, p, start, scale)
-
-
-# ---- cross-entropy
-
-def reference_cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    g = torch.log_softmax(logits.float(), -1)
-    nats = -g.gather(1, targets[:, None])[:, 0]
-    g.exp_()
-    g[torch.arange(len(targets), device=targets.device), targets] -= 1
-    if weights is not None:
-        g *= weights[:, None]
-    logits.copy_(g)
-    return nats
-
-
-def _nats(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    return logits.new_empty(len(logits), dtype=torch.float32)
-
-
-@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights) -> Tensor",
-          fake=_nats)
-def _cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    n, V = logits.shape
-    if not _served(logits, (torch.bfloat16, torch.float32)):
-        return reference_cross_entropy_(logits, targets, weights)
-    if n and not 0 <= int(targets.min()) <= int(targets.max()) < V:
-        raise IndexError(f"targets go from {int(targets.min())} to {int(targets.max())}, and there "
-                         f"are {V} logits")
-    nats, targets = _nats(logits, targets, weights), targets.to(torch.int64).contiguous()
-    if weights is not None:
-        weights = weights.float().contiguous()
-    library = _library()
-    kernel = library.lp_cross_entropy_fp32
-    if logits.dtype == torch.bfloat16:
-        kernel = library.lp_cross_entropy_bf16
-    kernel(logits.data_ptr(), targets.data_ptr(), None if weights is None else weights.data_ptr(),
-           nats.data_ptr(), n, V, torch.get_num_threads())
-    return nats
-
-
-def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Nats of each row (n,), float32, and logits (n, V) become the gradient of the sum of
-    `weights` (n,) times them; None: of ones. Raises IndexError for a target that is none."""
-    run = _cross_entropy if logits.device.type == "cpu" else reference_cross_entropy_
-    return run(logits, targets, weights)

@@ -18,7 +18,8 @@ from lpkit.timing import interleaved_seconds
 ROWS = 1024             # widened at a time: they stay in a core's cache
 SIZE, ROUNDS = 512, 50  # of the race
 FASTER = 1.15           # times, or the processor's own product stays
-SMALL_FLOPS = 5e7       # of a product: below, casts and calls take what is won
+# of a product; below either, casts and calls take what is won
+SMALL_FLOPS, SMALL_SIDE = 5e7, 256
 
 
 @torch.autocast("cpu", enabled=False)
@@ -61,7 +62,7 @@ class WideProduct(torch.autograd.Function):
 
 def wins(a: Tensor, b: Tensor) -> bool:
     """Whether a @ b.T, on this machine and of this size, is faster so."""
-    large = _flops(a.shape, b.shape) >= SMALL_FLOPS
+    large = _flops(a.shape, b.shape) >= SMALL_FLOPS and min(len(a), len(b)) >= SMALL_SIDE
     return (large and a.device.type == "cpu" and not torch.compiler.is_compiling()
             and choice(torch.get_num_threads()).used == "float32")
 
@@ -77,7 +78,8 @@ def choice(threads: int) -> Choice:
     return Choice(asked="auto", used="float32" if ratio > FASTER else "bf16",
                   why=f"{SIZE} x {SIZE} bf16 operands, widened, multiplied, the result rounded: "
                       f"{ratio:.2f}x the speed of this CPU's bf16 product with {threads} threads; "
-                      f"taken above {FASTER}x, by products of {SMALL_FLOPS / 1e6:.0f} MFLOP and up")
+                      f"taken above {FASTER}x, by products of {SMALL_FLOPS / 1e6:.0f} MFLOP and up, "
+                      f"{SMALL_SIDE} rows and columns and up")
 
 
 class WideLinear(nn.Linear):

@@ -6,9 +6,8 @@ shape are kept instead of (n, V). As in Liger Kernel (Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 go further
 and keep the logits out of memory altogether.
 
-A piece of n tokens holds n V c bytes on a CPU, c those of a number in the head's product: logits
-become their gradient in place (`kernels.rows.cross_entropy_`). Elsewhere its definition holds 8
-more of each for a moment, their log-probabilities and, where c is less than 4, their float32.
+A piece of n tokens holds n V c bytes, c those of a number in the head's product: its logits become
+their gradient in place, by the kernel that the device has (`kernels.cross_entropy`).
 The head's own forward runs, so whatever it is (tied, cast to low precision) stays what it is; a
 plain Linear's gradients are two products, the weight's in float32 without a tensor beside the sum.
 Gradients are those of the sum over tokens, divided by their number in backward:
@@ -18,7 +17,6 @@ float32 rounding: of the exponential, and of the head's gradient, a sum over pie
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
@@ -29,12 +27,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lpkit.contracts import Batch, Loss
-from lpkit.kernels.rows import cross_entropy_
+from lpkit.kernels.cross_entropy import cross_entropy_
+from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.transformer import cross_entropy
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
-
-OfLogits = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 # Of the rows of `lpkit.techniques.memory.CROSS_ENTROPY`.
 
@@ -42,10 +39,8 @@ def full(settings: Settings, autocast: AbstractContextManager) -> Loss:
     return partial(full_cross_entropy, autocast=autocast)
 
 
-def chunked(settings: Chunked, autocast: AbstractContextManager, *,
-            compiled: Callable[[Callable], Callable] | None = None) -> Loss:
-    return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens,
-                   of_logits=compiled(fusible) if compiled else in_place)
+def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
+    return partial(chunked_cross_entropy, autocast=autocast, chunk=settings.chunk_tokens)
 
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
@@ -57,60 +52,42 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
         return cross_entropy(logits, batch.targets)
     nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(),
                                     reduction="none")
-    weights = batch.weights.flatten().float()
-    return (nats * weights).sum() / _total(weights)
-
-
-def in_place(logits: Tensor, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Nats of each token, float32 (n,), and the gradient of their sum under w, in `logits`."""
-    return cross_entropy_(logits, y, w), logits
-
-
-def fusible(logits: Tensor, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same for torch.compile: a comparison fuses, a write to some places does not."""
-    g = _log_softmax(logits)
-    nats = -g.gather(1, y[:, None])[:, 0]
-    g = g.exp() - (torch.arange(g.shape[1], device=g.device) == y[:, None]).float()
-    if w is not None:
-        g = g * w[:, None]
-    return nats, g.to(logits.dtype)
+    return _mean(nats, batch.weights.flatten().float())
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
-                          chunk: int, of_logits: OfLogits = in_place) -> Tensor:
+                          chunk: int) -> Tensor:
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
         h = model.hidden(batch.tokens).flatten(0, 1)
-        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights,
-                                    of_logits)
+        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights)
 
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
-                         weights: Tensor | None = None,
-                         of_logits: OfLogits = in_place) -> Tensor:
+                         weights: Tensor | None = None) -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, of_logits, *head.parameters())
-    nats = [_nats(_log_softmax(head(part)), at, w) for part, at, w in _pieces(h, y, weights, chunk)]
-    return torch.stack(nats).sum() / _total(weights, len(y))
+        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, *head.parameters())
+    nats = _nats(h)
+    for each, part, at, w in _pieces(nats, h, y, weights, chunk):
+        each.copy_(cross_entropy_(head(part), at, w))
+    return _mean(nats, weights)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
-                of_logits: OfLogits, *parameters: Tensor) -> Tensor:
-        dh, nats, start = torch.empty_like(h), [], 0
+                *parameters: Tensor) -> Tensor:
+        # all that outlives a piece is there before the first: else the allocator finds no room for
+        # the next piece's logits where the last one's were
+        nats, dh = _nats(h), torch.empty_like(h)
         dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        gradients = _of_linear if type(head) is nn.Linear and head.bias is None else _of_module
-        for part, at, w in _pieces(h, y, weights, chunk):
-            each, d_part = gradients(head, part, at, w, dp, of_logits)
-            dh[start:start + len(at)] = d_part
-            start += len(at)
-            nats.append(each.sum() if w is None else (each * w).sum())
+        for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
+            d_part.copy_(_gradients(head, part, each, at, w, dp))
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
-        return torch.stack(nats).sum() / ctx.total
+        return _mean(nats, weights)
 
     @staticmethod
     @once_differentiable
@@ -118,15 +95,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, *dp = ctx.saved_tensors
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
-        return dh.mul_(g), None, None, None, None, None, *scaled
+        return dh.mul_(g), None, None, None, None, *scaled
 
 
-def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
-               dp: list[Tensor], of_logits: OfLogits) -> tuple[Tensor, Tensor]:
-    """Nats of each token and the gradient of `part`; that of the weight is added to `dp`, in place
-    where the product is in float32. Autocast has the weight's copy still."""
-    _, logits = _head(head, part)
-    nats, g = of_logits(logits.detach(), y, weights)
+def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
+               dp: list[Tensor]) -> Tensor:
+    """The gradient of `part`. Those of the head are added to `dp`, each token's nats go to
+    `nats`."""
+    with torch.enable_grad():
+        part = part.detach().requires_grad_()
+        logits = head(part)
+    g = logits.detach()
+    nats.copy_(cross_entropy_(g, y, weights))
+    if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
+        d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
+        torch._foreach_add_(dp, d)
+        return d_part
     for hook in (logits._backward_hooks or {}).values():    # telemetry looks at this gradient
         hook(g)
     (dw,) = dp
@@ -134,40 +118,22 @@ def _of_linear(head: nn.Linear, part: Tensor, y: Tensor, weights: Tensor | None,
         dw.addmm_(g.T, part)
     else:
         dw += g.T @ part
-    return nats, g @ head.weight
+    return g @ head.weight      # autocast has its copy still
 
 
-def _of_module(head: nn.Module, part: Tensor, y: Tensor, weights: Tensor | None,
-               dp: list[Tensor], of_logits: OfLogits) -> tuple[Tensor, Tensor]:
-    """The same of any head, by its own backward."""
-    part, logits = _head(head, part)
-    nats, g = of_logits(logits.detach(), y, weights)
-    d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
-    torch._foreach_add_(dp, d)
-    return nats, d_part
+def _nats(h: Tensor) -> Tensor:
+    return h.new_empty(len(h), dtype=torch.float32)
 
 
-@torch.enable_grad()
-@torch.enable_grad()
-def _head(head: nn.Module, part: Tensor) -> tuple[Tensor, Tensor]:
-    part = part.detach().requires_grad_()
-    return part, head(part)
+def _pieces(*of_tokens: Tensor | int | None) -> zip:
+    *of_tokens, chunk = of_tokens
+    return zip(*(repeat(None) if one is None else one.split(chunk) for one in of_tokens))
 
 
-def _pieces(h: Tensor, y: Tensor, weights: Tensor | None, chunk: int) -> zip:
-    of_each = repeat(None) if weights is None else weights.split(chunk)
-    return zip(h.split(chunk), y.split(chunk), of_each)
+def _mean(nats: Tensor, weights: Tensor | None) -> Tensor:
+    return (nats if weights is None else nats * weights).sum() / _total(weights, len(nats))
 
 
 def _total(weights: Tensor | None, tokens: int = 0) -> Tensor | int:
     """Of the weights, to divide by. All zero in a micro-batch: its loss is 0, not 0 / 0."""
     return tokens if weights is None else weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits.float(), -1)
-
-
-def _nats(log_probabilities: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
-    nats = -log_probabilities.gather(1, y[:, None])
-    return nats.sum() if weights is None else (nats[:, 0] * weights).sum()

@@ -16,8 +16,17 @@ DROPPED = 16    # bits of a float32 that bf16 has not
 
 def to_bf16(w: Tensor, generator: torch.Generator | None) -> Tensor:
     """float32 -> bf16, in expectation the same number: noise is added to the bits that drop."""
-    bits = torch.randint(1 << DROPPED, w.shape, dtype=torch.int32, device=w.device,
+    return drawn(w, noise(w, generator))
+
+
+def noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """int32, of the bits that drop."""
+    return torch.randint(1 << DROPPED, like.shape, dtype=torch.int32, device=like.device,
                          generator=generator)
+
+
+def drawn(w: Tensor, bits: Tensor) -> Tensor:
+    """float32 -> bf16, by noise, which is used up."""
     bits.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED))
     return bits.view(torch.float32).bfloat16()
 

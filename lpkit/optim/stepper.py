@@ -3,7 +3,8 @@
 A parameter at a time: its slots are fetched while the one before is updated, and decoded; the rule
 changes float32 numbers in place; slots are encoded and written back. A weight of 16 bits is widened
 for its update and rounded stochastically (`rounding`). Slots that are stored as float32 beside
-float32 weights give the bits of the rule itself.
+float32 weights give the bits of the rule itself. On a GPU all of it is one kernel where there is
+one (`one_pass`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice, StatePlacement
 from lpkit.errors import ConfigError
-from lpkit.optim.rounding import generator, to_bf16
+from lpkit.optim import one_pass
+from lpkit.optim.rounding import generator, noise, to_bf16
 from lpkit.techniques import optimizers
 from lpkit.techniques.optimizers import OptimizerSettings
 
 
 def build(model: nn.Module, settings: OptimizerSettings, *, moment_format: str = "float32",
-          placement: StatePlacement | None = None, seed: int = 0) -> torch.optim.Optimizer:
+          placement: StatePlacement | None = None, seed: int = 0,
+          kernels: str = "auto") -> torch.optim.Optimizer:
     """The optimizer of `settings.name`. `placement` None: on the device. `seed`: of rounding.
+    `kernels`: as `system.kernels`.
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not keep.
@@ -44,7 +48,8 @@ def build(model: nn.Module, settings: OptimizerSettings, *, moment_format: str =
                        "weight_decay": group.weight_decay})
     if row.fused and plain and all(p.dtype == torch.float32 for p in named.values()):
         return resolve_name(row.fused)(groups, settings)
-    return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed)
+    return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed,
+                   kernels=kernels)
 
 
 class Stepper(torch.optim.Optimizer):
@@ -55,7 +60,7 @@ class Stepper(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], settings: OptimizerSettings, *,
                  moment_format: str = "float32", placement: StatePlacement | None = None,
-                 seed: int = 0):
+                 seed: int = 0, kernels: str = "auto"):
         super().__init__(groups, {"lr": settings.lr, "weight_decay": settings.weight_decay})
         row = optimizers.find(settings.name)
         self.settings, self.slots = settings, row.slots
@@ -65,6 +70,9 @@ class Stepper(torch.optim.Optimizer):
         self.placement, self.seed = placement or StatePlacement(), seed
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
+        plain = not optimizers.find_format(moment_format).encoding_bytes
+        self.one_pass, self.choices = (
+            one_pass.chosen(settings.name, kernels, parameters) if plain else (None, {}))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -100,18 +108,26 @@ class Stepper(torch.optim.Optimizer):
         return [state[name] for name in names]
 
     def _update(self, p: nn.Parameter, group: dict, tensors: list[Tensor], update: int) -> None:
+        of_group = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        now = SimpleNamespace(**vars(self.settings) | of_group)
+        drawing = None
+        if p.dtype != torch.float32:
+            drawing = generator(p.device, self.seed, self.number[p], update)
+        if self.one_pass and p.is_contiguous():
+            bits = None if drawing is None else noise(p, drawing)
+            w = p.detach()
+            self.one_pass.launch(w, p.grad.contiguous(), tensors, bits, now, update, (w, *tensors))
+            return
         each = len(self.codec.suffixes)
         parts = [tensors[i:i + each] for i in range(0, len(tensors), each)]
         slots = [self.codec.decode(part, signed=slot.signed)
                  for part, slot in zip(parts, self.slots)]
-        w = p.detach() if p.dtype == torch.float32 else p.float()
-        of_group = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-        now = SimpleNamespace(**vars(self.settings) | of_group)
+        w = p.detach() if drawing is None else p.float()
         self.rule(w, p.grad.float(), slots, now, update)
         for part, moment, slot in zip(parts, slots, self.slots):
             self.codec.encode(part, moment, signed=slot.signed)
-        if p.dtype != torch.float32:
-            p.copy_(to_bf16(w, generator(p.device, self.seed, self.number[p], update)))
+        if drawing is not None:
+            p.copy_(to_bf16(w, drawing))
 
 
 def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
@@ -122,6 +138,7 @@ def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> 
         does = {"optimizer_state": optimizer.placement.name,
                 "moment_format": optimizer.moment_format}
         rounding = "stochastic"
+        chosen = {**chosen, **optimizer.choices}
     found = dict(chosen)
     for key in does.keys() & found.keys():
         if found[key].used != does[key]:

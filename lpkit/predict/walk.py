@@ -240,14 +240,12 @@ class Walk:
         self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
     def chunk_of_loss(self, tokens: float) -> None:
-        """Logits become their gradient in place, on a GPU by way of their log-probabilities."""
-        compute, kind = self.s.compute_bytes, self.s.kind
+        """Logits become their gradient in place."""
+        compute = self.s.compute_bytes
         narrow = compute if compute < FP32 else 0
         logits, part = tokens * self.s.model.V, tokens * self.s.model.D
-        at_work = compute if kind == "cpu" else 2 * FP32 + narrow
         # the head's input in the product's dtype; its gradient, or the weight's before it is added
         cast = part * compute if self.s.mixed else 0.0
-        self.mark(self.stream + cast + logits * at_work)
         self.mark(self.stream + cast + logits * compute + max(part * compute, self.table * narrow))
 
     def embeddings(self) -> None:

@@ -55,4 +55,11 @@ KERNELS: dict[str, Row] = {
             "Hadamard transform where the recipe has it",
         source="https://arxiv.org/abs/2509.25149",
         implementation="lpkit.kernels.cast_nvfp4:KERNEL"),
+    "adamw": Row(
+        why="weight, gradient and slots are read once and written once, and a weight of 16 bits is "
+            "rounded on the way",
+        source="https://arxiv.org/abs/1711.05101", implementation="lpkit.optim.one_pass:ADAMW"),
+    "lion": Row(
+        why="the same with one slot, by the same kernel",
+        source="https://arxiv.org/abs/2302.06675", implementation="lpkit.optim.one_pass:LION"),
 }

@@ -141,9 +141,8 @@ class Chunked(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Technique):
-    """`entry`: the model's method that the loss calls; None: the model. `in_pieces`: what
-    torch.compile can take of it is smaller than the head and the loss; f(..., compiled=) hands it
-    over."""
+    """`entry`: the model's method that the loss calls; None: the model. `in_pieces`: by a kernel of
+    its own, which leaves torch.compile nothing to fuse."""
 
     entry: str | None = None
     in_pieces: bool = False

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -140,12 +139,10 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
     """Of the model that `build_model` made."""
     rows, m = rows_of(config), config.memory
     row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
-    make = partial(row.load(), m.cross_entropy, decisions.autocast)
-    if decisions.choices["compile"].used == OFF:
-        return make()
-    if row.in_pieces:
-        return make(compiled=partial(compiling.compiled, backend=backend))
-    return compiling.with_head(make(), decisions.autocast, backend)
+    loss = row.load()(m.cross_entropy, decisions.autocast)
+    if decisions.choices["compile"].used == OFF or row.in_pieces:
+        return loss
+    return compiling.with_head(loss, decisions.autocast, backend)
 
 
 def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:

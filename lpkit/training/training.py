@@ -114,7 +114,8 @@ class Training:
             step_metrics["loss_scale"] = partial(Tensor.clone, scaler.scale)
         placement = rows["optimizer_state"].load()(device)
         optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name,
-                                  placement=placement, seed=config.seed)
+                                  placement=placement, seed=config.seed,
+                                  kernels=config.system.kernels)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         choices = stepper.recorded(optimizer, decisions.choices | kernels.choices)

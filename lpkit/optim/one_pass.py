@@ -1,0 +1,184 @@
+"""A rule in one pass over memory, by Triton: weight, gradient and slots are read once, weight and
+slots are written once, and a weight of 16 bits is rounded on the way.
+
+One kernel walks; what it does to a number is the rule's own function, and `lpkit.optim.rules` its
+definition. Multiply-adds round once here and twice there, so that results are as near to float64 as
+the definition's and not its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lpkit.contracts import Choice
+from lpkit.kernels.choose import candidates, choose
+from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.optim import rules
+from lpkit.optim.rounding import DROPPED, drawn, noise
+from lpkit.techniques.optimizers import AdamWSettings, LionSettings, OptimizerSettings
+
+BLOCK, WARPS = 1024, 4
+MASK = -(1 << DROPPED)
+
+
+@jit
+def _adamw(w, g, m, v, decay, a, b, c, d, e):
+    """a, b: 1 - beta; c: 1 / (1 - beta2^t); d: lr / (1 - beta1^t); e: eps."""
+    m += a * (g - m)
+    v = v * (1 - b) + b * g * g
+    return w * decay - d * (m / (tl.sqrt(v * c) + e)), m, v
+
+
+@jit
+def _lion(w, g, m, v, decay, a, b, c, d, e):
+    """a, b: 1 - beta; d: lr."""
+    lean = m + a * (g - m)
+    direction = tl.where(lean > 0, 1.0, 0.0) - tl.where(lean < 0, 1.0, 0.0)
+    return w * decay - d * direction, m + b * (g - m), v
+
+
+@jit
+def _pass(w, g, m, v, bits, new_w, new_m, new_v, n, decay, a, b, c, d, e, RULE: tl.constexpr,
+          SECOND: tl.constexpr, DRAWN: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(m + at, mask=inside, other=0.0)
+    second = first
+    if SECOND:
+        second = tl.load(v + at, mask=inside, other=0.0)
+    x, first, second = RULE(x, y, first, second, decay, a, b, c, d, e)
+    if DRAWN:
+        x = (x.to(tl.int32, bitcast=True) + tl.load(bits + at, mask=inside, other=0)) & CUT
+        x = x.to(tl.float32, bitcast=True)
+    tl.store(new_w + at, x.to(new_w.dtype.element_ty), mask=inside)
+    tl.store(new_m + at, first, mask=inside)
+    if SECOND:
+        tl.store(new_v + at, second, mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePass:
+    """`numbers(settings, update)`: a ... e of `function`."""
+
+    definition: Callable[..., None]
+    function: Any
+    numbers: Callable[[Any, int], tuple[float, ...]]
+    slots: int
+    settings: OptimizerSettings     # of examples
+
+    def defined(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """w and g like one another, slots float32, bits int32 or None (`rounding.noise`; None:
+        to nearest), settings, update -> the new w and slots."""
+        *slots, bits, settings, update = rest
+        wide = w.clone() if w.dtype == torch.float64 else w.float().clone()
+        slots = [slot.clone() for slot in slots]
+        self.definition(wide, g.to(wide.dtype), slots, settings, update)
+        if w.dtype == torch.bfloat16:
+            wide = wide.bfloat16() if bits is None else drawn(wide, bits.clone())
+        return wide, *slots
+
+    def by_triton(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *slots, bits, settings, update = rest
+        new = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (w, *slots)]
+        w, g, *slots = (t.contiguous() for t in (w, g, *slots))
+        self.launch(w, g, slots, bits, settings, update, new)
+        return tuple(new)
+
+    def launch(self, w: Tensor, g: Tensor, slots: Sequence[Tensor], bits: Tensor | None,
+               settings: Any, update: int, new: Sequence[Tensor]) -> None:
+        """All contiguous. `new`: where w and slots go; they themselves for an update in place."""
+        blocks = triton.cdiv(w.numel(), BLOCK)
+        _pass[(blocks,)](
+            w, g, slots[0], slots[-1], w if bits is None else bits, new[0], new[1], new[-1],
+            w.numel(), 1 - settings.lr * settings.weight_decay, *self.numbers(settings, update),
+            RULE=self.function, SECOND=self.slots == 2, DRAWN=bits is not None, CUT=MASK,
+            BLOCK=BLOCK, num_warps=WARPS)
+
+    @property
+    def kernel(self) -> Kernel:
+        types = {**dict.fromkeys(("m", "v", "new_m", "new_v"), "*fp32"), "bits": "*i32",
+                 "n": "i32", **dict.fromkeys(("decay", *"abcde"), "fp32")}
+        return Kernel(
+            definition=self.defined, versions={"triton": self.by_triton},
+            examples=self._examples, timed=self._timed, moved_bytes=_moved_bytes,
+            typical=lambda: {"": self.arguments(matrix(), matrix(dtype=torch.float32))},
+            builds=tuple(Build(kernel=_pass, warps=WARPS, signature=types | dict.fromkeys(
+                ("w", "g", "new_w"), of), constants={
+                    "RULE": self.function, "SECOND": self.slots == 2, "DRAWN": of == "*bf16",
+                    "CUT": MASK, "BLOCK": BLOCK}) for of in ("*fp32", "*bf16")))
+
+    def arguments(self, w: Tensor, slot: Tensor, bits: Tensor | None = None,
+                   update: int = 3) -> tuple:
+        return w, w, *[slot] * self.slots, bits, self.settings, update
+
+    def _examples(self, rng: torch.Generator, device: torch.device):
+        for dtype in (torch.float32, torch.bfloat16):
+            for shape in ((5, 123), (1,), (0,), (3, 1024)):
+                w, g, m, v = (torch.randn(shape, generator=rng) for _ in range(4))
+                slots = [t.to(device) for t in (m, v.square())[:self.slots]]
+                w, g = w.to(device, dtype), g.to(device, dtype)
+                yield w, g, *slots, None, self.settings, 1
+                if dtype == torch.bfloat16:
+                    yield w, g, *slots, noise(w.cpu(), rng).to(device), self.settings, 1000
+        zero = torch.zeros(3, 40, device=device)
+        yield self.arguments(zero, zero, update=1)
+        bad = torch.randn(4, 48, generator=rng).to(device)
+        bad[1, 3], bad[2, 5] = torch.nan, torch.inf
+        yield bad, bad.flip(0), *[bad.square()] * self.slots, None, self.settings, 7
+
+    def _timed(self, rng: torch.Generator, device: torch.device):
+        n = 2**20 if device.type == "cpu" else 2**26
+        w = torch.randn(n, generator=rng).to(device)
+        yield self.arguments(w, w.square())
+        yield self.arguments(w.bfloat16(), w.square(), noise(w, None))
+
+
+def _moved_bytes(w: Tensor, g: Tensor, *rest: Any) -> int:
+    *slots, bits, _, _ = rest
+    read = g.nbytes + (0 if bits is None else bits.nbytes)
+    return read + 2 * sum(t.nbytes for t in (w, *slots))
+
+
+def _of_adamw(settings: AdamWSettings, update: int) -> tuple[float, ...]:
+    return (1 - settings.beta1, 1 - settings.beta2, 1 / (1 - settings.beta2**update),
+            settings.lr / (1 - settings.beta1**update), settings.eps)
+
+
+def _of_lion(settings: LionSettings, update: int) -> tuple[float, ...]:
+    return 1 - settings.beta1, 1 - settings.beta2, 0.0, settings.lr, 0.0
+
+
+RULES = {
+    "adamw": OnePass(definition=rules.adamw, function=_adamw, numbers=_of_adamw, slots=2,
+                     settings=AdamWSettings(name="adamw", lr=0.01)),
+    "lion": OnePass(definition=rules.lion, function=_lion, numbers=_of_lion, slots=1,
+                    settings=LionSettings(name="lion", lr=0.01)),
+}
+ADAMW, LION = (rule.kernel for rule in RULES.values())
+
+
+def chosen(name: str, asked: str,
+           parameters: Sequence[Tensor]) -> tuple[OnePass | None, dict[str, Choice]]:
+    """The rule `name` in one pass where it is right on this machine, and the fastest of its
+    versions or asked for; None: as it is defined. And what a run records of that. `asked`: as
+    `system.kernels`."""
+    p = max(parameters, key=Tensor.numel, default=None)
+    if name not in RULES or p is None or isinstance(p, FakeTensor) or triton is None:
+        return None, {}
+    if asked == "auto" and not p.is_cuda:
+        return None, {}
+    rule, w = RULES[name], p.detach().clone()
+    bits = None if w.dtype == torch.float32 else noise(w, None)
+    arguments = rule.arguments(w, w.float().square(), bits)
+    asked = asked if asked in candidates(rule.kernel) else "auto"
+    choice = choose(name, rule.kernel, asked, arguments).choice
+    return rule if choice.used == "triton" else None, {f"kernel:{name}": choice}
