@@ -78,8 +78,8 @@ def choice(threads: int) -> Choice:
     return Choice(asked="auto", used="float32" if ratio > FASTER else "bf16",
                   why=f"{SIZE} x {SIZE} bf16 operands, widened, multiplied, the result rounded: "
                       f"{ratio:.2f}x the speed of this CPU's bf16 product with {threads} threads; "
-                      f"taken above {FASTER}x, by products of {SMALL_FLOPS / 1e6:.0f} MFLOP and up, "
-                      f"{SMALL_SIDE} rows and columns and up")
+                      f"taken above {FASTER}x, by products of {SMALL_FLOPS / 1e6:.0f} MFLOP "
+                      f"and more, {SMALL_SIDE} rows and columns and more")
 
 
 class WideLinear(nn.Linear):
