@@ -8,7 +8,7 @@ states and their sharding; `activations` for what the forward pass keeps.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
@@ -49,8 +49,7 @@ CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     name: str
     at: Mapping[str, float]     # bytes by moment, those of MOMENTS when it is there
     formula: str

@@ -75,7 +75,7 @@ def _without_every_second(found: Memory, s: MicroBatch, cut: float) -> Memory:
 
 def _changed(found: Memory, at: dict[str, dict[str, float]]) -> Memory:
     """With other bytes in some rows."""
-    return replace(found, rows=tuple(replace(row, at={**row.at, **at.get(row.name, {})})
+    return replace(found, rows=tuple(row._replace(at={**row.at, **at.get(row.name, {})})
                                      for row in found.rows))
 
 

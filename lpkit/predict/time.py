@@ -25,8 +25,8 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
@@ -58,8 +58,7 @@ BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeRow:
+class TimeRow(NamedTuple):
     """Seconds of the slowest stage, by phase. `hidden_seconds` pass behind other rows."""
 
     name: str
@@ -74,10 +73,10 @@ class TimeRow:
 
     def times(self, factor: float) -> "TimeRow":
         phases = {phase: factor * seconds for phase, seconds in self.phases.items()}
-        return replace(self, phases=phases, hidden_seconds=factor * self.hidden_seconds)
+        return self._replace(phases=phases, hidden_seconds=factor * self.hidden_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds}
+        return {**self._asdict(), "seconds": self.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,6 +415,7 @@ class _Rank:
                  communication=times * shown)
 
 
+@functools.lru_cache(maxsize=256)
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
     """As `flops.products`, of one rank and one micro-batch."""
     return tuple(one.on_rank(layout.tensor, layout.context)

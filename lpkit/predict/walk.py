@@ -11,7 +11,10 @@ walk against a measured step. Bytes; the order is that of PyTorch's autograd eng
 `lpkit.nn.transformer`.
 """
 
+import math
 from collections.abc import Mapping
+from itertools import accumulate
+from operator import add
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
@@ -23,7 +26,9 @@ EMBED, UPDATE = "embeddings", "optimizer works"
 ACTIVATIONS, COPIES = "activations", "weight copies"
 GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
-Step = tuple[str | None, float]     # a row and what it grows by; None: there for a moment
+# what is there for a moment too; then a row, and what it grows by
+Step = tuple[float, str, float]
+NO_MOMENT = -math.inf
 
 
 class Block:
@@ -110,17 +115,20 @@ class Walk:
             rows[TEMPORARIES] += more
 
     def follow(self, steps: list[Step]) -> None:
-        """`add` and `mark`, many times: most of the time is spent here."""
-        now, total, highest = self.now, self.total, self.highest
-        for row, nbytes in steps:
-            if row:
+        """`mark` and `add`, many times."""
+        now, (marks, rows, grows) = self.now, zip(*steps)
+        totals = [*accumulate(grows, initial=self.total)]
+        heights, at = [*map(add, totals, marks)], 0
+        highest = max(heights)
+        if highest > self.highest:
+            at = heights.index(highest)
+            for row, nbytes in zip(rows[:at], grows):
                 now[row] += nbytes
-                total += nbytes
-            elif total + nbytes > highest:
-                highest = total + nbytes
-                rows = self.most[self.moment] = now.copy()
-                rows[TEMPORARIES] += nbytes
-        self.total, self.highest = total, highest
+            self.highest, self.most[self.moment] = highest, now.copy()
+            self.most[self.moment][TEMPORARIES] += marks[at]
+        for row, nbytes in zip(rows[at:], grows[at:]):
+            now[row] += nbytes
+        self.total = totals[-1]
 
     def walk(self, packed: float) -> None:
         kept, last_again, first_again = self.kept, self.layers - 1 in self.again, 0 in self.again
@@ -276,18 +284,20 @@ class Walk:
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
                 unused = final.result_bytes / self.stream_cut
-            steps = [(ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
-                     (AGAIN, sum(block.saved.values()) - self.stream),
-                     (COPIES, block.copied_bytes), (LOW, block.low_bytes),
-                     (None, max(self.whole_input(final), self.forward(final, low) if low else 0))]
-        steps.append((TEMPORARIES, self.fetched))
+            at_work = max(self.whole_input(final), self.forward(final, low) if low else 0)
+            steps = [(NO_MOMENT, ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
+                     (NO_MOMENT, AGAIN, sum(block.saved.values()) - self.stream),
+                     (NO_MOMENT, COPIES, block.copied_bytes), (NO_MOMENT, LOW, block.low_bytes),
+                     (at_work, TEMPORARIES, 0.0)]
+        steps.append((NO_MOMENT, TEMPORARIES, self.fetched))
         for op in reversed(self.ops.block):
             steps += self.fold(op, block.saved.get(op.name, 0.0), low)
-        steps.append((TEMPORARIES, -self.fetched))
+        steps.append((NO_MOMENT, TEMPORARIES, -self.fetched))
         if not self.gathers:
-            steps.append((GRADIENTS, self.small_gradient_bytes))
+            steps.append((NO_MOMENT, GRADIENTS, self.small_gradient_bytes))
         if recompute:
-            steps += (ACTIVATIONS, -self.stream - unused), (AGAIN, self.stream)
+            steps += ((NO_MOMENT, ACTIVATIONS, -self.stream - unused),
+                      (NO_MOMENT, AGAIN, self.stream))
         return steps
 
     def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> list[Step]:
@@ -297,11 +307,9 @@ class Walk:
         steps: list[Step] = []
         cut = self.stream_cut if op.in_stream else self.cut
         for hold in op.backward:
-            steps.append((None, hold.nbytes / cut))
-            if hold.frees:
-                steps.append((self.row, -hold.frees * saved_bytes))
+            steps.append((hold.nbytes / cut, self.row, -hold.frees * saved_bytes))
             if hold.grows:
-                steps.append((TEMPORARIES, hold.grows / cut))
+                steps.append((NO_MOMENT, TEMPORARIES, hold.grows / cut))
         return steps
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
@@ -354,28 +362,26 @@ class Walk:
         whole = 0.0
         if self.gathered > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
+        after = final if self.gathers and not s.mixed else NO_MOMENT
         if low is not None:     # one autograd.Function: nothing is freed before its end
-            steps = [*self.low_linear(op, low, whole, wide, dy), (TEMPORARIES, dx - dy),
-                     (LOW, -self.cast(op)[2] * low.number_bytes), (self.row, -saved_bytes)]
+            work = self.low_linear(op, low, whole, wide, dy)
+            copied, copies = LOW, self.cast(op)[2] * low.number_bytes
         else:
             # in float32 the gradient of the output is there once more
             work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
-            steps = [(None, work), (TEMPORARIES, dx - dy), (self.row, -saved_bytes)]
+            copied, copies = COPIES, self.copies(weight) if s.mixed else 0.0
             if s.mixed:
-                work = dw + max(final, wide if op.reads_residual else 0) + wide - dx
-                steps += (COPIES, -self.copies(weight)), (None, work)
+                after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it
         if self.update_bytes and not (op is self.ops.head and self.waiting_table):
-            steps.append((None, final + weight * self.update_bytes))
-        if wide != dx:
-            steps.append((TEMPORARIES, wide - dx))
+            after = max(after, final + weight * self.update_bytes)
+        steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
+                 (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
         if not self.gathers:
-            steps.append((GRADIENTS, final))
-        elif not s.mixed:
-            steps.append((None, final))
+            steps.append((NO_MOMENT, GRADIENTS, final))
         return steps
 
-    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> list[Step]:
+    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> float:
         """The work of a Linear that is cast. Padded, its gradients are there once more, cut to
         size: that of its output before, the others after."""
         s, (x, y, weight) = self.s, self.cast(op)
@@ -384,6 +390,6 @@ class Walk:
         final = weight * self.weight_bytes if s.mixed else 0.0
         work = whole + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final)
         if op.name not in self.padded:
-            return [(None, work)]
+            return work
         cut = dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy
-        return [(None, y * compute), (None, cut), (None, work + y * compute - dy)]
+        return max(y * compute, cut, work + y * compute - dy)
