@@ -254,12 +254,11 @@ class _Rank:
         self.made: list[TimeRow] = []
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
-        self.sizes: dict[str, str] = {}
+        self.sizes = {one.name: one.words for one in rank_products(m, layout, s.batch)}
         for one in rank_products(m, layout, s.batch):
             if not one.pairs:
                 self.linears[one.name] = linear_seconds(one, on, efficiency, recipe=recipe,
                                                         base=p.dtype, itemsize=p.compute_bytes)
-                self.sizes[one.name] = f"({one.M:,}, {one.K:,}) x ({one.K:,}, {one.N:,})"
         self.head = self.linears.pop("head")
         forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
         peak, attentions = on.peak_flops(p.dtype), [op for op in ops.block if op.pairs]
@@ -275,7 +274,7 @@ class _Rank:
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
-        self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
+        self.casts = casts * ops.linear_weights / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap
@@ -342,21 +341,23 @@ class _Rank:
         row("recomputation",
             f"recompute={self.recompute}: {', '.join(sorted(self.again)) or 'nothing'} once more",
             CHECKPOINTS, backward=times * self.repeated)
-        row("tensor: gathers and scatters",
-            f"4 collectives of {self.group_bytes:,} bytes a layer forward, 4 backward, over "
-            f"{self.link('tensor').words}; the one more that backward needs is hidden",
-            f"{TENSOR}; {RINGS}", hidden=times * self.tensor_once,
-            communication=times * (8 * self.tensor_once + self.repeated_tensor)
-            + 2 * heads * self.tensor_once)
+        if layout.tensor > 1:
+            row("tensor: gathers and scatters",
+                f"4 collectives of {self.group_bytes:,} bytes a layer forward, 4 backward, over "
+                f"{self.link('tensor').words}; the one more that backward needs is hidden",
+                f"{TENSOR}; {RINGS}", hidden=times * self.tensor_once,
+                communication=times * (8 * self.tensor_once + self.repeated_tensor)
+                + 2 * heads * self.tensor_once)
         row("context: keys and values",
             "gathered before attention, forward and again backward; their gradients scattered",
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
-        row("pipeline: send and receive",
-            f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
-            PIPELINE, communication=pieces * send)
-        row("pipeline: bubble", f"(stages - 1) / (micro-batches x chunks) of the rest: ({stages} - "
-            f"1) / ({pieces} x {v}), each stage at its own pace",
-            PIPELINE, communication=others / v + (stages - 1) * send / v)
+        if stages > 1:
+            row("pipeline: send and receive",
+                f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
+                PIPELINE, communication=pieces * send)
+            row("pipeline: bubble", f"(stages - 1) / (micro-batches x chunks) of the rest: "
+                f"({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
+                PIPELINE, communication=others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
         parts = parameters(self.m)
         outside = parts["embedding"] + parts["positions"] + parts["head"]

@@ -13,8 +13,6 @@ walk against a measured step. Bytes; the order is that of PyTorch's autograd eng
 
 import math
 from collections.abc import Mapping
-from itertools import accumulate
-from operator import add
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
@@ -87,7 +85,7 @@ class Walk:
         self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
         # the head's gradient waits for that of the same table in the embedding
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
-        self.linear_weights = sum([op.weights for op in self.ops.linears]) / tensor
+        self.linear_weights = ops.linear_weights / tensor
         small = 0.0                 # gains and biases
         for op in self.ops.block:
             small += (op.params - op.weights) / (tensor if op.cut == "column" else 1)
@@ -116,19 +114,15 @@ class Walk:
 
     def follow(self, steps: list[Step]) -> None:
         """`mark` and `add`, many times."""
-        now, (marks, rows, grows) = self.now, zip(*steps)
-        totals = [*accumulate(grows, initial=self.total)]
-        heights, at = [*map(add, totals, marks)], 0
-        highest = max(heights)
-        if highest > self.highest:
-            at = heights.index(highest)
-            for row, nbytes in zip(rows[:at], grows):
-                now[row] += nbytes
-            self.highest, self.most[self.moment] = highest, now.copy()
-            self.most[self.moment][TEMPORARIES] += marks[at]
-        for row, nbytes in zip(rows[at:], grows[at:]):
+        now, total, highest = self.now, self.total, self.highest
+        for mark, row, nbytes in steps:
+            if total + mark > highest:
+                highest = total + mark
+                rows = self.most[self.moment] = now.copy()
+                rows[TEMPORARIES] += mark
             now[row] += nbytes
-        self.total = totals[-1]
+            total += nbytes
+        self.total, self.highest = total, highest
 
     def walk(self, packed: float) -> None:
         kept, last_again, first_again = self.kept, self.layers - 1 in self.again, 0 in self.again

@@ -390,6 +390,11 @@ class Operations:
         return tuple(op for op in self.block if op.matmul)
 
     @functools.cached_property
+    def linear_weights(self) -> int:
+        """Numbers of one block's matrices."""
+        return sum(op.weights for op in self.linears)
+
+    @functools.cached_property
     def saved(self) -> Mapping[str, float]:
         """Bytes by operation of one block."""
         return {op.name: op.saved_bytes for op in self.block if op.saved_bytes}
