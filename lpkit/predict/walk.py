@@ -278,7 +278,10 @@ class Walk:
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
                 unused = final.result_bytes / self.stream_cut
-            at_work = max(self.whole_input(final), self.forward(final, low) if low else 0)
+            at_work = self.whole_input(final)
+            if low:     # beside the gradient that the last addition has cast for it
+                cast = sum(hold.grows for hold in self.ops.block[-1].backward) / self.stream_cut
+                at_work = max(at_work, self.forward(final, low) + cast)
             steps = [(NO_MOMENT, ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
                      (NO_MOMENT, AGAIN, sum(block.saved.values()) - self.stream),
                      (NO_MOMENT, COPIES, block.copied_bytes), (NO_MOMENT, LOW, block.low_bytes),
