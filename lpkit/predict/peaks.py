@@ -56,8 +56,8 @@ def held(run: Run) -> Memory:
         found = replace(found, unused_bytes=0.0)
     if run.stack in MEGATRON:
         masters = next(row for row in found.rows if row.name == "master weights")
-        found = replace(found, rows=(*found.rows, replace(
-            masters, name="float32 gradients", at={UPDATE: masters.bytes})))
+        found = replace(found, rows=(*found.rows, masters._replace(
+            name="float32 gradients", at={UPDATE: masters.bytes})))
     return found
 
 
