@@ -129,41 +129,22 @@ def _pid_namespace() -> str:
 
 
 def gpu_facts(uuid: str) -> dict[str, str | float]:
-    """Driver, power limit and clocks of the GPU, as NVML says (nvidia-ml-py) or nvidia-smi; empty
-    where neither does."""
-    for ask in (_by_nvml, _by_smi):
-        try:
-            return ask(uuid)
-        except Exception:   # no library, no driver, no program, no right: each with its own error
-            continue
-    return {}
-
-
-def _by_nvml(uuid: str) -> dict[str, str | float]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu, sm = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml.NVML_CLOCK_SM
-    driver = pynvml.nvmlSystemGetDriverVersion()
-    return {"driver": driver.decode() if isinstance(driver, bytes) else driver,
-            "power_limit_watts": pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
-            "sm_clock_mhz": float(pynvml.nvmlDeviceGetClockInfo(gpu, sm)),
-            "most_sm_clock_mhz": float(pynvml.nvmlDeviceGetMaxClockInfo(gpu, sm)),
-            "memory_clock_mhz": float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM))}
+    """Driver, power limit and clocks of the GPU, as nvidia-smi says, which comes with the driver;
+    empty where it does not."""
+    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(SMI.values())}",
+               "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        driver, *numbers = said.stdout.strip().split(", ")
+        found = zip(list(SMI)[1:], numbers, strict=True)
+        return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
 
 
 SMI = {"driver": "driver_version", "power_limit_watts": "enforced.power.limit",
        "sm_clock_mhz": "clocks.sm", "most_sm_clock_mhz": "clocks.max.sm",
        "memory_clock_mhz": "clocks.mem"}
-
-
-def _by_smi(uuid: str) -> dict[str, str | float]:
-    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(SMI.values())}",
-               "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-    driver, *numbers = said.strip().split(", ")
-    found = zip(list(SMI)[1:], numbers, strict=True)
-    return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:

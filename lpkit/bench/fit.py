@@ -7,6 +7,7 @@ CAP. The held-out runs give the ranges: of a kind, what nine of ten took over wh
 sources count alike or runs; after a calibration, by the run before it on its page.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -14,8 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from lpkit.errors import ConfigError
-from lpkit.predict import evidence
+from lpkit.predict import evidence, published
 from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds, step
 
@@ -33,25 +33,18 @@ Numbers = dict[str, float]
 
 def taken(held_out: bool) -> list[Run]:
     """Those that the formula takes."""
-    found = []
-    for run in runs():
-        if run.source.held_out == held_out:
-            try:
-                step(run, numbers=BEGIN)
-            except ConfigError:
-                continue
-            found.append(run)
-    return found
+    some = (run for run in runs() if run.source.held_out == held_out)
+    return [run for run, _ in published.taken(some, functools.partial(step, numbers=BEGIN))]
 
 
 def fit(some: Sequence[Run], numbers: Numbers) -> Numbers:
     """Coordinate by coordinate, with steps that shrink where none helps."""
     weights = _weights(some)
-    published = [run.published_seconds for run in some]
+    stated = [run.published_seconds for run in some]
 
     def loss(tried: Numbers) -> float:
         off = [min(CAP, abs(math.log(seconds(run, numbers=tried) / true)))
-               for run, true in zip(some, published)]
+               for run, true in zip(some, stated)]
         return sum(map(float.__mul__, weights, off)) / sum(weights)
 
     best, steps = loss(numbers), dict.fromkeys(numbers, START)

@@ -5,14 +5,13 @@ said here, each with its source; nothing is fitted. Bytes are allocated ones: pa
 mean GiB (torchao's script reads torchtitan's GiB; BigScience's cards of 79.3 GiB hold "77GB").
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
-from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs
+from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs, taken
 from lpkit.predict.walk import HEAD, LAST
 from lpkit.techniques.blocks import MicroBatch
 
@@ -103,13 +102,13 @@ def memory_row(run: Run) -> Row:
 
 def peaks(*names: str) -> Comparison:
     """Of the named sources or of all, those that the ledger takes."""
-    return Comparison(tuple(row for _, row in _taken(*names)))
+    return Comparison(tuple(row for _, row in taken(runs(*names), memory_row)))
 
 
 def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
     """Runs, median of their signed errors and of their sizes, by `kind`."""
     errors: dict[str, list[float]] = {}
-    for run, row in _taken(*names):
+    for run, row in taken(runs(*names), memory_row):
         errors.setdefault(kind(run), []).append(row.error)
     return {name: (len(found), median(found), median(map(abs, found)))
             for name, found in sorted(errors.items())}
@@ -120,11 +119,3 @@ def table() -> list[list[str]]:
     return [["layout", "runs", "median error", "median size of it"],
             *([name, str(count), percent(signed), f"{size:.1%}"]
               for name, (count, signed, size) in by_layout().items())]
-
-
-def _taken(*names: str) -> Iterator[tuple[Run, Row]]:
-    for run in runs(*names):
-        try:
-            yield run, memory_row(run)
-        except ConfigError:
-            continue
