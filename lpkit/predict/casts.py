@@ -180,8 +180,8 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
     mixed = dict(plain)
     for name, pair in recipe.casts.items():
         bits = max(operand.bits for operand in pair)
-        seconds = product_seconds(*p.shapes[name], machine, efficiency, dtype=recipe.dtype, bits=bits,
-                                  result_bytes=recipe.result_bytes)
+        seconds = product_seconds(*p.shapes[name], machine, efficiency, dtype=recipe.dtype,
+                                  bits=bits, result_bytes=recipe.result_bytes)
         mixed[name] = seconds / recipe.product_share
     weight_cast = kernel(p.N * p.K * (FP32 + itemsize)) if itemsize < FP32 else 0.0
     passes = cast_passes(recipe, M=p.M, N=p.N, K=p.K)

@@ -128,8 +128,8 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
     def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str) -> Row:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
-        return Row(name=name, at=dict.fromkeys(moments, itemsize * count / shards), source=ZERO,
-                   formula=f"{itemsize:g} bytes a parameter{sharded}: {why}")
+        return Row(name, dict.fromkeys(moments, itemsize * count / shards),
+                   f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
@@ -341,7 +341,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
 
     def row(name: str, at: Mapping[str, float], formula: str, source: str) -> None:
         if any(at.values()):
-            rows.append(Row(name=name, at=at, formula=formula, source=source))
+            rows.append(Row(name, at, formula, source))
 
     walked = {name: {moment: held[name] for moment, held in z.most.items() if held[name]}
               for name in z.now}

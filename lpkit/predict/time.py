@@ -298,8 +298,7 @@ class _Rank:
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
         if hidden or any(phases.values()):
-            self.made.append(TimeRow(name=name, phases=phases, formula=formula, source=source,
-                                     hidden_seconds=hidden))
+            self.made.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, optimizer_bytes: float) -> list[TimeRow]:
         """Of the slowest stage of a pipeline, a middle one or the last one, with the head."""

@@ -86,10 +86,8 @@ class Walk:
         # the head's gradient waits for that of the same table in the embedding
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
         self.linear_weights = ops.linear_weights / tensor
-        small = 0.0                 # gains and biases
-        for op in self.ops.block:
-            small += (op.params - op.weights) / (tensor if op.cut == "column" else 1)
-        self.small_gradient_bytes = small * gradient_bytes
+        with_columns, others = ops.small
+        self.small_gradient_bytes = (with_columns / tensor + others) * gradient_bytes
         as_it_is = Block(self, kept.plain, None)
         self.inner = Block(self, kept.block, low) if low else as_it_is
         self.first = as_it_is if "first" in plain else self.inner
@@ -133,8 +131,9 @@ class Walk:
         for block, number in ((self.last, not last_again),
                               (self.first, self.layers > 1 and not first_again),
                               (self.inner, others - self.repeats_between(1))):
-            self.add(COPIES, number * block.copied_bytes)
-            self.add(LOW, number * block.low_bytes)
+            if number:
+                self.add(COPIES, number * block.copied_bytes)
+                self.add(LOW, number * block.low_bytes)
         cached, low, final = self.cached, self.last.low, self.ops.linears[-1]
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
