@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lpkit.tables import markdown_table
 from lpkit.techniques import FAMILIES
 
 HEAD = """# Techniques
@@ -20,10 +19,10 @@ def page() -> str:
         if not table:
             parts.append("\nNone yet: rows come from outside.\n")
             continue
-        rows = [(f"`{name}`", what(row), settings(row.settings), row.source)
-                for name, row in table.items()]
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-        parts.append("\n" + markdown_table(("name", "what", "settings", "source"), rows) + "\n")
+        parts.append("\n| name | what | settings | source |\n|---|---|---|---|\n")
+        for name, row in table.items():
+            cells = (f"`{name}`", what(row), settings(row.settings), row.source)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 
 
