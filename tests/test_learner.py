@@ -75,7 +75,7 @@ def test_an_error_is_in_its_own_unit():
     held = Comparison((Row(name="noise", formula=30.0, measured=31.5, unit="dB", where="", guess=40.0, guess_factor=1.5),))._repr_html_()
     assert "+8.5 dB, inside your 90%" in held and "-1.5 dB" in held
     # nothing can be measured: the formula is what a guess is held against
-    assert Row(name="days", formula=10.0, measured=None, unit="days", where="", guess=20.0).guess_error == 1.0
+    assert Row(name="days", formula=10.0, measured=None, unit="days", where="", guess=20.0).truth == 10.0
 
 
 def test_what_shares_the_first_place_cannot_be_told_apart():

@@ -55,7 +55,7 @@ def test_the_last_block_in_16_bits_hides_the_one_before():
     there the peak lies."""
     config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4", "memory.recompute": "selective", "model.attention": "sdpa"})
     traced, closed = predict_trace(config, device="cpu"), memory(config, hardware.machine())
-    assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.03     # without the block it is more than 5% less
+    assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.005    # without amaxes 2% less, without the block 5%
 
 
 def test_shards_by_arithmetic():

@@ -7,14 +7,15 @@ CAP. The held-out runs give the ranges: of a kind, what nine of ten took over wh
 sources count alike or runs; after a calibration, by the run before it on its page.
 """
 
+import functools
+import itertools
 import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from lpkit.errors import ConfigError
-from lpkit.predict import evidence
+from lpkit.predict import evidence, published
 from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds, step
 
@@ -32,25 +33,18 @@ Numbers = dict[str, float]
 
 def taken(held_out: bool) -> list[Run]:
     """Those that the formula takes."""
-    found = []
-    for run in runs():
-        if run.source.held_out == held_out:
-            try:
-                step(run, numbers=BEGIN)
-            except ConfigError:
-                continue
-            found.append(run)
-    return found
+    some = (run for run in runs() if run.source.held_out == held_out)
+    return [run for run, _ in published.taken(some, functools.partial(step, numbers=BEGIN))]
 
 
 def fit(some: Sequence[Run], numbers: Numbers) -> Numbers:
     """Coordinate by coordinate, with steps that shrink where none helps."""
     weights = _weights(some)
-    published = [run.published_seconds for run in some]
+    stated = [run.published_seconds for run in some]
 
     def loss(tried: Numbers) -> float:
         off = [min(CAP, abs(math.log(seconds(run, numbers=tried) / true)))
-               for run, true in zip(some, published)]
+               for run, true in zip(some, stated)]
         return sum(map(float.__mul__, weights, off)) / sum(weights)
 
     best, steps = loss(numbers), dict.fromkeys(numbers, START)
@@ -76,17 +70,22 @@ def _weights(some: Iterable[Run]) -> list[float]:
     return [groups[run.source.name, run.machine] ** -0.5 for run in some]
 
 
-def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
-    """By "kinds" and "calibrated", what published seconds are over the formula's."""
-    found = []
+def ratios(some: Iterable[Run], numbers: Numbers) -> Iterator[tuple[tuple[str, ...], str, float]]:
+    """Of each run its source, machine and precision; its kind; published seconds over the
+    formula's."""
     for run in some:
         made = step(run, numbers=numbers)
-        off = run.published_seconds / seconds(run, numbers=numbers)
-        kind, name = evidence.kind_of(run.source.on(run.machine), made.precision), run.source.name
-        found.append(((name, run.machine, made.precision), kind, off))
+        yield ((run.source.name, run.machine, made.precision),
+               evidence.kind_of(made.machine, made.precision),
+               run.published_seconds / seconds(run, numbers=numbers))
+
+
+def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
+    """The ranges by "kinds" and "calibrated"."""
+    found = [*ratios(some, numbers)]
     after = after_one((same, off) for same, _, off in found)
-    return {"kinds": _ranges((kind, same[0], off) for same, kind, off in found),
-            "calibrated": _ranges((kind, same[0], off) for (same, kind, _), off
+    return {"kinds": _ranges(found),
+            "calibrated": _ranges((same, kind, off) for (same, kind, _), off
                                   in zip(found, after) if off is not None)}
 
 
@@ -98,27 +97,23 @@ def after_one(each: Iterable[tuple[Hashable, float]]) -> Iterator[float | None]:
         before[same] = off
 
 
-def _ranges(each: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
-    """By kind, of (kind, source, what published seconds are over the formula's)."""
+def _ranges(each: Iterable[tuple[tuple[str, ...], str, float]]) -> dict[str, dict[str, float]]:
+    """By kind, of `ratios`."""
     kinds: dict = defaultdict(lambda: defaultdict(list))
-    for kind, source, off in each:
+    for (source, *_), kind, off in each:
         kinds[kind][source].append(off)
     return {kind: _range(by_source) for kind, by_source in kinds.items()}
 
 
 def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
     """1 for each run that is outside the range which the other sources of its kind give, else 0."""
-    found = []
-    for name in {run.source.name: None for run in some}:
-        others = kinds([run for run in some if run.source.name != name], numbers)["kinds"]
-        for run in some:
-            if run.source.name == name:
-                made = step(run, numbers=numbers)
-                known = (others.get(evidence.kind_of(made.machine, made.precision))
-                         or evidence.widest(others))
-                off = run.published_seconds / seconds(run, numbers=numbers)
-                found.append(not known["low"] <= off <= known["high"])
-    return [float(one) for one in found]
+    found, each = [], [*ratios(some, numbers)]
+    for name, own in itertools.groupby(each, lambda one: one[0][0]):
+        others = _ranges(one for one in each if one[0][0] != name)
+        for _, kind, off in own:
+            known = evidence.range_of(others, kind)
+            found.append(float(not known["low"] <= off <= known["high"]))
+    return found
 
 
 def _range(by_source: dict[str, list[float]]) -> dict[str, float]:
@@ -141,15 +136,16 @@ def _quantile(each: Sequence[tuple[float, float]], share: float) -> float:
 
 
 def made() -> dict:
-    open_runs = [run for run in taken(False) if not run.limited]
+    held_out, all_open = taken(True), taken(False)
+    every, open_runs = [*all_open, *held_out], [run for run in all_open if not run.limited]
     numbers, most = fit(open_runs, BEGIN), defaultdict(int)
-    for run in (*taken(False), *taken(True)):
+    for run in every:
         shape = evidence.shape_of(run.layout)
         most[shape] = max(most[shape], run.devices)
     return {"command": "python -m lpkit.bench.fit", "runs": len(open_runs), "numbers": numbers,
-            **kinds(taken(True), numbers), "most_devices": dict(sorted(most.items())),
-            "best_mfu": best_mfu((*taken(False), *taken(True))),
-            "best_layouts": best_layouts((*taken(False), *taken(True)))}
+            **kinds(held_out, numbers), "most_devices": dict(sorted(most.items())),
+            "best_mfu": best_mfu(every),
+            "best_layouts": best_layouts(every)}
 
 
 def best_mfu(some: Iterable[Run]) -> dict[str, float]:

@@ -145,6 +145,13 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
             "cases": cases}
 
 
+def recorded(result: Mapping[str, Any], how: str = "") -> list[str]:
+    """Lines of Markdown over a record that `summary` made."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
+            f"{result['commit']} with {versions}{how}: `{result['command']}`.", ""]
+
+
 def steps_in_turns(runs: Mapping[str, Any], steps: int, *, warm_up: int = 1
                    ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds and losses by name, when each `Training` takes a step before any takes the next.

@@ -21,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from lpkit import hardware, measure, predict_trace
 from lpkit.bench.drawn import configs as draws
-from lpkit.bench.harness import ROUNDS, Result, paired, race
+from lpkit.bench.harness import ROUNDS, Result, paired, race, recorded
 from lpkit.config import Config, flat
 from lpkit.files import resource
 from lpkit.measure.tracking import ROWS
@@ -241,10 +241,7 @@ def page() -> str:
              markdown_table(("row", "what", "bytes", "formula", "source"), rows), ""]
     for path in sorted(resource("data/measured").glob(f"{NAME}-*.json")):
         result = json.loads(path.read_text())
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
-                  f"{result['commit']} with {versions}, {result['threads']} threads: "
-                  f"`{result['command']}`.", "",
+        lines += [*recorded(result, f", {result['threads']} threads"),
                   markdown_table(("", "result", "target"),
                                  [(case["case"], _shown(case), case["verdict"])
                                   for case in result["cases"]]), "",

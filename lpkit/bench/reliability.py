@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from lpkit.bench.harness import ROUNDS, Result, paired
+from lpkit.bench.harness import ROUNDS, Result, paired, recorded
 from lpkit.errors import ConfigError
 from lpkit.files import PACKAGE, resource
 from lpkit.machine_facts import cores
@@ -66,9 +66,7 @@ def page() -> str:
         lines += ["No whole run is recorded yet.", ""]
     for path in found:
         result = json.loads(path.read_text())
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        lines += [f"## {result['device']}", "", f"Measured {result['date'][:10]} at commit "
-                  f"{result['commit']} with {versions}: `{result['command']}`.", "",
+        lines += [*recorded(result),
                   markdown_table(("attack", "trials", "did harm", "seconds", "seen"),
                                  [_row({**result, **case}) for case in result["cases"]]), ""]
     return "\n".join(lines)

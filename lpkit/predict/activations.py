@@ -96,13 +96,15 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
         every = row.every(recompute)
         again = range(0, L, every)      # blocks that run again
         again_bytes = row.again_bytes(s.tokens * s.model.D * s.residual_bytes, sum(block.values()),
-                                      sum(op.result_bytes for op in ops.block), recompute)
+                                      ops.result_bytes, recompute)
     held = {"embed": ops.embed.saved_bytes}
     whole = L - len(again)
     if whole:
         others = len([number for number in stay if number not in again])
-        for name in {**block, **plain_block}:
-            held[name] = (whole - others) * block.get(name, 0) + others * plain_block.get(name, 0)
+        for name, nbytes in block.items():
+            held[name] = (whole - others) * nbytes
+        for name, nbytes in plain_block.items() if others else ():
+            held[name] = held.get(name, 0) + others * nbytes
     if again:
         held[AGAIN] = len(again) * again_bytes
     if ops.positions.saved_bytes:       # once for all blocks
@@ -111,6 +113,6 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
         held[op.name] = op.saved_bytes
     copied = 0
     if s.mixed:
-        copied = ops.head.weights + sum([op.weights for op in ops.linears]) * whole
+        copied = ops.head.weights + ops.linear_weights * whole
     return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes,
                 weight_copy_bytes=copied * s.compute_bytes)

@@ -165,7 +165,7 @@ def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype
     """A Linear's three products when nothing is cast."""
     return {name: product_seconds(*shape, machine, efficiency, dtype=dtype, bits=8 * itemsize,
                                   result_bytes=itemsize)
-            for name, shape in _shapes(p).items()}
+            for name, shape in p.shapes.items()}
 
 
 def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
@@ -176,13 +176,12 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
         bandwidth = machine.bytes_per_second * efficiency.casts
         return max(nbytes / bandwidth, efficiency.kernel_seconds)
 
-    shapes = _shapes(p)
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     mixed = dict(plain)
     for name, pair in recipe.casts.items():
         bits = max(operand.bits for operand in pair)
-        seconds = product_seconds(*shapes[name], machine, efficiency, dtype=recipe.dtype, bits=bits,
-                                  result_bytes=recipe.result_bytes)
+        seconds = product_seconds(*p.shapes[name], machine, efficiency, dtype=recipe.dtype,
+                                  bits=bits, result_bytes=recipe.result_bytes)
         mixed[name] = seconds / recipe.product_share
     weight_cast = kernel(p.N * p.K * (FP32 + itemsize)) if itemsize < FP32 else 0.0
     passes = cast_passes(recipe, M=p.M, N=p.N, K=p.K)
@@ -190,10 +189,6 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
         name=p.name, M=p.M, N=p.N, K=p.K, calls=p.calls if calls is None else calls,
         base_seconds=sum(plain.values()) + weight_cast, product_seconds=sum(mixed.values()),
         cast_seconds=sum(kernel(each.bytes * recipe.cast_factor) for each in passes))
-
-
-def _shapes(p: Product) -> dict[str, tuple[int, int, int]]:
-    return {"y": (p.M, p.N, p.K), "dx": (p.M, p.K, p.N), "dw": (p.N, p.K, p.M)}
 
 
 def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, recipe: Recipe | None,

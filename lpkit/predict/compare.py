@@ -38,10 +38,6 @@ class Row:
         return _error(self.formula, self.measured)
 
     @property
-    def guess_error(self) -> float | None:
-        return _error(self.guess, self.truth)
-
-    @property
     def held(self) -> bool | None:
         """Whether the interval of the guess holds the truth; None without one."""
         if None in (self.guess, self.guess_factor, self.truth):

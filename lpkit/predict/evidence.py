@@ -191,9 +191,8 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     """Of the seconds of a step. One measured step takes a kind's own bias away."""
     known, kind = fitted(), kind_of(machine, precision)
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
-    found, words = kinds.get(kind), f"nine of ten held-out runs, {kind}"
-    if found is None:       # nothing of this kind was published: as wide as anything was
-        found = widest(kinds)
+    found, words = range_of(kinds, kind), f"nine of ten held-out runs, {kind}"
+    if kind not in kinds:
         words = f"{UNSEEN}: as wide as any"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
@@ -204,9 +203,10 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     return Spread(low=found["low"], high=found["high"], words=words)
 
 
-def widest(kinds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {side: choose(one[side] for one in kinds.values())
-            for side, choose in (("low", min), ("high", max))}
+def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str) -> Mapping[str, float]:
+    """`low` and `high`; where nothing of the kind was published, as wide as anything was."""
+    return kinds.get(kind) or {side: choose(one[side] for one in kinds.values())
+                               for side, choose in (("low", min), ("high", max))}
 
 
 def best_mfu(machine: Machine, precision: str) -> float | None:

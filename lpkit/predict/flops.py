@@ -28,6 +28,16 @@ class Product:
     pairs: bool = False   # over pairs of tokens: a causal mask leaves half of it
     cut: str = ""         # the side of the weight that tensor parallelism cuts: column, row
 
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """(M, N, K) of a Linear's three products, by the name of what they give."""
+        return {"y": (self.M, self.N, self.K), "dx": (self.M, self.K, self.N),
+                "dw": (self.N, self.K, self.M)}
+
+    @functools.cached_property
+    def words(self) -> str:
+        return f"({self.M:,}, {self.K:,}) x ({self.K:,}, {self.N:,})"
+
     @property
     def flops(self) -> int:
         return 2 * self.M * self.N * self.K * self.group * self.calls

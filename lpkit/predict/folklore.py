@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tomllib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -182,11 +183,7 @@ def _peak(config: Config, machine: str = "h200", **how: Any) -> float:
 
 def _most(fits: Callable[[int], bool], most: int = 4096) -> int:
     """The largest number from 1 to `most` that fits, if those below it do."""
-    low = 1
-    while low < most:
-        middle = (low + most + 1) // 2
-        low, most = (middle, most) if fits(middle) else (low, middle - 1)
-    return low
+    return max(1, bisect_left(range(1, most + 1), True, key=lambda n: not fits(n)))
 
 
 def _usable(machine: str) -> float:

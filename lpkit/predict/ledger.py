@@ -8,7 +8,7 @@ states and their sharding; `activations` for what the forward pass keeps.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
@@ -49,8 +49,7 @@ CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     name: str
     at: Mapping[str, float]     # bytes by moment, those of MOMENTS when it is there
     formula: str
@@ -129,8 +128,8 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
     def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str) -> Row:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
-        return Row(name=name, at=dict.fromkeys(moments, itemsize * count / shards), source=ZERO,
-                   formula=f"{itemsize:g} bytes a parameter{sharded}: {why}")
+        return Row(name, dict.fromkeys(moments, itemsize * count / shards),
+                   f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
@@ -337,16 +336,16 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
                                     moment_format=moment_format, zero=layout.zero, devices=ranks)
-    rows = [one for one in rows if one.bytes and not (resting and one.name == "optimizer state")]
+    rows = [one for one in rows
+            if one.at[UPDATE] and not (resting and one.name == "optimizer state")]
 
     def row(name: str, at: Mapping[str, float], formula: str, source: str) -> None:
         if any(at.values()):
-            rows.append(Row(name=name, at=at, formula=formula, source=source))
+            rows.append(Row(name, at, formula, source))
 
-    def walked(name: str) -> dict[str, float]:
-        return {moment: held[name] for moment, held in z.most.items() if held[name]}
-
-    at = walked(walk.GRADIENTS)
+    walked = {name: {moment: held[name] for moment, held in z.most.items() if held[name]}
+              for name in z.now}
+    at = walked[walk.GRADIENTS]
     if not z.gathers:
         at |= gradients.at
     elif not at_once:       # those of earlier micro-batches, or shards
@@ -364,13 +363,12 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     if embeds:
         under_way = min(pieces, stages + (stages - 1) / chunks * (chunks > 1))
     waits = (under_way - 1) * keep.waiting_bytes
-    activations = {moment: held + waits for moment, held in walked(walk.ACTIVATIONS).items()}
+    activations = walked[walk.ACTIVATIONS]
     if waits:
         if not heads:   # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
-            waits = (under_way - 1) * z.stream
-            activations = {moment: held + waits for moment, held in activations.items()}
-            waits += (under_way - 1) * keep.waiting_bytes
-        activations = dict.fromkeys(IN_BACKWARD, waits) | activations
+            waits += (under_way - 1) * z.stream
+        activations = dict.fromkeys(IN_BACKWARD, waits) | {
+            moment: held + waits for moment, held in activations.items()}
     if sharded:
         block = inside / layers
         copied = p.compute_bytes if p.compute_bytes < FP32 else 0
@@ -390,11 +388,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         row("communication buffers", {walk.LAST: reduced if late else own, walk.FIRST: reduced,
                                       walk.EMBED: tables * FP32},
             "one block's gradients, whole, reduced in float32 on their way to their shards", FSDP)
-    row("weight copies", walked(walk.COPIES),
+    row("weight copies", walked[walk.COPIES],
         "each weight of a 16-bit product once more in that dtype, until its backward", AMP)
     if p.low:
         cast = layers - len(plain & {"first", "last"})      # blocks whose Linears are
-        lows = walked(walk.LOW)
+        lows = walked[walk.LOW]
         # one forward pass would cast each once anyway
         if config.precision.cache_weight_casts and (pieces > 1 or again):
             # casts that serve both products, and those that do not
@@ -417,10 +415,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     if under_way > 1:
         words += f", {under_way:g} micro-batches under way"
     row("activations", activations, words, "lpkit.predict.activations")
-    row("recomputed block", walked(walk.AGAIN), "one block's activations, all of them", CHECKPOINTS)
-    row("logits and loss", walked(walk.LOGITS),
+    row("recomputed block", walked[walk.AGAIN], "one block's activations, all of them", CHECKPOINTS)
+    row("logits and loss", walked[walk.LOGITS],
         "a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY)
-    temporaries = walked(walk.TEMPORARIES)
+    temporaries = walked[walk.TEMPORARIES]
     row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
         "of the log-probabilities and of the logits, float32", CROSS_ENTROPY)
     updating = _update_bytes(ops, each, state_bytes, layout.tensor * (ranks if layout.zero else 1),
@@ -475,7 +473,9 @@ def _update_bytes(ops: Operations, each: float, state_bytes: float, shards: int,
     """While the largest parameter is updated by itself, with `each` bytes a number; a fused step
     over all needs nothing. `state_bytes` of a number are fetched, for it and for the next one.
     `more`: there is more than one block."""
-    weights = [op.weights for op in ops.linears]
-    in_order = [ops.embed.params, ops.positions.params, *weights, *weights * more, ops.head.params]
-    fetched = max(map(sum, pairwise(filter(None, in_order))))
+    weights, fetched = [op.weights for op in ops.linears], 0
+    if state_bytes:
+        in_order = [ops.embed.params, ops.positions.params, *weights, *weights * more,
+                    ops.head.params]
+        fetched = max(map(sum, pairwise(filter(None, in_order))))
     return (each * max(ops.embed.params, *weights) + state_bytes * fetched) / shards

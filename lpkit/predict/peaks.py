@@ -5,14 +5,13 @@ said here, each with its source; nothing is fitted. Bytes are allocated ones: pa
 mean GiB (torchao's script reads torchtitan's GiB; BigScience's cards of 79.3 GiB hold "77GB").
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
-from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs
+from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs, taken
 from lpkit.predict.walk import HEAD, LAST
 from lpkit.techniques.blocks import MicroBatch
 
@@ -56,8 +55,8 @@ def held(run: Run) -> Memory:
         found = replace(found, unused_bytes=0.0)
     if run.stack in MEGATRON:
         masters = next(row for row in found.rows if row.name == "master weights")
-        found = replace(found, rows=(*found.rows, replace(
-            masters, name="float32 gradients", at={UPDATE: masters.bytes})))
+        found = replace(found, rows=(*found.rows, masters._replace(
+            name="float32 gradients", at={UPDATE: masters.bytes})))
     return found
 
 
@@ -75,7 +74,7 @@ def _without_every_second(found: Memory, s: MicroBatch, cut: float) -> Memory:
 
 def _changed(found: Memory, at: dict[str, dict[str, float]]) -> Memory:
     """With other bytes in some rows."""
-    return replace(found, rows=tuple(replace(row, at={**row.at, **at.get(row.name, {})})
+    return replace(found, rows=tuple(row._replace(at={**row.at, **at.get(row.name, {})})
                                      for row in found.rows))
 
 
@@ -103,13 +102,13 @@ def memory_row(run: Run) -> Row:
 
 def peaks(*names: str) -> Comparison:
     """Of the named sources or of all, those that the ledger takes."""
-    return Comparison(tuple(row for _, row in _taken(*names)))
+    return Comparison(tuple(row for _, row in taken(runs(*names), memory_row)))
 
 
 def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
     """Runs, median of their signed errors and of their sizes, by `kind`."""
     errors: dict[str, list[float]] = {}
-    for run, row in _taken(*names):
+    for run, row in taken(runs(*names), memory_row):
         errors.setdefault(kind(run), []).append(row.error)
     return {name: (len(found), median(found), median(map(abs, found)))
             for name, found in sorted(errors.items())}
@@ -120,11 +119,3 @@ def table() -> list[list[str]]:
     return [["layout", "runs", "median error", "median size of it"],
             *([name, str(count), percent(signed), f"{size:.1%}"]
               for name, (count, signed, size) in by_layout().items())]
-
-
-def _taken(*names: str) -> Iterator[tuple[Run, Row]]:
-    for run in runs(*names):
-        try:
-            yield run, memory_row(run)
-        except ConfigError:
-            continue

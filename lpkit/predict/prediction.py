@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
@@ -73,7 +73,7 @@ class Prediction:
             "bytes": {**rows, "peak_bytes": mem.peak_bytes},
             "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
             "reserved_bytes": mem.reserved_bytes, "doubt": mem.doubt,
-            "rows": [{**asdict(row), "bytes": row.bytes} for row in mem.rows],
+            "rows": [{**row._asdict(), "bytes": row.bytes} for row in mem.rows],
             "time_rows": [row.to_dict() for row in step.rows], "mfu": step.mfu,
             "phases": dict(step.phases), "tokens_per_second": step.tokens_per_second,
             "step_seconds": step.step_seconds, "step_seconds_range": step.seconds_range,

@@ -11,10 +11,10 @@ torchtitan's "selective-op" makes every second product again, which is added to 
 """
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
@@ -30,6 +30,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine, find
 from lpkit.values import Checked, Count, CountOrZero, Positive, Text
 
+T = TypeVar("T")
 FOLDER = resource("data/published")
 SHOWN = ("narayanan", "korthikanti", "llama-3", "torchtitan-a100", "torchtitan-h200")
 SHAPE = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
@@ -253,7 +254,7 @@ def row(run: Run, calibration: Calibration | None = None) -> Row:
 
 def published() -> Comparison:
     """Those of SHOWN that the formula takes."""
-    return Comparison(tuple(_rows(runs(*SHOWN))))
+    return Comparison(tuple(beside for _, beside in taken(runs(*SHOWN), row)))
 
 
 def published_table() -> str:
@@ -271,10 +272,11 @@ def calibrated() -> Comparison:
     return Comparison(tuple(row(run, factor) for run in others))
 
 
-def _rows(some: Iterable[Run]) -> Iterator[Row]:
+def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]]:
+    """With what is said `of` each: those of which something can be."""
     for run in some:
         try:
-            yield row(run)
+            yield run, of(run)
         except ConfigError:
             continue
 

@@ -33,6 +33,8 @@ class Low:
     keep: tuple[str, ...]       # Linears that stay in 16 bits
     square: bool                # one layout of x serves both of its products
     mixes: bool                 # x and the gradient are, in float32, for the weight's gradient
+    amax_bytes: float           # for a number of x and of the gradient, beside an emulated cast
+    levels: int                 # of its scales
     native: bool = False        # hardware runs it; else the emulation
 
     @property
@@ -59,11 +61,13 @@ class Low:
         layouts where one does not serve; `dx` and `dw`, and `final`, dw as the optimizer wants it.
         An emulated product may need more: its operands in float32 where scales stay inside the sum,
         its result where they vary by row."""
-        casts = g * self.number_bytes * (1 if self.square else 2)
-        most = dx + casts + dw + final
+        copies = 1 if self.square else 2
+        casts = g * self.number_bytes * copies
         if self.native:
-            return most
-        most = max(most, dx + casts + (FP32 * g if self.mixes else 0))     # beside what it is of
+            return dx + casts + dw + final
+        casts += g * self.amax_bytes * copies * (1 if self.folds else 2)    # and scales
+        mixed = g * (FP32 + self.levels * self.amax_bytes) if self.mixes else 0
+        most = max(dx + casts + dw + final, dx + casts + mixed)     # beside what it is of
         if self.folds or self.x[0] == self.x[1]:
             return most
         if 0 in self.x:
@@ -78,7 +82,8 @@ class Low:
             return 0
         if self.square:
             return BF16 * (x + y)
-        mixed = (FP32 * x if self.mixes else 0) + BF16 * y
+        mixed = x * (FP32 + (2 + self.levels) * self.amax_bytes) if self.mixes else 0
+        mixed += BF16 * y
         scaled = (FP32 + BF16) * y if self.w[0] != self.w[1] else 0     # by row, in float32
         return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(mixed, scaled)
 
@@ -89,9 +94,13 @@ def low_of(recipe: Recipe) -> Low | None:
         return None
     x = recipe.dw[1] if recipe.dw else recipe.y[0]
     w = recipe.dx[1] if recipe.dx else recipe.y[1]
-    return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x),
+    scale, numbers = SCALES[x.scale], math.prod(x.block)
+    # one kernel that finds scales with the values keeps no amaxes; those of whole rows are few
+    amax_bytes = FP32 / numbers if numbers and not scale.fused else 0.0
+    return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x), levels=scale.levels,
+               amax_bytes=amax_bytes,
                square=x.transposes, mixes=x.transform != "none",
-               folds=SCALES[x.scale].folds, history=recipe.history,
+               folds=scale.folds, history=recipe.history,
                keep=recipe.high_precision_layers)
 
 

@@ -25,8 +25,8 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
@@ -58,8 +58,7 @@ BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeRow:
+class TimeRow(NamedTuple):
     """Seconds of the slowest stage, by phase. `hidden_seconds` pass behind other rows."""
 
     name: str
@@ -74,10 +73,10 @@ class TimeRow:
 
     def times(self, factor: float) -> "TimeRow":
         phases = {phase: factor * seconds for phase, seconds in self.phases.items()}
-        return replace(self, phases=phases, hidden_seconds=factor * self.hidden_seconds)
+        return self._replace(phases=phases, hidden_seconds=factor * self.hidden_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds}
+        return {**self._asdict(), "seconds": self.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +254,11 @@ class _Rank:
         self.made: list[TimeRow] = []
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
-        self.sizes: dict[str, str] = {}
+        self.sizes = {one.name: one.words for one in rank_products(m, layout, s.batch)}
         for one in rank_products(m, layout, s.batch):
             if not one.pairs:
                 self.linears[one.name] = linear_seconds(one, on, efficiency, recipe=recipe,
                                                         base=p.dtype, itemsize=p.compute_bytes)
-                self.sizes[one.name] = f"({one.M:,}, {one.K:,}) x ({one.K:,}, {one.N:,})"
         self.head = self.linears.pop("head")
         forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
         peak, attentions = on.peak_flops(p.dtype), [op for op in ops.block if op.pairs]
@@ -276,7 +274,7 @@ class _Rank:
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
-        self.casts = casts * sum(op.weights for op in ops.linears) / layout.tensor / shards
+        self.casts = casts * ops.linear_weights / layout.tensor / shards
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap
@@ -300,8 +298,7 @@ class _Rank:
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
         if hidden or any(phases.values()):
-            self.made.append(TimeRow(name=name, phases=phases, formula=formula, source=source,
-                                     hidden_seconds=hidden))
+            self.made.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, optimizer_bytes: float) -> list[TimeRow]:
         """Of the slowest stage of a pipeline, a middle one or the last one, with the head."""
@@ -343,21 +340,23 @@ class _Rank:
         row("recomputation",
             f"recompute={self.recompute}: {', '.join(sorted(self.again)) or 'nothing'} once more",
             CHECKPOINTS, backward=times * self.repeated)
-        row("tensor: gathers and scatters",
-            f"4 collectives of {self.group_bytes:,} bytes a layer forward, 4 backward, over "
-            f"{self.link('tensor').words}; the one more that backward needs is hidden",
-            f"{TENSOR}; {RINGS}", hidden=times * self.tensor_once,
-            communication=times * (8 * self.tensor_once + self.repeated_tensor)
-            + 2 * heads * self.tensor_once)
+        if layout.tensor > 1:
+            row("tensor: gathers and scatters",
+                f"4 collectives of {self.group_bytes:,} bytes a layer forward, 4 backward, over "
+                f"{self.link('tensor').words}; the one more that backward needs is hidden",
+                f"{TENSOR}; {RINGS}", hidden=times * self.tensor_once,
+                communication=times * (8 * self.tensor_once + self.repeated_tensor)
+                + 2 * heads * self.tensor_once)
         row("context: keys and values",
             "gathered before attention, forward and again backward; their gradients scattered",
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
-        row("pipeline: send and receive",
-            f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
-            PIPELINE, communication=pieces * send)
-        row("pipeline: bubble", f"(stages - 1) / (micro-batches x chunks) of the rest: ({stages} - "
-            f"1) / ({pieces} x {v}), each stage at its own pace",
-            PIPELINE, communication=others / v + (stages - 1) * send / v)
+        if stages > 1:
+            row("pipeline: send and receive",
+                f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
+                PIPELINE, communication=pieces * send)
+            row("pipeline: bubble", f"(stages - 1) / (micro-batches x chunks) of the rest: "
+                f"({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
+                PIPELINE, communication=others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
         parts = parameters(self.m)
         outside = parts["embedding"] + parts["positions"] + parts["head"]
@@ -416,6 +415,7 @@ class _Rank:
                  communication=times * shown)
 
 
+@functools.lru_cache(maxsize=256)
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
     """As `flops.products`, of one rank and one micro-batch."""
     return tuple(one.on_rank(layout.tensor, layout.context)

@@ -11,6 +11,7 @@ walk against a measured step. Bytes; the order is that of PyTorch's autograd eng
 `lpkit.nn.transformer`.
 """
 
+import math
 from collections.abc import Mapping
 
 from lpkit.predict.activations import Kept
@@ -23,7 +24,9 @@ EMBED, UPDATE = "embeddings", "optimizer works"
 ACTIVATIONS, COPIES = "activations", "weight copies"
 GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
-Step = tuple[str | None, float]     # a row and what it grows by; None: there for a moment
+# what is there for a moment too; then a row, and what it grows by
+Step = tuple[float, str, float]
+NO_MOMENT = -math.inf
 
 
 class Block:
@@ -82,11 +85,9 @@ class Walk:
         self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
         # the head's gradient waits for that of the same table in the embedding
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
-        self.linear_weights = sum([op.weights for op in self.ops.linears]) / tensor
-        small = 0.0                 # gains and biases
-        for op in self.ops.block:
-            small += (op.params - op.weights) / (tensor if op.cut == "column" else 1)
-        self.small_gradient_bytes = small * gradient_bytes
+        self.linear_weights = ops.linear_weights / tensor
+        with_columns, others = ops.small
+        self.small_gradient_bytes = (with_columns / tensor + others) * gradient_bytes
         as_it_is = Block(self, kept.plain, None)
         self.inner = Block(self, kept.block, low) if low else as_it_is
         self.first = as_it_is if "first" in plain else self.inner
@@ -110,16 +111,15 @@ class Walk:
             rows[TEMPORARIES] += more
 
     def follow(self, steps: list[Step]) -> None:
-        """`add` and `mark`, many times: most of the time is spent here."""
+        """`mark` and `add`, many times."""
         now, total, highest = self.now, self.total, self.highest
-        for row, nbytes in steps:
-            if row:
-                now[row] += nbytes
-                total += nbytes
-            elif total + nbytes > highest:
-                highest = total + nbytes
+        for mark, row, nbytes in steps:
+            if total + mark > highest:
+                highest = total + mark
                 rows = self.most[self.moment] = now.copy()
-                rows[TEMPORARIES] += nbytes
+                rows[TEMPORARIES] += mark
+            now[row] += nbytes
+            total += nbytes
         self.total, self.highest = total, highest
 
     def walk(self, packed: float) -> None:
@@ -131,8 +131,9 @@ class Walk:
         for block, number in ((self.last, not last_again),
                               (self.first, self.layers > 1 and not first_again),
                               (self.inner, others - self.repeats_between(1))):
-            self.add(COPIES, number * block.copied_bytes)
-            self.add(LOW, number * block.low_bytes)
+            if number:
+                self.add(COPIES, number * block.copied_bytes)
+                self.add(LOW, number * block.low_bytes)
         cached, low, final = self.cached, self.last.low, self.ops.linears[-1]
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
@@ -274,18 +275,23 @@ class Walk:
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
                 unused = final.result_bytes / self.stream_cut
-            steps = [(ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
-                     (AGAIN, sum(block.saved.values()) - self.stream),
-                     (COPIES, block.copied_bytes), (LOW, block.low_bytes),
-                     (None, max(self.whole_input(final), self.forward(final, low) if low else 0))]
-        steps.append((TEMPORARIES, self.fetched))
+            at_work = self.whole_input(final)
+            if low:     # beside the gradient that the last addition has cast for it
+                cast = sum(hold.grows for hold in self.ops.block[-1].backward) / self.stream_cut
+                at_work = max(at_work, self.forward(final, low) + cast)
+            steps = [(NO_MOMENT, ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
+                     (NO_MOMENT, AGAIN, sum(block.saved.values()) - self.stream),
+                     (NO_MOMENT, COPIES, block.copied_bytes), (NO_MOMENT, LOW, block.low_bytes),
+                     (at_work, TEMPORARIES, 0.0)]
+        steps.append((NO_MOMENT, TEMPORARIES, self.fetched))
         for op in reversed(self.ops.block):
             steps += self.fold(op, block.saved.get(op.name, 0.0), low)
-        steps.append((TEMPORARIES, -self.fetched))
+        steps.append((NO_MOMENT, TEMPORARIES, -self.fetched))
         if not self.gathers:
-            steps.append((GRADIENTS, self.small_gradient_bytes))
+            steps.append((NO_MOMENT, GRADIENTS, self.small_gradient_bytes))
         if recompute:
-            steps += (ACTIVATIONS, -self.stream - unused), (AGAIN, self.stream)
+            steps += ((NO_MOMENT, ACTIVATIONS, -self.stream - unused),
+                      (NO_MOMENT, AGAIN, self.stream))
         return steps
 
     def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> list[Step]:
@@ -295,11 +301,9 @@ class Walk:
         steps: list[Step] = []
         cut = self.stream_cut if op.in_stream else self.cut
         for hold in op.backward:
-            steps.append((None, hold.nbytes / cut))
-            if hold.frees:
-                steps.append((self.row, -hold.frees * saved_bytes))
+            steps.append((hold.nbytes / cut, self.row, -hold.frees * saved_bytes))
             if hold.grows:
-                steps.append((TEMPORARIES, hold.grows / cut))
+                steps.append((NO_MOMENT, TEMPORARIES, hold.grows / cut))
         return steps
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
@@ -352,28 +356,26 @@ class Walk:
         whole = 0.0
         if self.gathered > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
+        after = final if self.gathers and not s.mixed else NO_MOMENT
         if low is not None:     # one autograd.Function: nothing is freed before its end
-            steps = [*self.low_linear(op, low, whole, wide, dy), (TEMPORARIES, dx - dy),
-                     (LOW, -self.cast(op)[2] * low.number_bytes), (self.row, -saved_bytes)]
+            work = self.low_linear(op, low, whole, wide, dy)
+            copied, copies = LOW, self.cast(op)[2] * low.number_bytes
         else:
             # in float32 the gradient of the output is there once more
             work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
-            steps = [(None, work), (TEMPORARIES, dx - dy), (self.row, -saved_bytes)]
+            copied, copies = COPIES, self.copies(weight) if s.mixed else 0.0
             if s.mixed:
-                work = dw + max(final, wide if op.reads_residual else 0) + wide - dx
-                steps += (COPIES, -self.copies(weight)), (None, work)
+                after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it
         if self.update_bytes and not (op is self.ops.head and self.waiting_table):
-            steps.append((None, final + weight * self.update_bytes))
-        if wide != dx:
-            steps.append((TEMPORARIES, wide - dx))
+            after = max(after, final + weight * self.update_bytes)
+        steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
+                 (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
         if not self.gathers:
-            steps.append((GRADIENTS, final))
-        elif not s.mixed:
-            steps.append((None, final))
+            steps.append((NO_MOMENT, GRADIENTS, final))
         return steps
 
-    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> list[Step]:
+    def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> float:
         """The work of a Linear that is cast. Padded, its gradients are there once more, cut to
         size: that of its output before, the others after."""
         s, (x, y, weight) = self.s, self.cast(op)
@@ -382,6 +384,6 @@ class Walk:
         final = weight * self.weight_bytes if s.mixed else 0.0
         work = whole + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final)
         if op.name not in self.padded:
-            return [(None, work)]
+            return work
         cut = dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy
-        return [(None, y * compute), (None, cut), (None, work + y * compute - dy)]
+        return max(y * compute, cut, work + y * compute - dy)

@@ -390,6 +390,22 @@ class Operations:
         return tuple(op for op in self.block if op.matmul)
 
     @functools.cached_property
+    def linear_weights(self) -> int:
+        """Numbers of one block's matrices."""
+        return sum(op.weights for op in self.linears)
+
+    @functools.cached_property
+    def small(self) -> tuple[int, int]:
+        """Gains and biases of one block: those cut with the columns of a matrix, and all others."""
+        cut = sum(op.params - op.weights for op in self.block if op.cut == "column")
+        return cut, sum(op.params - op.weights for op in self.block) - cut
+
+    @functools.cached_property
+    def result_bytes(self) -> int:
+        """Of one block."""
+        return sum(op.result_bytes for op in self.block)
+
+    @functools.cached_property
     def saved(self) -> Mapping[str, float]:
         """Bytes by operation of one block."""
         return {op.name: op.saved_bytes for op in self.block if op.saved_bytes}

@@ -59,13 +59,8 @@ class Format:
         return 2.0**self.min_exponent if self.exponent_bits else None
 
     @property
-    def smallest_subnormal(self) -> float | None:
-        """The spacing around zero. None: E8M0 has no subnormals."""
-        return 2.0**(self.min_exponent - self.mantissa_bits) if self.mantissa_bits else None
-
-    @property
     def smallest(self) -> float:
-        """The least value above zero."""
+        """The least value above zero, and the spacing around it; E8M0 has no subnormals."""
         return 2.0**(self.min_exponent - self.mantissa_bits)
 
     @property

@@ -5,6 +5,7 @@ is recomputed. `problem` says why it cannot be beside the rest of a Config, and 
 Implementations are in `lpkit.memory`.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -266,5 +267,11 @@ def by_cost() -> tuple[str, ...]:
 
 def rows_of(config: Any) -> dict[str, Technique]:
     """The row that each field of `config.memory` names."""
-    return {key: f.metadata["table"][getattr(config.memory, key).name]
-            for key, f in type(config.memory).__dataclass_fields__.items()}
+    return {key: table[getattr(config.memory, key).name]
+            for key, table in _tables(type(config.memory))}
+
+
+@functools.cache
+def _tables(settings: type) -> list[tuple[str, Mapping[str, Technique]]]:
+    """Of each field."""
+    return [(key, f.metadata["table"]) for key, f in settings.__dataclass_fields__.items()]
