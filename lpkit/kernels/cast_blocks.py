@@ -30,7 +30,6 @@ from lpkit.kernels.rounding import (
     magnitude,
     scale_of,
     stored,
-    stored_dtype,
     swizzle,
     words,
 )
@@ -55,7 +54,7 @@ def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bo
     to = format_of(fmt)
     if square:      # the values of x.T are those of x
         made = scales.cast(x, to, (side, side), rule, noise=noise)
-        data, scale = made.codes.view(stored_dtype(to)), made.scale
+        data, scale = made.data, made.scale
         return (*([data, scale] if rows else []),
                 *([data.T.contiguous(), scale.T.contiguous()] if columns else []), made.nonfinite)
     results = []
@@ -66,7 +65,7 @@ def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bo
         if side == MX_SIDE:
             scale = scale.to(torch.float8_e8m0fnu)
             scale = scales.swizzled(scale) if swizzled else scale
-        results += [made.codes.view(stored_dtype(to)), scale]
+        results += [made.data, scale]
     return *results, made.nonfinite
 
 
@@ -162,7 +161,7 @@ def _square(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND:
 
 def _results(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
              swizzled: bool, *_) -> tuple[Tensor, ...]:
-    dtype = stored_dtype(format_of(fmt))
+    dtype = scales.stored_dtype(format_of(fmt))
 
     def of(R: int, C: int, wanted: bool) -> tuple[Tensor, Tensor]:
         if not wanted:

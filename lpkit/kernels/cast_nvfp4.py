@@ -57,7 +57,7 @@ def definition(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mi
         scales.check(one, (SIDE if square else 1, SIDE))
         made = scales.cast(one, to, (SIDE if square else 1, SIDE), rule, noise=noise)
         scale = made.scale.repeat_interleave(SIDE if square else 1, 0).to(torch.float8_e4m3fn)
-        results += [scales.packed(made.codes), scales.swizzled(scale) if swizzled else scale]
+        results += [scales.packed(made.data), scales.swizzled(scale) if swizzled else scale]
     return *results, made.tensor, made.nonfinite
 
 

@@ -25,7 +25,6 @@ from lpkit.kernels.rounding import (
     magnitude,
     scale_of,
     stored,
-    stored_dtype,
     words,
 )
 from lpkit.techniques.formats import format_of
@@ -42,9 +41,9 @@ def definition(x: Tensor, fmt: str, rule: str, columns: bool,
     """x (M, K) -> values (M, K), scales (M, 1) float32, and () int64, how many are not finite.
     columns: of x.T instead. noise: `Noise.words`."""
     scales.check(x)
-    to = format_of(fmt)
-    made = scales.cast(x.T.contiguous() if columns else x, to, (1, 0), rule, noise=noise)
-    return made.codes.view(stored_dtype(to)), made.scale, made.nonfinite
+    made = scales.cast(x.T.contiguous() if columns else x, format_of(fmt), (1, 0), rule,
+                       noise=noise)
+    return made.data, made.scale, made.nonfinite
 
 
 @jit
@@ -134,7 +133,7 @@ def _shape(K: int) -> dict[str, int]:
 
 def _results(x: Tensor, fmt: str, rule: str, columns: bool, *_):
     M, K = reversed(x.shape) if columns else x.shape
-    return (x.new_empty(M, K, dtype=stored_dtype(format_of(fmt))),
+    return (x.new_empty(M, K, dtype=scales.stored_dtype(format_of(fmt))),
             x.new_empty(M, 1, dtype=torch.float32), x.new_zeros((), dtype=torch.int64))
 
 

@@ -30,7 +30,6 @@ from lpkit.kernels.rounding import (
     magnitude,
     scale_of,
     stored,
-    stored_dtype,
     words,
 )
 from lpkit.techniques.formats import format_of
@@ -44,14 +43,8 @@ def definition(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, histor
     amax () in float32; how many are not finite, () int64. history: the amax that the scale follows
     from, () float32. noise: `Noise.words`, (3,) int64."""
     scales.check(x)
-    to = format_of(fmt)
-    made = scales.cast(x, to, (0, 0), rule, amax=history, noise=noise)
-    codes = made.codes
-    if history is not None and history > 0 and made.nonfinite:      # known too late for the values
-        codes = scales.reference(x, scales.decide(history.view(1, 1), None, rule, to)[0], None, fmt,
-                                 noise, False, torch.uint8)
-    data = codes.view(stored_dtype(to))
-    return (*([data] if rows else []), *([data.T.contiguous()] if columns else []),
+    made = scales.cast(x, format_of(fmt), (0, 0), rule, history=history, noise=noise)
+    return (*([made.data] if rows else []), *([made.data.T.contiguous()] if columns else []),
             made.scale.view(()), made.amax.view(()), made.nonfinite)
 
 
@@ -113,7 +106,7 @@ def _cast_state(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, histo
 
 
 def _results(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, *_):
-    (M, N), dtype = x.shape, stored_dtype(format_of(fmt))
+    (M, N), dtype = x.shape, scales.stored_dtype(format_of(fmt))
     return (x.new_empty((M, N) if rows else 0, dtype=dtype),
             x.new_empty((N, M) if columns else 0, dtype=dtype), kernel.empty_state(x))
 

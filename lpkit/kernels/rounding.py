@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl
-from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.formats import format_of
 
 PROGRAMS = 1056     # of what walks over a tensor: eight for each multiprocessor of an H100
 
@@ -37,11 +37,6 @@ def constants(fmt: str) -> dict[str, Any]:
 
 def _bits(number: float) -> int:
     return torch.tensor(number, dtype=torch.float32).view(torch.int32).item()
-
-
-def stored_dtype(to: Format) -> torch.dtype:
-    """What holds its values; uint8 for two of 4 bits."""
-    return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
 
 
 def words(noise: Noise | None, device: torch.device) -> Tensor | None:
