@@ -37,6 +37,17 @@ class Build:
     unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
 
 
+def build(kernel: Any, types: Mapping[str, str], shape: Mapping[str, int],
+          **constants: Any) -> Build:
+    """With those of the types and constants that are its arguments. `shape`: of a program, its
+    constants and `num_warps`."""
+    constants = {name: value for name, value in {**constants, **shape}.items()
+                 if name in kernel.arg_names}
+    signature = {name: types[name] for name in types if name in kernel.arg_names}
+    return Build(kernel=kernel, signature=signature, constants=constants, unaligned=("count",),
+                 warps=shape["num_warps"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """`definition` and each of `versions` take the same arguments and return the same.

@@ -90,7 +90,8 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
 
 def _way(constants: Mapping[str, Any]) -> str:
     on = [key.lower() for key, value in constants.items() if value is True]
-    sides = [str(value) for key, value in constants.items() if key.startswith(("B", "TILE")) and type(value) is int]
+    sides = [str(value) for key, value in constants.items()
+             if key.startswith(("B", "TILE")) and type(value) is int]
     return ", ".join([*on, " x ".join(sides)])
 
 

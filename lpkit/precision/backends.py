@@ -248,8 +248,8 @@ class ScaledMM(Backend):
 
 
 def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
-    """With rows of zeros below where there are too few. `torch._int_mm` refuses 16 or fewer; columns
-    of scales begin at multiples of 16 bytes, for any number of tokens in sampling
+    """With rows of zeros below where there are too few. `torch._int_mm` refuses 16 or fewer;
+    columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
     (Transformer Engine's Float8BlockQuantizer pads them too)."""
     more = max(least - len(t), -len(t) % multiple)
     return F.pad(t, (0, 0, 0, more)) if more > 0 else t
