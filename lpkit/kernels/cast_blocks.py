@@ -151,36 +151,33 @@ def _square(x, rows, row_scale, columns, column_scale, count, words, M, N, TO: t
 
 
 def _results(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-             swizzled: bool, *_) -> tuple[Tensor, ...]:
-    dtype = scales.stored_dtype(format_of(fmt))
-
-    def of(R: int, C: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-        data = x.new_empty(R, C, dtype=dtype)
+             swizzled: bool, *_) -> list[Tensor]:
+    dtype, made = scales.stored_dtype(format_of(fmt)), []
+    for R, C in [x.shape] * rows + [x.shape[::-1]] * columns:
         if square:
-            return data, x.new_empty(R // side, C // side, dtype=torch.float32)
-        if side != MX_SIDE:    # column by column
-            return data, x.new_empty(C // side, R, dtype=torch.float32).T
-        if swizzled:            # what the tiles have beyond the tensor is read too
+            scale = x.new_empty(R // side, C // side, dtype=torch.float32)
+        elif side != MX_SIDE:    # column by column
+            scale = x.new_empty(C // side, R, dtype=torch.float32).T
+        elif swizzled:          # what the tiles have beyond the tensor is read too
             scale = x.new_zeros(scales.swizzled_bytes(R, C // side), dtype=torch.uint8)
         else:
             scale = x.new_empty(R, C // side, dtype=torch.uint8)
-        return data, scale.view(torch.float8_e8m0fnu)
-
-    M, N = x.shape
-    return *of(M, N, rows), *of(N, M, columns), x.new_zeros((), dtype=torch.int64)
+        if side == MX_SIDE:
+            scale = scale.view(torch.float8_e8m0fnu)
+        made += [x.new_empty(R, C, dtype=dtype), scale]
+    return [*made, x.new_zeros((), dtype=torch.int64)]
 
 
 @operator("cast_blocks(Tensor x, str fmt, str rule, int side, bool square, bool rows, "
-          "bool columns, bool swizzled, Tensor? noise) -> "
-          "(Tensor, Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_results)
+          "bool columns, bool swizzled, Tensor? noise) -> Tensor[]", key=EVERY_DEVICE,
+          fake=_results)
 def operation(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-              swizzled: bool, noise: Tensor | None) -> tuple[Tensor, ...]:
+              swizzled: bool, noise: Tensor | None) -> list[Tensor]:
     M, N = scales.check(x, (side if square or columns else 1, side if square or rows else 1))
     made = _results(x, fmt, rule, side, square, rows, columns, swizzled)
     how = {"TO": grid(fmt, rule), "ROWS": rows, "COLUMNS": columns, "NOISE": noise is not None}
     data = [one.view(torch.uint8) if one.dtype == torch.float8_e8m0fnu else one for one in made]
+    data = [None] * (not rows) * 2 + data[:-1] + [None] * (not columns) * 2 + data[-1:]
     if square:
         _square[M // side, N // side](x, *data, noise, M, N, **how, **WHOLE)
     else:
@@ -191,12 +188,6 @@ def operation(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: boo
             x, *data, noise, M, N, **how, SIDE=side, MX=side == MX_SIDE, SWIZZLED=swizzled,
             **shape)
     return made
-
-
-def in_triton(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-              swizzled: bool, noise: Tensor | None) -> tuple[Tensor, ...]:
-    made = operation(x, fmt, rule, side, square, rows, columns, swizzled, noise)
-    return *(made[:2] if rows else ()), *(made[2:4] if columns else ()), made[4]
 
 
 def _moved(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
@@ -244,7 +235,7 @@ def _build(function, shape: dict[str, int] = ONE, **how) -> Build:
 
 
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_blocks_examples, exact=True,
+    definition=definition, versions={"triton": operation}, examples=_blocks_examples, exact=True,
     typical=lambda: {
         f"{rows} x 128, both ways": (matrix(), "e4m3fn", "float32", 128, rows > 1, True, True,
                                      False, None) for rows in (1, 128)},
@@ -269,7 +260,7 @@ def _mx_examples(rng: torch.Generator, device: torch.device):
 
 
 MX_KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_mx_examples, exact=True,
+    definition=definition, versions={"triton": operation}, examples=_mx_examples, exact=True,
     typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_SIDE, False,
                                            True, True, True, None)},
     moved_bytes=_moved, builds=() if tl is None else tuple(

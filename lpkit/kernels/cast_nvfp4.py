@@ -17,7 +17,7 @@ from torch import Tensor
 from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import SIGNS, Noise, reference_hadamard
-from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.jit import jit, tiles, tl
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
@@ -223,24 +223,20 @@ def operation(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix
     how = {"TO": grid("e2m1", rule), "SWIZZLED": swizzled, "NOISE": noise is not None}
     G = M // SIDE
     if mix:
-        _mixed_amax[_grid(G, N, TALL)](x, state, state[2:].view(torch.int64), G, N,
+        _mixed_amax[tiles(G, N, TALL)](x, state, state[2:].view(torch.int64), G, N,
                                        NEGATIVE=NEGATIVE, **TALL)
     else:
         kernel.launch(x, state)
     if rows or square:
         shape = TWO_WAYS if square else WIDE
-        _tiles[_grid(M, N, shape)](
+        _tiles[tiles(M, N, shape)](
             x, state, noise, left, left_scale, right, right_scale, tensor, M, N, SQUARE=square,
             ROWS=rows, COLUMNS=columns, **how, **shape)
     if columns and not square:
-        _columns[_grid(G, N, TALL_CAST)](
+        _columns[tiles(G, N, TALL_CAST)](
             x, state, noise, right.view(torch.int64), right_scale, tensor, G, N, MIX=mix,
             NEGATIVE=NEGATIVE, **how, **TALL_CAST)
     return made
-
-
-def _grid(down: int, N: int, shape: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(down, shape.get("BG") or shape["BM"]), triton.cdiv(N, shape["BN"])
 
 
 def in_triton(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix: bool,

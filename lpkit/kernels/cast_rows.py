@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.jit import jit, tiles, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import divisor, grid, magnitude, rounded, scale_of, stored, words
@@ -129,18 +129,9 @@ def operation(x: Tensor, fmt: str, rule: str, columns: bool,
         _rows[(triton.cdiv(M, shape["BM"]),)](x, data, scale, count, noise, M, N, **how, **shape)
         return made
     tops = x.new_zeros(N, dtype=torch.int32)
-    _column_amax[_grid(M, N, TALL)](x, tops, count, M, N, **TALL)
-    _columns[_grid(M, N, TILE)](x, data, scale, tops, noise, M, N, **how, **TILE)
+    _column_amax[tiles(M, N, TALL)](x, tops, count, M, N, **TALL)
+    _columns[tiles(M, N, TILE)](x, data, scale, tops, noise, M, N, **how, **TILE)
     return made
-
-
-def _grid(M: int, N: int, shape: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(M, shape["BM"]), triton.cdiv(N, shape["BN"])
-
-
-def in_triton(x: Tensor, fmt: str, rule: str, columns: bool,
-              noise: Tensor | None) -> tuple[Tensor, ...]:
-    return operation(x, fmt, rule, columns, noise)
 
 
 def _examples(rng: torch.Generator, device: torch.device):
@@ -175,7 +166,7 @@ def _build(function, shape: dict[str, int], *, NOISE: bool = False) -> Build:
 
 
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
+    definition=definition, versions={"triton": operation}, examples=_examples, exact=True,
     typical=lambda: {"rows": (matrix(), "e4m3fn", "power-of-two", False, None),
                      "rows of x.T": (matrix(), "e4m3fn", "power-of-two", True, None)},
     moved_bytes=lambda x, fmt, rule, columns, noise: (

@@ -12,6 +12,7 @@ tensor is.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.jit import jit, tl, triton
+from lpkit.kernels.jit import jit, tiles, tl
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import divisor, grid, magnitude, rounded, scale_of, stored, words
@@ -83,8 +84,7 @@ def _cast_state(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, histo
     M, N = scales.check(x)
     left, right, state = _results(x, fmt, rule, rows, columns)
     kernel.launch(x, state, history)
-    tiles = triton.cdiv(M, TILE["BM"]) * triton.cdiv(N, TILE["BN"])
-    _cast[(tiles,)](
+    _cast[(math.prod(tiles(M, N, TILE)),)](
         x, history, state, state[2:].view(torch.int64), noise, left, right, M, N,
         TO=grid(fmt, rule), HISTORY=history is not None, NOISE=noise is not None, ROWS=rows,
         COLUMNS=columns, **TILE)

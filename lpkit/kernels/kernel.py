@@ -131,7 +131,7 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
-    out = out if isinstance(out, tuple) else (out,)
+    out = out if isinstance(out, (tuple, list)) else (out,)
     results = [one.detach() for one in out]
     if wanted := [arguments[i] for i in kernel.gradients if arguments[i] is not None]:
         weights = weights_of(out) if weights is None else weights

@@ -18,6 +18,7 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import qdq, reference
+from lpkit.kernels.kernel import floats
 from lpkit.techniques.formats import Format, format_of
 
 TINY = 2.0**-100      # an all-zero block gets a finite scale
@@ -139,9 +140,7 @@ def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:
     if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
                           f"not {x.dtype} {tuple(x.shape)}")
-    if not x.is_contiguous():
-        raise ConfigError(f"a fused cast takes rows that lie together, not strides {x.stride()} of "
-                          f"{tuple(x.shape)}; call .contiguous()")
+    floats(x)
     for size, side, axis in zip(x.shape, block, ("the rows", "the last axis")):
         if size % (side or 1):
             raise ConfigError(f"blocks of {side} do not tile {axis} of {size}; pad to "
