@@ -1,4 +1,5 @@
-"""Bytes that compiled casts move for each element they cast, by the compiler's own count of its kernels' reads and writes.
+"""Bytes that compiled casts move for each element they cast, by the compiler's own count of its kernels' reads and writes; of the kit's
+kernels by what they say they move (`Kernel.moved_bytes`).
 
     python -m tests.compiled_bytes fp8-tensorwise fp8-delayed
 """
@@ -11,12 +12,14 @@ from torch import nn
 from torch._inductor import config, metrics
 
 from lpkit.precision.backends import BACKENDS
+from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import RECIPES
 
 
 def moved_per_element(layer: nn.Module, tokens: int = 2048) -> float:
     """Of a Linear's forward and backward, without a bias, in bf16 like its weight: what all kernels move, less what the three products read
-    of 8-bit operands and write in 16 bits, over the elements of x, w and the gradient. Products that are not one kernel count as casts."""
+    of 8-bit operands and write in 16 bits, over the elements of x, w and the gradient. Products that are not one kernel count as casts.
+    The compiler takes a kernel of the kit for one that reads its arguments and writes its results once: what is more comes on top."""
     (N, K), M = layer.weight.shape, tokens
     x, g = torch.randn(M, K, dtype=torch.bfloat16).requires_grad_(), torch.randn(M, N, dtype=torch.bfloat16)
     torch._logging.set_logs(inductor_metrics=True)      # it counts when somebody listens
@@ -30,9 +33,24 @@ def moved_per_element(layer: nn.Module, tokens: int = 2048) -> float:
     return (metrics.num_bytes_accessed - products) / elements
 
 
-def of_recipe(name: str) -> float:
-    plain = nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16)
-    return moved_per_element(BACKENDS["scaled_mm"].wrap(plain, RECIPES[name], name="layer", seed=0))
+def of_recipe(name: str, *, version: str = "") -> float:
+    """version: of the kernels that cast; empty: their definitions, which the compiler fuses."""
+    plain, more = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16), []
+    layer = BACKENDS["scaled_mm"].wrap(plain, RECIPES[name], name="layer", seed=0)
+    if not version:
+        return moved_per_element(layer)
+    kernel = KERNELS["cast-tensor"].load()
+    call = kernel.versions[version]
+
+    def counted(*arguments):
+        results = call(*arguments)
+        more.append(kernel.moved_bytes(*arguments) - sum(t.nbytes for t in (arguments[0], *results)))
+        return results
+
+    layer.arithmetic.cast_tensor = counted
+    layer(torch.randn(512, 512, dtype=torch.bfloat16).requires_grad_()).sum().backward()
+    layer.arithmetic.cast_tensor = call
+    return moved_per_element(layer, 512) + sum(more) / (3 * 512 * 512)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,9 @@ class Counting:
     def product(self, *args, **how):
         return self.inner.product(*args, **how)
 
+    def shares(self, cast):
+        return self.inner.shares(cast)
+
     def held(self, *args):
         return self.inner.held(*args)
 
@@ -143,8 +146,7 @@ def test_bytes_are_stated(recipe, backend):
     module.cache, w = cache, noise(256, 128)
     cache.see(w)
     for dtype in (torch.bfloat16, torch.float32):
-        made = module.cast("y", "w", w, dtype)
-        module.transposed(made, "y", "dx", "w", w, dtype)
+        module.operands("y", "dx", "w", w, dtype, both=True)
         assert cache.bytes == weight_cache_bytes(row, arithmetic, 256, 128, dtype) > 0
     assert weight_cache_bytes(RECIPES["bf16"], arithmetic, 256, 128) == 0
     if (recipe, backend) == ("mxfp8", "scaled_mm"):     # by hand: two operands of 8 bits, a byte for 32 elements

@@ -1,17 +1,22 @@
 """What a GPU would be handed, under CUDA's own checks (tests/strict_cuda.py): every recipe at every preset's shapes, and its numbers."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.kernels.interpreter import mend
+from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.matrix import Definition
 from lpkit.measure.updates import REST, _rows_of
 from lpkit.memory.recompute import ATTENTION, PRODUCTS
@@ -19,7 +24,8 @@ from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import ScaledLinear, advance
 from lpkit.presets import PRESETS
 from lpkit.techniques.blocks import MicroBatch, operations
-from lpkit.techniques.recipes import RECIPES, resolve
+from lpkit.techniques.kernels import KERNELS
+from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from tests.compiled_bytes import of_recipe
 from tests.strict_cuda import RefusedError, strict
 
@@ -57,12 +63,12 @@ ODD = {(128, 512, 1536), (128, 1536, 512), (256, 16, 16), (384, 48, 80), (128, 1
        (16, 256, 256), (17, 256, 256), (5, 72, 40), (1, 128, 128), (130, 640, 384)}
 
 
-def gradients(layer: nn.Module, M: int, N: int, *, device: str = "cpu") -> list[torch.Tensor]:
-    """y, dx and dw in bf16, as autocast has them."""
+def gradients(layer: nn.Module, M: int, N: int, *, call: Callable | None = None) -> list[torch.Tensor]:
+    """y, dx and dw in bf16, as autocast has them. call: the layer, compiled."""
     draw = lambda rows, columns, seed: torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
     x = draw(M, layer.in_features, 1).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
+        y = layer(x) if call is None else call(x)
     return [y.detach(), *torch.autograd.grad(y, (x, layer.weight), draw(M, N, 2))]
 
 
@@ -100,10 +106,13 @@ def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
 @pytest.mark.parametrize(("major", "recipe"), PAIRS)
 def test_what_cuda_reads_is_the_recipe(major, recipe, M, K, N):
     """Both multiply in float64: what differs is one rounding of the result to bf16, or two for int8."""
+    multiplied_as_defined(RECIPES[recipe], major, M, K, N)
+
+
+def multiplied_as_defined(row: Recipe, major: int, M: int, K: int, N: int):
     linear = nn.Linear(K, N)
     with torch.no_grad():       # no two blocks of the weight have one scale
         linear.weight *= torch.logspace(-1, 1, N)[:, None] * torch.logspace(-1, 1, K)
-    row = RECIPES[recipe]
     native = BACKENDS["scaled_mm"].wrap(copy.deepcopy(linear), row, name="layer", seed=0)
     defined = ScaledLinear.wrap(copy.deepcopy(linear), row, Definition(), name="layer")
     for _ in range(2 if row.delayed else 1):        # the second with the history of the first
@@ -115,6 +124,66 @@ def test_what_cuda_reads_is_the_recipe(major, recipe, M, K, N):
         advance(native)
         advance(defined)
     assert [product[1:4] for product in gpu.seen] == [(M, K, N), (M, N, K), (N, M, K)]
+
+
+VARIED = {name: resolve(name, gradient_rounding="stochastic", transform="hadamard")
+          for name in ("fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8")}
+
+
+@pytest.mark.parametrize("recipe", VARIED)
+def test_noise_and_transforms_reach_cuda_too(recipe):
+    """Each product draws as the recipe says, and scales lie as hardware reads them whoever rounded."""
+    multiplied_as_defined(VARIED[recipe], 9 if runs(recipe, 9) else 10, 256, 128, 384)
+
+
+# ---- the fused kernels under a Linear: on a CPU by Triton's interpreter
+
+triton = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+
+
+def by_triton(layer: nn.Module) -> nn.Module:
+    """As `system.kernels=triton` leaves it."""
+    mend()
+    for attribute, name in layer.arithmetic.kernels.items():
+        setattr(layer.arithmetic, attribute, KERNELS[name].load().versions["triton"])
+    return layer
+
+
+READS = {"fp8-tensorwise": 3, "fp8-delayed": 3, "fp8-rowwise": 6, "fp8-blockwise": 3, "fp8-blockwise-pow2": 3, "mxfp8": 3, "int8": 6,
+         "nvfp4": 5, "nvfp4-published": 5}       # of x, w and the gradient: six where one does not serve two products
+
+
+@triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+@pytest.mark.parametrize("varied", [False, True])
+@pytest.mark.parametrize("recipe", CAST)
+def test_kernels_are_operators_of_one_graph_and_have_the_definitions_bits(recipe, varied):
+    """Eager and compiled, over micro-batches that fill a history and draw anew."""
+    if varied and recipe not in VARIED:
+        pytest.skip("a change of another row")
+    row = VARIED[recipe] if varied else RECIPES[recipe]
+    torch.manual_seed(0)
+    defined = BACKENDS["scaled_mm"].wrap(nn.Linear(128, 256), row, name="layer", seed=0)
+    fused, graphs = by_triton(copy.deepcopy(defined)), []
+    traced = by_triton(copy.deepcopy(defined))
+
+    def kept(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        graphs.append([node.target for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    call = torch.compile(traced, backend=aot_autograd(fw_compiler=kept), fullgraph=True)
+    with strict(9 if runs(recipe, 9) else 10):
+        for _ in range(2):
+            results = [gradients(defined, 128, 256), gradients(fused, 128, 256), gradients(traced, 128, 256, call=call)]
+            for others in results[1:]:
+                assert all(map(torch.equal, results[0], others))
+            for one in (defined, fused, traced):
+                advance(one)
+            assert all(map(torch.equal, defined.buffers(), fused.buffers()))
+            assert all(map(torch.equal, defined.buffers(), traced.buffers()))
+    casts = [target for graph in graphs for target in graph if str(target).startswith("lpkit.cast_")]
+    assert len(casts) == (max(READS[recipe], 5) if varied else READS[recipe])      # a transform is of dw's operands alone
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-rowwise"])
@@ -161,9 +230,19 @@ def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed"])
-def test_compiled_casts_move_no_more_than_before(recipe):
-    """8.0 bytes an element, as torchao's; one fused kernel would take 6, or 4 with a history."""
+def test_compiled_definitions_move_no_more_than_before(recipe):
+    """8.0 bytes an element, as torchao's."""
     assert of_recipe(recipe) <= 8.05
+
+
+@triton
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+@pytest.mark.parametrize(("recipe", "most"), [("fp8-tensorwise", 6), ("fp8-delayed", 4)])
+def test_fused_casts_move_what_they_must(recipe, most):
+    """The rest is a history of three times 1024, and scales."""
+    mend()
+    assert of_recipe(recipe, version="triton") <= most + 0.05
 
 
 # ---- what counts and keeps products knows these

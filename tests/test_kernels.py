@@ -21,6 +21,8 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.choose import PYTORCH, choose
 from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.kernels.kernel import difference, far, gradients_of
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.kernels import KERNELS
 from lpkit.training.training import RandomTokens, Training
 
@@ -243,6 +245,24 @@ def test_a_model_trains_with_the_kernels_that_were_asked_for(tiny, tmp_path, mon
     used = {key: choice.used for key, choice in training.decisions.choices.items() if key.startswith("kernel:")}
     assert used == dict.fromkeys(("kernel:rms-norm", "kernel:add-rms-norm", "kernel:swiglu", "kernel:rotary"), "triton")
     assert training.model.blocks[1].mlp.activate is KERNELS["swiglu"].load().versions["triton"]
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="Triton's kernels need a GPU, or its interpreter")
+def test_a_recipe_s_casts_are_kernels_that_were_asked_for(tiny, tmp_path, monkeypatch):
+    """The same bits, for the casts are: a row of the run, and every Linear has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fp8 = tiny.replace({"precision.recipe": "fp8-delayed", "precision.backend": "scaled_mm", "model.mlp": "gelu", "model.norm": "layernorm",
+                        "model.position": "learned", "system.compile": "false"})
+    def losses(version):
+        training = Training.build(fp8.replace({"system.kernels": version}), data=RandomTokens(fp8, DEVICE))
+        return training, [training.update(step).loss.item() for step in range(2)]
+
+    (_, want), (training, got) = losses("reference"), losses("triton")
+    assert training.decisions.choices["kernel:cast-tensor"].used == "triton"
+    fused = {layer.arithmetic.cast_tensor for layer in scaled_linears(training.model)}
+    assert fused == {KERNELS["cast-tensor"].load().versions["triton"]}
+    assert not vars(BACKENDS["scaled_mm"]), "another model has its own"
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
 
 

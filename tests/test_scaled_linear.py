@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.scales import MAKE_SCALES
-from lpkit.precision.backends import BACKENDS, swizzled
+from lpkit.kernels.scales import MAKE_SCALES, swizzled
+from lpkit.precision.backends import BACKENDS
 from lpkit.precision.formats import round_to, values
 from lpkit.precision.linear import advance, nonfinite_report
 from lpkit.precision.scaled import Scaled, product, quantise, reference, spread

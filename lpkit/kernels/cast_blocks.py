@@ -19,18 +19,17 @@ from torch import Tensor
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     code_of,
-    constants,
-    divided,
     divisor,
     drawn,
+    grid,
     magnitude,
+    rounded,
     scale_of,
     stored,
-    stored_dtype,
     swizzle,
     words,
 )
@@ -40,7 +39,7 @@ from lpkit.techniques.recipes import MX_BLOCK
 MX_SIDE = MX_BLOCK[1]
 # of one operand, (64, 128) or its transpose; of both, in blocks of 128 and of 32
 ONE, BOTH = {"BR": 64, "BC": 128, "num_warps": 8}, {"BR": 128, "BC": 128, "num_warps": 16}
-BOTH_MX = {"BR": 64, "BC": 64, "num_warps": 8}
+BOTH_MX, WHOLE = {"BR": 64, "BC": 64, "num_warps": 8}, {"TILE": 128, "num_warps": 16}
 
 
 def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
@@ -55,7 +54,7 @@ def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bo
     to = format_of(fmt)
     if square:      # the values of x.T are those of x
         made = scales.cast(x, to, (side, side), rule, noise=noise)
-        data, scale = made.codes.view(stored_dtype(to)), made.scale
+        data, scale = made.data, made.scale
         return (*([data, scale] if rows else []),
                 *([data.T.contiguous(), scale.T.contiguous()] if columns else []), made.nonfinite)
     results = []
@@ -66,15 +65,14 @@ def definition(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bo
         if side == MX_SIDE:
             scale = scale.to(torch.float8_e8m0fnu)
             scale = scales.swizzled(scale) if swizzled else scale
-        results += [made.codes.view(stored_dtype(to)), scale]
+        results += [made.data, scale]
     return *results, made.nonfinite
 
 
 @jit
-def _operand(v, data, scale, words, r, c, R, C, KIND: tl.constexpr, LARGEST: tl.constexpr,
-             MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr,
-             UP: tl.constexpr, RULE: tl.constexpr, SIDE: tl.constexpr, MX: tl.constexpr,
-             SWIZZLED: tl.constexpr, NOISE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _operand(v, data, scale, words, r, c, R, C, TO: tl.constexpr, SIDE: tl.constexpr,
+             MX: tl.constexpr, SWIZZLED: tl.constexpr, NOISE: tl.constexpr, BR: tl.constexpr,
+             BC: tl.constexpr):
     """v (BR, BC) are rows r and columns c of an operand (R, C). Gives the largest magnitude's bits
     in each block."""
     w = tl.reshape(v, (BR, BC // SIDE, SIDE))
@@ -82,21 +80,21 @@ def _operand(v, data, scale, words, r, c, R, C, KIND: tl.constexpr, LARGEST: tl.
     blocks = C // SIDE
     b = tl.min(c, 0) // SIDE + tl.arange(0, BC // SIDE)
     within = (r < R)[:, None] & (b < blocks)[None, :]
-    s = scale_of(top, RULE, LARGEST, UP, MAX_EXPONENT)
+    s = scale_of(top, TO)
     if MX:
         there = r[:, None].to(tl.int64) * blocks + b[None, :]
         if SWIZZLED:
             there = swizzle(r[:, None], b[None, :], blocks)
-        tl.store(scale + there, code_of(top, RULE, UP, MAX_EXPONENT).to(tl.uint8), mask=within)
+        tl.store(scale + there, code_of(top, TO).to(tl.uint8), mask=within)
     else:
         tl.store(scale + b[None, :].to(tl.int64) * R + r[:, None], s, mask=within)
     turn, m, y = divisor(s)
-    q = divided(w, turn[:, :, None], m[:, :, None], y[:, :, None], RULE)
+    q = rounded(w, turn[:, :, None], m[:, :, None], y[:, :, None], 0, words, TO, False)
     q = tl.reshape(q, (BR, BC))
     at = r[:, None].to(tl.int64) * C + c[None, :]
     if NOISE:
-        q = drawn(q, at, words, MANTISSA, MIN_EXPONENT)
-    tl.store(data + at, stored(q, KIND), mask=(r < R)[:, None] & (c < C)[None, :])
+        q = drawn(q, at, words, TO)
+    tl.store(data + at, stored(q, TO), mask=(r < R)[:, None] & (c < C)[None, :])
     return top
 
 
@@ -108,11 +106,9 @@ def _count(x, at, inside, count):
 
 
 @jit
-def _blocks(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND: tl.constexpr,
-            LARGEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
-            MAX_EXPONENT: tl.constexpr, UP: tl.constexpr, RULE: tl.constexpr, SIDE: tl.constexpr,
-            MX: tl.constexpr, SWIZZLED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-            NOISE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _blocks(x, rows, row_scale, columns, column_scale, count, words, M, N, TO: tl.constexpr,
+            SIDE: tl.constexpr, MX: tl.constexpr, SWIZZLED: tl.constexpr, ROWS: tl.constexpr,
+            COLUMNS: tl.constexpr, NOISE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     BM: tl.constexpr = BR if ROWS else BC
     BN: tl.constexpr = BC if ROWS else BR
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -121,23 +117,20 @@ def _blocks(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND:
     at = m[:, None].to(tl.int64) * N + n[None, :]
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if COLUMNS:
-        top = _operand(tl.trans(v), columns, column_scale, words, n, m, N, M, KIND, LARGEST,
-                       MANTISSA, MIN_EXPONENT, MAX_EXPONENT, UP, RULE, SIDE, MX, SWIZZLED, NOISE,
-                       BR, BC)
+        top = _operand(tl.trans(v), columns, column_scale, words, n, m, N, M, TO, SIDE, MX,
+                       SWIZZLED, NOISE, BR, BC)
     if ROWS:
         if COLUMNS:     # from L1: what is held until here would cost half the programs
             v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        top = _operand(v, rows, row_scale, words, m, n, M, N, KIND, LARGEST, MANTISSA,
-                       MIN_EXPONENT, MAX_EXPONENT, UP, RULE, SIDE, MX, SWIZZLED, NOISE, BR, BC)
+        top = _operand(v, rows, row_scale, words, m, n, M, N, TO, SIDE, MX, SWIZZLED, NOISE, BR,
+                       BC)
     if tl.max(tl.max(top, 1), 0) >= 0x7F800000:
         _count(x, at, inside, count)
 
 
 @jit
-def _square(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND: tl.constexpr,
-            LARGEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
-            MAX_EXPONENT: tl.constexpr, UP: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
-            COLUMNS: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr):
+def _square(x, rows, row_scale, columns, column_scale, count, words, M, N, TO: tl.constexpr,
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr):
     """A program is a block, and sides are multiples of it."""
     i, j = tl.program_id(0), tl.program_id(1)
     m, n = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -146,12 +139,9 @@ def _square(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND:
     top = tl.max(tl.max(magnitude(v), 1), 0)
     if top >= 0x7F800000:
         _count(x, at, at >= 0, count)
-    s = scale_of(top, RULE, LARGEST, UP, MAX_EXPONENT)
+    s = scale_of(top, TO)
     turn, m_, y = divisor(s)
-    q = divided(v, turn, m_, y, RULE)
-    if NOISE:
-        q = drawn(q, at, words, MANTISSA, MIN_EXPONENT)
-    q = stored(q, KIND)
+    q = stored(rounded(v, turn, m_, y, at, words, TO, NOISE), TO)
     if ROWS:
         tl.store(rows + at, q)
         tl.store(row_scale + i.to(tl.int64) * (N // TILE) + j, s)
@@ -161,39 +151,35 @@ def _square(x, rows, row_scale, columns, column_scale, count, words, M, N, KIND:
 
 
 def _results(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-             swizzled: bool, *_) -> tuple[Tensor, ...]:
-    dtype = stored_dtype(format_of(fmt))
-
-    def of(R: int, C: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-        data = x.new_empty(R, C, dtype=dtype)
+             swizzled: bool, *_) -> list[Tensor]:
+    dtype, made = scales.stored_dtype(format_of(fmt)), []
+    for R, C in [x.shape] * rows + [x.shape[::-1]] * columns:
         if square:
-            return data, x.new_empty(R // side, C // side, dtype=torch.float32)
-        if side != MX_SIDE:    # column by column
-            return data, x.new_empty(C // side, R, dtype=torch.float32).T
-        if swizzled:            # what the tiles have beyond the tensor is read too
+            scale = x.new_empty(R // side, C // side, dtype=torch.float32)
+        elif side != MX_SIDE:    # column by column
+            scale = x.new_empty(C // side, R, dtype=torch.float32).T
+        elif swizzled:          # what the tiles have beyond the tensor is read too
             scale = x.new_zeros(scales.swizzled_bytes(R, C // side), dtype=torch.uint8)
         else:
             scale = x.new_empty(R, C // side, dtype=torch.uint8)
-        return data, scale.view(torch.float8_e8m0fnu)
-
-    M, N = x.shape
-    return *of(M, N, rows), *of(N, M, columns), x.new_zeros((), dtype=torch.int64)
+        if side == MX_SIDE:
+            scale = scale.view(torch.float8_e8m0fnu)
+        made += [x.new_empty(R, C, dtype=dtype), scale]
+    return [*made, x.new_zeros((), dtype=torch.int64)]
 
 
 @operator("cast_blocks(Tensor x, str fmt, str rule, int side, bool square, bool rows, "
-          "bool columns, bool swizzled, Tensor? noise) -> "
-          "(Tensor, Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_results)
+          "bool columns, bool swizzled, Tensor? noise) -> Tensor[]", key=EVERY_DEVICE,
+          fake=_results)
 def operation(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-              swizzled: bool, noise: Tensor | None) -> tuple[Tensor, ...]:
+              swizzled: bool, noise: Tensor | None) -> list[Tensor]:
     M, N = scales.check(x, (side if square or columns else 1, side if square or rows else 1))
     made = _results(x, fmt, rule, side, square, rows, columns, swizzled)
-    how = constants(fmt) | {"RULE": rule, "ROWS": rows, "COLUMNS": columns,
-                            "NOISE": noise is not None}
+    how = {"TO": grid(fmt, rule), "ROWS": rows, "COLUMNS": columns, "NOISE": noise is not None}
     data = [one.view(torch.uint8) if one.dtype == torch.float8_e8m0fnu else one for one in made]
+    data = [None] * (not rows) * 2 + data[:-1] + [None] * (not columns) * 2 + data[-1:]
     if square:
-        _square[M // side, N // side](x, *data, noise, M, N, **how, TILE=side, num_warps=16)
+        _square[M // side, N // side](x, *data, noise, M, N, **how, **WHOLE)
     else:
         both = BOTH_MX if side == MX_SIDE else BOTH
         shape = both if rows and columns else ONE
@@ -202,12 +188,6 @@ def operation(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: boo
             x, *data, noise, M, N, **how, SIDE=side, MX=side == MX_SIDE, SWIZZLED=swizzled,
             **shape)
     return made
-
-
-def in_triton(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-              swizzled: bool, noise: Tensor | None) -> tuple[Tensor, ...]:
-    made = operation(x, fmt, rule, side, square, rows, columns, swizzled, noise)
-    return *(made[:2] if rows else ()), *(made[2:4] if columns else ()), made[4]
 
 
 def _moved(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
@@ -245,22 +225,24 @@ _TYPES = {"x": "*bf16", "rows": "*fp8e4nv", "row_scale": "*fp32", "columns": "*f
           "column_scale": "*fp32", "count": "*i64", "words": "*i64", "M": "i32", "N": "i32"}
 
 
-def _build(function, types: dict[str, str] = _TYPES, **how) -> Build:
-    how = {**constants("e4m3fn"), "ROWS": True, "COLUMNS": False, "NOISE": False, "MX": False,
-           "SWIZZLED": False, "SIDE": 128, "RULE": "float32", "TILE": 128, **ONE, **how}
-    return Build(kernel=function, signature=types, warps=how["num_warps"],
-                 constants={k: v for k, v in how.items() if k in function.arg_names})
+_MX_TYPES = {**_TYPES, "row_scale": "*u8", "column_scale": "*u8"}
+
+
+def _build(function, shape: dict[str, int] = ONE, **how) -> Build:
+    how = {"TO": grid("e4m3fn", "float32"), "ROWS": True, "COLUMNS": False, "NOISE": False,
+           "MX": False, "SWIZZLED": False, "SIDE": 128, **how}
+    return build(function, _MX_TYPES if how["MX"] else _TYPES, shape, **how)
 
 
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_blocks_examples, exact=True,
+    definition=definition, versions={"triton": operation}, examples=_blocks_examples, exact=True,
     typical=lambda: {
         f"{rows} x 128, both ways": (matrix(), "e4m3fn", "float32", 128, rows > 1, True, True,
                                      False, None) for rows in (1, 128)},
     moved_bytes=_moved, builds=() if tl is None else (
-        _build(_blocks), _build(_blocks, COLUMNS=True, **BOTH), _build(_blocks, NOISE=True),
+        _build(_blocks), _build(_blocks, BOTH, COLUMNS=True), _build(_blocks, NOISE=True),
         _build(_blocks, NOISE=True, ROWS=False, COLUMNS=True),
-        _build(_square, num_warps=16, COLUMNS=True)))
+        _build(_square, WHOLE, COLUMNS=True)))
 
 
 # MX: the same with smaller blocks, whose scales are bytes.
@@ -277,13 +259,12 @@ def _mx_examples(rng: torch.Generator, device: torch.device):
     yield bad, "e4m3fn", "power-of-two", MX_SIDE, False, True, True, False, None
 
 
-_MX = {**_TYPES, "row_scale": "*u8", "column_scale": "*u8"}
-_MX_HOW = {"SIDE": MX_SIDE, "MX": True, "SWIZZLED": True, "RULE": "power-of-two"}
 MX_KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_mx_examples, exact=True,
+    definition=definition, versions={"triton": operation}, examples=_mx_examples, exact=True,
     typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_SIDE, False,
                                            True, True, True, None)},
-    moved_bytes=_moved, builds=() if tl is None else (
-        _build(_blocks, _MX, **_MX_HOW), _build(_blocks, _MX, **_MX_HOW, COLUMNS=True, **BOTH_MX),
-        _build(_blocks, _MX, **_MX_HOW, NOISE=True),
-        _build(_blocks, _MX, **_MX_HOW, NOISE=True, ROWS=False, COLUMNS=True)))
+    moved_bytes=_moved, builds=() if tl is None else tuple(
+        _build(_blocks, shape, SIDE=MX_SIDE, MX=True, SWIZZLED=True,
+               TO=grid("e4m3fn", "power-of-two"), **how)
+        for shape, how in ((ONE, {}), (BOTH_MX, {"COLUMNS": True}), (ONE, {"NOISE": True}),
+                           (ONE, {"NOISE": True, "ROWS": False, "COLUMNS": True}))))

@@ -17,16 +17,16 @@ from torch import Tensor
 from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import SIGNS, Noise, reference_hadamard
-from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.jit import jit, tiles, tl
+from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
-    constants,
-    divided,
     divisor,
     drawn,
     e2m1,
+    grid,
     magnitude,
+    rounded,
     swizzle,
     two_levels,
     words,
@@ -57,7 +57,7 @@ def definition(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mi
         scales.check(one, (SIDE if square else 1, SIDE))
         made = scales.cast(one, to, (SIDE if square else 1, SIDE), rule, noise=noise)
         scale = made.scale.repeat_interleave(SIDE if square else 1, 0).to(torch.float8_e4m3fn)
-        results += [scales.packed(made.codes), scales.swizzled(scale) if swizzled else scale]
+        results += [scales.packed(made.data), scales.swizzled(scale) if swizzled else scale]
     return *results, made.tensor, made.nonfinite
 
 
@@ -85,8 +85,7 @@ def _operand(code, s, data, scale, r0, c0, R, C, SWIZZLED: tl.constexpr, BR: tl.
 
 @jit
 def _tiles(x, state, words, rows, row_scale, columns, column_scale, tensor, M, N,
-           LARGEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
-           RULE: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+           TO: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
            SWIZZLED: tl.constexpr, NOISE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m0, n0 = tl.program_id(0) * BM, tl.program_id(1) * BN
     m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
@@ -96,17 +95,17 @@ def _tiles(x, state, words, rows, row_scale, columns, column_scale, tensor, M, N
     top = tl.max(magnitude(w), 2)
     if SQUARE:
         top = tl.max(tl.reshape(top, (BM // 16, 16, BN // 16)), 1)
-    s, both, whole = two_levels(top.to(tl.float32, bitcast=True), tl.load(state), RULE, LARGEST)
+    s, both, whole = two_levels(top.to(tl.float32, bitcast=True), tl.load(state), TO)
     if (m0 == 0) & (n0 == 0):
         tl.store(tensor, whole)
     if SQUARE:
         down = tl.broadcast_to(tl.expand_dims(both, 1), (BM // 16, 16, BN // 16))
         both = tl.reshape(down, (BM, BN // 16))
     turn, m_, y = divisor(both)
-    q = divided(w, turn[:, :, None], m_[:, :, None], y[:, :, None], RULE)
+    q = rounded(w, turn[:, :, None], m_[:, :, None], y[:, :, None], 0, words, TO, False)
     q = tl.reshape(q, (BM, BN))
     if NOISE:
-        q = drawn(q, at, words, MANTISSA, MIN_EXPONENT)
+        q = drawn(q, at, words, TO)
     code = e2m1(q)
     if SQUARE and COLUMNS:
         side = tl.broadcast_to(tl.expand_dims(tl.trans(s), 1), (BN // 16, 16, BM // 16))
@@ -165,10 +164,9 @@ def _mixed_amax(x, state, count, G, N, NEGATIVE: tl.constexpr, BG: tl.constexpr,
 
 
 @jit
-def _columns(x, state, words, data, scale, tensor, G, N, LARGEST: tl.constexpr,
-             MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, RULE: tl.constexpr,
-             MIX: tl.constexpr, NEGATIVE: tl.constexpr, SWIZZLED: tl.constexpr,
-             NOISE: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
+def _columns(x, state, words, data, scale, tensor, G, N, TO: tl.constexpr, MIX: tl.constexpr,
+             NEGATIVE: tl.constexpr, SWIZZLED: tl.constexpr, NOISE: tl.constexpr, BG: tl.constexpr,
+             BN: tl.constexpr):
     """Blocks of 1 x 16 of x.T (N, 16 G)."""
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -176,16 +174,14 @@ def _columns(x, state, words, data, scale, tensor, G, N, LARGEST: tl.constexpr,
     most = magnitude(v[0])
     for j in tl.static_range(1, 16):
         most = tl.maximum(most, magnitude(v[j]))
-    s, both, whole = two_levels(most.to(tl.float32, bitcast=True), tl.load(state), RULE, LARGEST)
+    s, both, whole = two_levels(most.to(tl.float32, bitcast=True), tl.load(state), TO)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(tensor, whole)
     turn, m, y = divisor(both)
     at = n[None, :].to(tl.int64) * (16 * G) + g[:, None] * 16
     low, high = tl.zeros((BG, BN), tl.int32), tl.zeros((BG, BN), tl.int32)
     for j in tl.static_range(16):
-        q = divided(v[j], turn, m, y, RULE)
-        if NOISE:
-            q = drawn(q, at + j, words, MANTISSA, MIN_EXPONENT)
+        q = rounded(v[j], turn, m, y, at + j, words, TO, NOISE)
         if j < 8:
             low |= e2m1(q) << (4 * j)
         else:
@@ -224,28 +220,23 @@ def operation(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix
     M, N = scales.check(x, (SIDE if square or columns else 1, SIDE if square or rows else 1))
     made = _results(x, rule, square, rows, columns, mix, swizzled)
     left, left_scale, right, right_scale, tensor, state = made
-    how = {"LARGEST": 6.0, "MANTISSA": 1, "MIN_EXPONENT": 0, "RULE": rule, "SWIZZLED": swizzled,
-           "NOISE": noise is not None}
+    how = {"TO": grid("e2m1", rule), "SWIZZLED": swizzled, "NOISE": noise is not None}
     G = M // SIDE
     if mix:
-        _mixed_amax[_grid(G, N, TALL)](x, state, state[2:].view(torch.int64), G, N,
+        _mixed_amax[tiles(G, N, TALL)](x, state, state[2:].view(torch.int64), G, N,
                                        NEGATIVE=NEGATIVE, **TALL)
     else:
         kernel.launch(x, state)
     if rows or square:
         shape = TWO_WAYS if square else WIDE
-        _tiles[_grid(M, N, shape)](
+        _tiles[tiles(M, N, shape)](
             x, state, noise, left, left_scale, right, right_scale, tensor, M, N, SQUARE=square,
             ROWS=rows, COLUMNS=columns, **how, **shape)
     if columns and not square:
-        _columns[_grid(G, N, TALL_CAST)](
+        _columns[tiles(G, N, TALL_CAST)](
             x, state, noise, right.view(torch.int64), right_scale, tensor, G, N, MIX=mix,
             NEGATIVE=NEGATIVE, **how, **TALL_CAST)
     return made
-
-
-def _grid(down: int, N: int, shape: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(down, shape.get("BG") or shape["BM"]), triton.cdiv(N, shape["BN"])
 
 
 def in_triton(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix: bool,
@@ -285,12 +276,9 @@ _TYPES = {"x": "*bf16", "state": "*i32", "words": "*i64", "rows": "*u8", "row_sc
 
 
 def _build(function, shape: dict[str, int], **how) -> Build:
-    how = {**constants("e2m1"), "RULE": "e4m3", "SQUARE": False, "ROWS": True, "COLUMNS": False,
-           "MIX": True, "NEGATIVE": NEGATIVE, "SWIZZLED": True, "NOISE": False, **shape, **how}
-    names = function.arg_names
-    return Build(kernel=function, warps=shape["num_warps"],
-                 signature={k: v for k, v in _TYPES.items() if k in names},
-                 constants={k: v for k, v in how.items() if k in names}, unaligned=("count",))
+    how = {"TO": grid("e2m1", "e4m3"), "SQUARE": False, "ROWS": True, "COLUMNS": False,
+           "MIX": True, "NEGATIVE": NEGATIVE, "SWIZZLED": True, "NOISE": False, **how}
+    return build(function, _TYPES, shape, **how)
 
 
 KERNEL = Kernel(

@@ -2,7 +2,7 @@
 
     cast_operand(x, cast)               -> Operand           x (M, K), the contracted axis last
     cast_operand(x.T, cast)             the same of a transposed view, which is not copied
-    cast_operand(x, cast, both=True)    -> two, of x and of x.T: one read serves two products
+    cast_operand(x, cast, both=True)    and its `.T`, the operand of x.T: one read serves both
 
 The numbers are those of `lpkit.precision.scaled.quantise`, but for a Hadamard transform, whose sums
 have one order here (`lpkit.kernels.cast.hadamard`), and under a scale that is NaN.
@@ -11,29 +11,35 @@ have one order here (`lpkit.kernels.cast.hadamard`), and under a scale that is N
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise, hadamard
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.rounding import words
-from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import ALL, MX_BLOCK, Cast
 
 
-class Operand(NamedTuple):
-    """Where `scale` is E8M0 or E4M3 it is the bytes of the tiles that Blackwell reads, if
-    `swizzled`; 4-bit data is float4_e2m1fn_x2, two to a byte."""
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """As tensor cores read it. Where `scale` is E8M0 or E4M3 it is the bytes of the tiles that
+    Blackwell reads, if `swizzled`; 4-bit data is uint8, two to a byte, the first in the low half.
+    """
 
-    data: Tensor
+    data: Tensor                # (M, K), contiguous
     scale: Tensor               # (R, C): float32 for blocks of 1 x 128 column by column
-    tensor: Tensor | None
+    tensor: Tensor | None       # () float32, the second level
     amax: Tensor | None         # (1, 1) float32, under one scale for the tensor
     nonfinite: Tensor           # () int64
+    T: Operand | None = None    # of x.T, if both were asked for
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What its value is made of."""
+        return self.data, self.scale, self.tensor
 
 
 class _Asked(NamedTuple):
@@ -70,7 +76,6 @@ def _blocks(call: Version, a: _Asked) -> Found:
 def _nvfp4(call: Version, a: _Asked) -> Found:
     *pairs, tensor, bad = call(a.x, a.cast.scale, a.cast.block[0] > 1, *a.ways, a.mix, a.swizzled,
                                a.noise)
-    pairs[::2] = [data.view(torch.float4_e2m1fn_x2) for data in pairs[::2]]
     return pairs, tensor, None, bad
 
 
@@ -110,10 +115,10 @@ def why_not(cast: Cast, *, both: bool = False) -> str:
 
 def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
                  noise: Noise | Tensor | None = None, both: bool = False, swizzled: bool = True,
-                 version: str = "triton") -> Operand | tuple[Operand, Operand]:
+                 by: Callable[[str], Version]) -> Operand:
     """amax: () float32, for delayed scaling of a whole tensor. noise: for stochastic rounding; a
-    tensor (3,) int64 is `Noise.words`, and stays on the device. version: of the kernel, or
-    "reference", its definition.
+    tensor (3,) int64 is `Noise.words`, and stays on the device. by: the version of the kernel of a
+    name of `KERNELS`.
 
     Raises ConfigError for a cast that no kernel does, and for x that does not tile.
     """
@@ -126,11 +131,13 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
     columns = columns and not (noise is not None and cast.block == (ALL, ALL))
     if mix and not (row is _NVFP4 and columns):     # no kernel does both
         return cast_operand(hadamard(x), replace(cast, transform="none"), amax=amax,
-                            noise=noise, swizzled=swizzled, version=version)
-    kernel = KERNELS[row.kernel].load()
-    pairs, tensor, top, bad = row.call(
-        {"reference": kernel.definition, **kernel.versions}[version],
-        _Asked(x=(x.T if columns else x).contiguous(), cast=cast, mix=mix, amax=amax, noise=noise,
-               ways=(both or not columns, both or columns), swizzled=swizzled))
-    made = [Operand(*pair, tensor, top, bad) for pair in zip(pairs[::2], pairs[1::2])]
-    return (made[-1 if columns else 0], made[0 if columns else -1]) if both else made[0]
+                            noise=noise, swizzled=swizzled, by=by)
+    pairs, tensor, top, bad = row.call(by(row.kernel), _Asked(
+        x=(x.T if columns else x).contiguous(), cast=cast, mix=mix, amax=amax, noise=noise,
+        ways=(both or not columns, both or columns), swizzled=swizzled))
+    made = [Operand(data=data, scale=scale, tensor=tensor, amax=top, nonfinite=bad)
+            for data, scale in zip(pairs[::2], pairs[1::2])]
+    if not both:
+        return made[0]
+    straight, turned = reversed(made) if columns else made
+    return replace(straight, T=turned)

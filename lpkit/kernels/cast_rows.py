@@ -14,20 +14,10 @@ from torch import Tensor
 
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.jit import jit, tiles, tl, triton
+from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.kernels.rounding import (
-    constants,
-    divided,
-    divisor,
-    drawn,
-    magnitude,
-    scale_of,
-    stored,
-    stored_dtype,
-    words,
-)
+from lpkit.kernels.rounding import divisor, grid, magnitude, rounded, scale_of, stored, words
 from lpkit.techniques.formats import format_of
 
 HELD = 2048         # elements that a program casts at least
@@ -42,25 +32,20 @@ def definition(x: Tensor, fmt: str, rule: str, columns: bool,
     """x (M, K) -> values (M, K), scales (M, 1) float32, and () int64, how many are not finite.
     columns: of x.T instead. noise: `Noise.words`."""
     scales.check(x)
-    to = format_of(fmt)
-    made = scales.cast(x.T.contiguous() if columns else x, to, (1, 0), rule, noise=noise)
-    return made.codes.view(stored_dtype(to)), made.scale, made.nonfinite
+    made = scales.cast(x.T.contiguous() if columns else x, format_of(fmt), (1, 0), rule,
+                       noise=noise)
+    return made.data, made.scale, made.nonfinite
 
 
 @jit
-def _write(read, data, at, inside, words, turn, m, y, KIND: tl.constexpr, MANTISSA: tl.constexpr,
-           MIN_EXPONENT: tl.constexpr, RULE: tl.constexpr, NOISE: tl.constexpr):
-    q = divided(read.to(tl.float32), turn[:, None], m[:, None], y[:, None], RULE)
-    if NOISE:
-        q = drawn(q, at, words, MANTISSA, MIN_EXPONENT)
-    tl.store(data + at, stored(q, KIND), mask=inside)
+def _write(read, data, at, inside, words, turn, m, y, TO: tl.constexpr, NOISE: tl.constexpr):
+    q = rounded(read.to(tl.float32), turn[:, None], m[:, None], y[:, None], at, words, TO, NOISE)
+    tl.store(data + at, stored(q, TO), mask=inside)
 
 
 @jit
-def _rows(x, data, scale, count, words, M, K, KIND: tl.constexpr, LARGEST: tl.constexpr,
-          MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr,
-          UP: tl.constexpr, RULE: tl.constexpr, NOISE: tl.constexpr, HOLD: tl.constexpr,
-          BM: tl.constexpr, BK: tl.constexpr):
+def _rows(x, data, scale, count, words, M, K, TO: tl.constexpr, NOISE: tl.constexpr,
+          HOLD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     at = m[:, None].to(tl.int64) * K + k[None, :]
@@ -78,18 +63,16 @@ def _rows(x, data, scale, count, words, M, K, KIND: tl.constexpr, LARGEST: tl.co
             more = tl.load(x + at + start, mask=inside & (start + k < K)[None, :], other=0.0)
             bad += tl.where(magnitude(more.to(tl.float32)) >= 0x7F800000, 1, 0)
         tl.atomic_add(count, tl.sum(tl.sum(bad, 1), 0).to(tl.int64))
-    s = scale_of(top, RULE, LARGEST, UP, MAX_EXPONENT)
+    s = scale_of(top, TO)
     tl.store(scale + m, s, mask=m < M)
     turn, m_, y = divisor(s)
     if HOLD:
-        _write(read, data, at, inside, words, turn, m_, y, KIND, MANTISSA, MIN_EXPONENT, RULE,
-               NOISE)
+        _write(read, data, at, inside, words, turn, m_, y, TO, NOISE)
     else:
         for start in range(0, K, BK):
             within = inside & (start + k < K)[None, :]
             read = tl.load(x + at + start, mask=within, other=0.0)
-            _write(read, data, at + start, within, words, turn, m_, y, KIND, MANTISSA,
-                   MIN_EXPONENT, RULE, NOISE)
+            _write(read, data, at + start, within, words, turn, m_, y, TO, NOISE)
 
 
 @jit
@@ -107,23 +90,19 @@ def _column_amax(x, tops, count, M, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
-def _columns(x, data, scale, tops, words, M, N, KIND: tl.constexpr, LARGEST: tl.constexpr,
-             MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr,
-             UP: tl.constexpr, RULE: tl.constexpr, NOISE: tl.constexpr, BM: tl.constexpr,
-             BN: tl.constexpr):
+def _columns(x, data, scale, tops, words, M, N, TO: tl.constexpr, NOISE: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    s = scale_of(tl.load(tops + n, mask=n < N, other=0), RULE, LARGEST, UP, MAX_EXPONENT)
+    s = scale_of(tl.load(tops + n, mask=n < N, other=0), TO)
     if tl.program_id(0) == 0:
         tl.store(scale + n, s, mask=n < N)
     turn, m_, y = divisor(s)
     v = tl.load(x + m[:, None].to(tl.int64) * N + n[None, :], mask=inside, other=0.0)
-    q = divided(v.to(tl.float32), turn[None, :], m_[None, :], y[None, :], RULE)
     there = n[None, :].to(tl.int64) * M + m[:, None]
-    if NOISE:
-        q = drawn(q, there, words, MANTISSA, MIN_EXPONENT)
-    tl.store(data + tl.trans(there), tl.trans(stored(q, KIND)), mask=tl.trans(inside))
+    q = rounded(v.to(tl.float32), turn[None, :], m_[None, :], y[None, :], there, words, TO, NOISE)
+    tl.store(data + tl.trans(there), tl.trans(stored(q, TO)), mask=tl.trans(inside))
 
 
 def _shape(K: int) -> dict[str, int]:
@@ -134,7 +113,7 @@ def _shape(K: int) -> dict[str, int]:
 
 def _results(x: Tensor, fmt: str, rule: str, columns: bool, *_):
     M, K = reversed(x.shape) if columns else x.shape
-    return (x.new_empty(M, K, dtype=stored_dtype(format_of(fmt))),
+    return (x.new_empty(M, K, dtype=scales.stored_dtype(format_of(fmt))),
             x.new_empty(M, 1, dtype=torch.float32), x.new_zeros((), dtype=torch.int64))
 
 
@@ -144,24 +123,15 @@ def operation(x: Tensor, fmt: str, rule: str, columns: bool,
               noise: Tensor | None) -> tuple[Tensor, ...]:
     M, N = scales.check(x)
     data, scale, count = made = _results(x, fmt, rule, columns)
-    how = constants(fmt) | {"RULE": rule, "NOISE": noise is not None}
+    how = {"TO": grid(fmt, rule), "NOISE": noise is not None}
     if not columns:
         shape = _shape(N)
         _rows[(triton.cdiv(M, shape["BM"]),)](x, data, scale, count, noise, M, N, **how, **shape)
         return made
     tops = x.new_zeros(N, dtype=torch.int32)
-    _column_amax[_grid(M, N, TALL)](x, tops, count, M, N, **TALL)
-    _columns[_grid(M, N, TILE)](x, data, scale, tops, noise, M, N, **how, **TILE)
+    _column_amax[tiles(M, N, TALL)](x, tops, count, M, N, **TALL)
+    _columns[tiles(M, N, TILE)](x, data, scale, tops, noise, M, N, **how, **TILE)
     return made
-
-
-def _grid(M: int, N: int, shape: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(M, shape["BM"]), triton.cdiv(N, shape["BN"])
-
-
-def in_triton(x: Tensor, fmt: str, rule: str, columns: bool,
-              noise: Tensor | None) -> tuple[Tensor, ...]:
-    return operation(x, fmt, rule, columns, noise)
 
 
 def _examples(rng: torch.Generator, device: torch.device):
@@ -191,17 +161,12 @@ _TYPES = {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "count": "*i64", "
           "words": "*i64", "M": "i32", "K": "i32", "N": "i32"}
 
 
-def _build(function, shape: dict[str, int], **how) -> Build:
-    names = function.arg_names
-    shape = dict(shape)
-    warps = shape.pop("num_warps")
-    how = {"RULE": "float32", "NOISE": False, **constants("e4m3fn"), **how, **shape}
-    return Build(kernel=function, warps=warps, constants={k: how[k] for k in how if k in names},
-                 signature={k: _TYPES[k] for k in _TYPES if k in names}, unaligned=("count",))
+def _build(function, shape: dict[str, int], *, NOISE: bool = False) -> Build:
+    return build(function, _TYPES, shape, TO=grid("e4m3fn", "float32"), NOISE=NOISE)
 
 
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
+    definition=definition, versions={"triton": operation}, examples=_examples, exact=True,
     typical=lambda: {"rows": (matrix(), "e4m3fn", "power-of-two", False, None),
                      "rows of x.T": (matrix(), "e4m3fn", "power-of-two", True, None)},
     moved_bytes=lambda x, fmt, rule, columns, noise: (

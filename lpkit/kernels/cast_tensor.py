@@ -12,6 +12,7 @@ tensor is.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -19,20 +20,10 @@ from torch import Tensor
 from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.jit import jit, tiles, tl
+from lpkit.kernels.kernel import Build, Kernel, build, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.kernels.rounding import (
-    constants,
-    divided,
-    divisor,
-    drawn,
-    magnitude,
-    scale_of,
-    stored,
-    stored_dtype,
-    words,
-)
+from lpkit.kernels.rounding import divisor, grid, magnitude, rounded, scale_of, stored, words
 from lpkit.techniques.formats import format_of
 
 TILE = {"BM": 128, "BN": 64, "num_warps": 8}
@@ -44,29 +35,21 @@ def definition(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, histor
     amax () in float32; how many are not finite, () int64. history: the amax that the scale follows
     from, () float32. noise: `Noise.words`, (3,) int64."""
     scales.check(x)
-    to = format_of(fmt)
-    made = scales.cast(x, to, (0, 0), rule, amax=history, noise=noise)
-    codes = made.codes
-    if history is not None and history > 0 and made.nonfinite:      # known too late for the values
-        codes = scales.reference(x, scales.decide(history.view(1, 1), None, rule, to)[0], None, fmt,
-                                 noise, False, torch.uint8)
-    data = codes.view(stored_dtype(to))
-    return (*([data] if rows else []), *([data.T.contiguous()] if columns else []),
+    made = scales.cast(x, format_of(fmt), (0, 0), rule, history=history, noise=noise)
+    return (*([made.data] if rows else []), *([made.data.T.contiguous()] if columns else []),
             made.scale.view(()), made.amax.view(()), made.nonfinite)
 
 
 @jit
-def _cast(x, history, state, count, words, rows, columns, M, N, KIND: tl.constexpr,
-          LARGEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
-          MAX_EXPONENT: tl.constexpr, UP: tl.constexpr, RULE: tl.constexpr, HISTORY: tl.constexpr,
-          NOISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
-          BN: tl.constexpr):
+def _cast(x, history, state, count, words, rows, columns, M, N, TO: tl.constexpr,
+          HISTORY: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr):
     tile = tl.program_id(0)
     top = tl.load(state)
     if HISTORY:     # state is being written to, unless history is empty
         past = tl.load(history)
         top = tl.where(past > 0, magnitude(past), top)
-    s = scale_of(top, RULE, LARGEST, UP, MAX_EXPONENT)
+    s = scale_of(top, TO)
     if tile == 0:
         tl.atomic_max(state + 1, magnitude(s))
     turn, m_, y = divisor(s)
@@ -85,13 +68,10 @@ def _cast(x, history, state, count, words, rows, columns, M, N, KIND: tl.constex
             bad = tl.sum(tl.sum(tl.where(again >= 0x7F800000, 1, 0), 1), 0)
             tl.atomic_add(count, tl.where(past > 0, bad, 0).to(tl.int64))   # else they are counted
         # far beyond the largest a remainder would overflow
-        v = tl.clamp(v * turn, -4 * LARGEST, 4 * LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        q = divided(v, 1.0, m_, y, RULE)
-    else:
-        q = divided(v, turn, m_, y, RULE)
-    if NOISE:
-        q = drawn(q, at, words, MANTISSA, MIN_EXPONENT)
-    q = stored(q, KIND)
+        v = tl.clamp(v * turn, -4 * TO.largest, 4 * TO.largest,
+                     propagate_nan=tl.PropagateNan.ALL)
+        turn = 1.0
+    q = stored(rounded(v, turn, m_, y, at, words, TO, NOISE), TO)
     if ROWS:
         tl.store(rows + at, q, mask=inside)
     if COLUMNS:
@@ -104,16 +84,15 @@ def _cast_state(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, histo
     M, N = scales.check(x)
     left, right, state = _results(x, fmt, rule, rows, columns)
     kernel.launch(x, state, history)
-    tiles = triton.cdiv(M, TILE["BM"]) * triton.cdiv(N, TILE["BN"])
-    _cast[(tiles,)](
+    _cast[(math.prod(tiles(M, N, TILE)),)](
         x, history, state, state[2:].view(torch.int64), noise, left, right, M, N,
-        **constants(fmt), RULE=rule, HISTORY=history is not None, NOISE=noise is not None,
-        ROWS=rows, COLUMNS=columns, **TILE)
+        TO=grid(fmt, rule), HISTORY=history is not None, NOISE=noise is not None, ROWS=rows,
+        COLUMNS=columns, **TILE)
     return left, right, state
 
 
 def _results(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, *_):
-    (M, N), dtype = x.shape, stored_dtype(format_of(fmt))
+    (M, N), dtype = x.shape, scales.stored_dtype(format_of(fmt))
     return (x.new_empty((M, N) if rows else 0, dtype=dtype),
             x.new_empty((N, M) if columns else 0, dtype=dtype), kernel.empty_state(x))
 
@@ -154,12 +133,8 @@ _TYPES = {"x": "*bf16", "history": "*fp32", "state": "*i32", "count": "*i64", "w
           "rows": "*fp8e4nv", "columns": "*fp8e4nv", "M": "i32", "N": "i32"}
 
 
-def _build(**how) -> Build:
-    shape = {"BM": TILE["BM"], "BN": TILE["BN"]}
-    return Build(kernel=_cast, signature=_TYPES, unaligned=("count",),
-                 warps=TILE["num_warps"], constants={
-                     **constants("e4m3fn"), "RULE": "float32", "ROWS": True, "COLUMNS": True,
-                     **shape, **how})
+def _build(**how: bool) -> Build:
+    return build(_cast, _TYPES, TILE, TO=grid("e4m3fn", "float32"), ROWS=True, COLUMNS=True, **how)
 
 
 KERNEL = Kernel(

@@ -6,7 +6,7 @@ that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. W
 interpreter converts wrongly `lpkit.kernels.interpreter` mends, so kernels are written for a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 try:
     import triton
@@ -19,6 +19,12 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 def jit(function: Callable) -> Callable:
     return function if triton is None else triton.jit(function)
+
+
+def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
+    """Programs along both axes, where one takes the first two sides of `shape`."""
+    down, across = list(shape.values())[:2]
+    return triton.cdiv(M, down), triton.cdiv(N, across)
 
 
 def why_no_triton() -> str:

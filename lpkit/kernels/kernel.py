@@ -37,6 +37,17 @@ class Build:
     unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
 
 
+def build(kernel: Any, types: Mapping[str, str], shape: Mapping[str, int],
+          **constants: Any) -> Build:
+    """With those of the types and constants that are its arguments. `shape`: of a program, its
+    constants and `num_warps`."""
+    constants = {name: value for name, value in {**constants, **shape}.items()
+                 if name in kernel.arg_names}
+    signature = {name: types[name] for name in types if name in kernel.arg_names}
+    return Build(kernel=kernel, signature=signature, constants=constants, unaligned=("count",),
+                 warps=shape["num_warps"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """`definition` and each of `versions` take the same arguments and return the same.
@@ -120,7 +131,7 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
-    out = out if isinstance(out, tuple) else (out,)
+    out = out if isinstance(out, (tuple, list)) else (out,)
     results = [one.detach() for one in out]
     if wanted := [arguments[i] for i in kernel.gradients if arguments[i] is not None]:
         weights = weights_of(out) if weights is None else weights

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix, row_length, timed_rows
+from lpkit.kernels.kernel import Build, Kernel, Version, matrix, row_length, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -51,15 +51,14 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(wide, x.shape[-1:], w.to(wide.dtype), b, eps).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    s = x + delta
-    return s, rms_norm(s, w, eps)
+def _after_addition(norm: Version) -> Version:
+    def add_norm(x: Tensor, delta: Tensor, *others: Tensor | float | None) -> tuple[Tensor, Tensor]:
+        s = x + delta
+        return s, norm(s, *others)
+    return add_norm
 
 
-def add_layer_norm(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
-                   eps: float) -> tuple[Tensor, Tensor]:
-    s = x + delta
-    return s, layer_norm(s, w, b, eps)
+add_rms_norm, add_layer_norm = _after_addition(rms_norm), _after_addition(layer_norm)
 
 
 # ---- the kernels
@@ -198,34 +197,18 @@ def layer_norm_pytorch(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
-def add_rms_norm_pytorch(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    s = x + delta
-    return s, rms_norm_pytorch(s, w, eps)
-
-
-def add_layer_norm_pytorch(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
-                           eps: float) -> tuple[Tensor, Tensor]:
-    s = x + delta
-    return s, layer_norm_pytorch(s, w, b, eps)
+add_rms_norm_pytorch = _after_addition(rms_norm_pytorch)
+add_layer_norm_pytorch = _after_addition(layer_norm_pytorch)
 
 
 # ---- versions in Triton and CUDA C++
 
-def rms_norm_triton(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    return _Norm.apply(x, None, w, None, eps, False)
-
-
-def layer_norm_triton(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
-    return _Norm.apply(x, None, w, b, eps, True)
-
-
-def add_rms_norm_triton(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _Norm.apply(x, delta, w, None, eps, False)
-
-
-def add_layer_norm_triton(x: Tensor, delta: Tensor, w: Tensor, b: Tensor | None,
-                          eps: float) -> tuple[Tensor, Tensor]:
-    return _Norm.apply(x, delta, w, b, eps, True)
+def _in_triton(bias: bool, add: bool) -> Version:
+    def norm(x: Tensor, *others: Tensor | float | None) -> Tensor | tuple[Tensor, Tensor]:
+        delta, w, *more = others if add else (None, *others)
+        b, eps = more if bias else (None, *more)
+        return _Norm.apply(x, delta, w, b, eps, bias)
+    return norm
 
 
 def add_rms_norm_cuda(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -313,9 +296,10 @@ def _builds(centred: bool, bias: bool, add: bool):
                   unaligned=("M",)))
 
 
-def _kernel(definition, pytorch, triton, *, bias: bool, add: bool, peers=(), **others) -> Kernel:
+def _kernel(definition, pytorch, *, bias: bool, add: bool, peers=(), **others) -> Kernel:
     return Kernel(
-        definition=definition, versions={"pytorch": pytorch, "triton": triton, **others},
+        definition=definition,
+        versions={"pytorch": pytorch, "triton": _in_triton(bias, add), **others},
         examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
         timed=partial(_timed, add=add, bias=bias), peers=dict(peers),
         typical=lambda: {"": _typical(add, bias)},
@@ -323,11 +307,10 @@ def _kernel(definition, pytorch, triton, *, bias: bool, add: bool, peers=(), **o
         builds=_builds(centred=bias, bias=bias, add=add))
 
 
-RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, rms_norm_triton, bias=False, add=False,
+RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False,
                    peers={"liger": _liger_rms, "quack": _quack_rms})
-LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, layer_norm_triton, bias=True, add=False,
+LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, bias=True, add=False,
                      peers={"liger": _liger_layer})
-ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, add_rms_norm_triton, bias=False,
-                       add=True, cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms})
-ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, add_layer_norm_triton, bias=True,
-                         add=True)
+ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, bias=False, add=True,
+                       cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms})
+ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, bias=True, add=True)

@@ -38,6 +38,7 @@ def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
         torch.library.register_fake(f"lpkit::{name}", fake or kernel, lib=LIBRARY)
         packet = getattr(torch.ops.lpkit, name)
         register_flop_formula(packet)(flops)
+        packet.default.__wrapped__ = kernel      # where its source is
         if fake is None:
             MADE_OF_OPERATIONS[packet.default] = kernel
         if product:

@@ -12,36 +12,36 @@ number, and a NaN than that, so a maximum loses neither.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl
-from lpkit.techniques.formats import Format, format_of
+from lpkit.techniques.formats import format_of
 
 PROGRAMS = 1056     # of what walks over a tensor: eight for each multiprocessor of an H100
 
 
-@functools.cache
-def constants(fmt: str) -> dict[str, Any]:
-    """What a kernel is told of a format. UP: added to the bits of an amax, carries where the amax
-    has a larger mantissa than the format's largest value."""
-    to = format_of(fmt)
-    kinds = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "int8": tl.int8, "e2m1": tl.uint8}
-    return {"KIND": kinds[fmt], "LARGEST": to.largest, "MANTISSA": to.mantissa_bits,
-            "MIN_EXPONENT": to.min_exponent, "MAX_EXPONENT": to.max_exponent,
-            "UP": 0x7FFFFF - (_bits(to.largest) & 0x7FFFFF)}
+class Grid:
+    """What a kernel is told of a format and a rule for scales, as one constant. `up`: added to the
+    bits of an amax, carries where the amax has a larger mantissa than the format's largest."""
+
+    def __init__(self, fmt: str, rule: str):
+        to = format_of(fmt)
+        self.name, self.rule, self.divides = f"{fmt}_{rule}", rule, not rule.startswith("power")
+        self.kind = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "int8": tl.int8,
+                     "e2m1": tl.uint8}[fmt]
+        self.largest, self.mantissa = to.largest, to.mantissa_bits
+        self.min_exponent, self.max_exponent = to.min_exponent, to.max_exponent
+        bits = torch.tensor(to.largest, dtype=torch.float32).view(torch.int32).item()
+        self.up = 0x7FFFFF - (bits & 0x7FFFFF)
+
+    def __repr__(self) -> str:      # by which Triton tells one constant from another
+        return self.name
 
 
-def _bits(number: float) -> int:
-    return torch.tensor(number, dtype=torch.float32).view(torch.int32).item()
-
-
-def stored_dtype(to: Format) -> torch.dtype:
-    """What holds its values; uint8 for two of 4 bits."""
-    return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
+grid = functools.cache(Grid)
 
 
 def words(noise: Noise | None, device: torch.device) -> Tensor | None:
@@ -77,32 +77,35 @@ def divisor(s):
 
 
 @jit
-def divided(v, turn, m, y, RULE: tl.constexpr):
+def rounded(v, turn, m, y, at, words, TO: tl.constexpr, NOISE: tl.constexpr):
+    """v by the divisor, and on the grid where noise decides; else `stored` rounds."""
     v = v * turn
-    if RULE == "float32" or RULE == "e4m3" or RULE == "e4m3-normal":
+    if TO.divides:
         v = quotient(v, m, y)
+    if NOISE:
+        v = drawn(v, at, words, TO)
     return v
 
 
 @jit
-def code_of(top, RULE: tl.constexpr, UP: tl.constexpr, MAX_EXPONENT: tl.constexpr):
+def code_of(top, TO: tl.constexpr):
     """The E8M0 code for an amax of bits `top`: no division, and no logarithm."""
-    if RULE == "power-of-two":
-        code = tl.where(top == 0, 127, tl.maximum(((top + UP) >> 23) - MAX_EXPONENT, 0))
+    if TO.rule == "power-of-two":
+        code = tl.where(top == 0, 127, tl.maximum(((top + TO.up) >> 23) - TO.max_exponent, 0))
     else:
-        code = tl.where(top == 0, 126 - MAX_EXPONENT, tl.maximum((top >> 23) - MAX_EXPONENT, 0))
+        code = tl.maximum((top >> 23) - TO.max_exponent, 0)
+        code = tl.where(top == 0, 126 - TO.max_exponent, code)
     return tl.where(top < 0x7F800000, code, 255)
 
 
 @jit
-def scale_of(top, RULE: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr,
-             MAX_EXPONENT: tl.constexpr):
+def scale_of(top, TO: tl.constexpr):
     """The scale for an amax of bits `top`, float32; NaN where that is not finite."""
-    if RULE == "float32":
+    if TO.divides:
         amax = tl.maximum(top.to(tl.float32, bitcast=True), 2.0**-100)
-        s = quotient(amax, LARGEST, 1.0 / LARGEST)
+        s = quotient(amax, TO.largest, 1.0 / TO.largest)
     else:
-        code = code_of(top, RULE, UP, MAX_EXPONENT)
+        code = code_of(top, TO)
         s = tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
     return tl.where(top < 0x7F800000, s, float("nan"))
 
@@ -122,11 +125,11 @@ def uniform(at, words):
 
 
 @jit
-def drawn(q, at, words, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+def drawn(q, at, words, TO: tl.constexpr):
     """q on the grid, up with the probability of the remainder. Steps are powers of two."""
-    exponent = tl.maximum(magnitude(q) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
-    step = (exponent - (MANTISSA << 23)).to(tl.float32, bitcast=True)
-    inverse = ((254 << 23) - exponent + (MANTISSA << 23)).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(magnitude(q) & 0x7F800000, (TO.min_exponent + 127) << 23)
+    step = (exponent - (TO.mantissa << 23)).to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - exponent + (TO.mantissa << 23)).to(tl.float32, bitcast=True)
     steps = tl.abs(q) * inverse
     down = tl.floor(steps)
     size = (down + tl.where(uniform(at, words) < steps - down, 1.0, 0.0)) * step
@@ -135,12 +138,12 @@ def drawn(q, at, words, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 
 @jit
-def stored(q, KIND: tl.constexpr):
+def stored(q, TO: tl.constexpr):
     """To the nearest-even, saturating, by the hardware's conversion where it has one."""
-    if KIND == tl.int8:
+    if TO.kind == tl.int8:
         q = (q + 12582912.0) - 12582912.0       # 1.5 * 2^23: the addition rounds
         return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
-    return q.to(KIND)
+    return q.to(TO.kind)
 
 
 @jit
@@ -151,22 +154,22 @@ def swizzle(r, c, C):
 
 
 @jit
-def two_levels(amax, top, RULE: tl.constexpr, LARGEST: tl.constexpr):
+def two_levels(amax, top, TO: tl.constexpr):
     """Of blocks with largest magnitudes `amax`, in a tensor whose has the bits `top`: the scale in
     E4M3, what to divide by, and the tensor's own scale."""
     most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
-    if RULE == "e4m3":
+    if TO.rule == "e4m3":
         most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
         turn, m, y = divisor(most)
-        encode = quotient(LARGEST * 448.0, m, y) * turn
+        encode = quotient(TO.largest * 448.0, m, y) * turn
         turn, m, y = divisor(encode)
         tensor = quotient(1.0, m, y) * turn
-        s = amax * (encode * (1.0 / LARGEST))
+        s = amax * (encode * (1.0 / TO.largest))
     else:
-        tensor = quotient(most, LARGEST * 448.0, 1.0 / (LARGEST * 448.0))
+        tensor = quotient(most, TO.largest * 448.0, 1.0 / (TO.largest * 448.0))
         tensor = tl.maximum(tensor, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
         turn, m, y = divisor(tensor)
-        s = quotient(quotient(amax, LARGEST, 1.0 / LARGEST) * turn, m, y)
+        s = quotient(quotient(amax, TO.largest, 1.0 / TO.largest) * turn, m, y)
         s = tl.maximum(s, 2.0**-6, propagate_nan=tl.PropagateNan.ALL)
     s = tl.minimum(s, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     wide = s.to(tl.float32)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels.cast import qdq, reference, reference_amax
+from lpkit.kernels import cast as kernel
+from lpkit.kernels.cast import qdq, reference
+from lpkit.kernels.kernel import floats
 from lpkit.techniques.formats import Format, format_of
 
 TINY = 2.0**-100      # an all-zero block gets a finite scale
@@ -87,7 +89,7 @@ def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 class Made(NamedTuple):
-    codes: Tensor               # (M, K) uint8, bit patterns of the format
+    data: Tensor                # (M, K), `stored_dtype`: of 4 bits the codes
     scale: Tensor               # float32 (R, C)
     tensor: Tensor | None       # float32 (), the second level
     amax: Tensor                # float32 (R, C), of what was cast
@@ -106,17 +108,31 @@ def decide(found: Tensor, amax: Tensor | None, rule: str,
     return torch.where(scale == 0, torch.inf, scale * tensor), scale, tensor
 
 
-def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *, amax: Tensor | None = None,
-         noise: Tensor | None = None) -> Made:
+def stored_dtype(to: Format) -> torch.dtype:
+    """What holds its values; uint8 for two of 4 bits."""
+    return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
+
+
+def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
+         history: Tensor | None = None, noise: Tensor | None = None) -> Made:
     """The definition: x (M, K), the contracted axis last; 0 in `block` is the whole axis. noise:
-    `Noise.words`."""
-    tiles = [size // (side or size) for size, side in zip(x.shape, block)]
-    found, nonfinite = reference_amax(x.contiguous(), *tiles)
-    both, scale, tensor = decide(found, amax, rule, to)
-    codes = reference(x.contiguous(), both, None, to.name, noise, False, torch.uint8)
-    if to.nan is None:      # the scale says it, and no value can
-        codes = codes.masked_fill(spread(both, x.shape).isnan(), 0)
-    return Made(codes, scale, tensor, found, nonfinite)
+    `Noise.words`. history: () float32, the amax that the scale follows from unless it is 0; that x
+    is not finite is known too late for the values, and the scale says it."""
+    found, nonfinite = kernel.amax(x, block)
+    used = found if history is None else torch.where(history > 0, history, found)
+    both, scale, tensor = decide(used, None, rule, to)
+    dtype = stored_dtype(to)
+    if noise is None and dtype != torch.uint8:      # PyTorch's own casts, which torch.compile fuses
+        data = x.float() / spread(both, x.shape)
+        if not dtype.is_floating_point:
+            data = data.round().nan_to_num(0.0)     # the scale says it, and no value can
+        data = data.clamp(-to.largest, to.largest).to(dtype)
+    else:
+        data = reference(x.contiguous(), both, None, to.name, noise, False, torch.uint8)
+        if to.nan is None:
+            data = data.masked_fill(spread(both, x.shape).isnan(), 0)
+        data = data.view(dtype)
+    return Made(data, scale if history is None else scale + found * 0, tensor, found, nonfinite)
 
 
 def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:
@@ -124,9 +140,7 @@ def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:
     if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
                           f"not {x.dtype} {tuple(x.shape)}")
-    if not x.is_contiguous():
-        raise ConfigError(f"a fused cast takes rows that lie together, not strides {x.stride()} of "
-                          f"{tuple(x.shape)}; call .contiguous()")
+    floats(x)
     for size, side, axis in zip(x.shape, block, ("the rows", "the last axis")):
         if size % (side or 1):
             raise ConfigError(f"blocks of {side} do not tile {axis} of {size}; pad to "

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lpkit.measure.doctor import compare, reason
-from lpkit.precision.backends import BACKENDS, HARDWARE, Library
+from lpkit.precision.backends import BACKENDS, HARDWARE, Emulated, Library
 from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
@@ -270,12 +270,10 @@ def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
 _compare = partial(compare, "the numbers are not the recipe's")
 
 
-class Definition:
+class Definition(Emulated):
     """The recipe itself: its casts, multiplied in float64."""
 
-    alignment = 0
-
-    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise) -> Scaled:
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise, both=False) -> Scaled:
         return quantise(x, cast, amax=amax, noise=noise)
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from lpkit.contracts import Choice, StatePlacement
+from lpkit.kernels.cast_operand import Operand
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
 from lpkit.precision.linear import scaled_linears
@@ -394,14 +395,16 @@ class Tracker(TorchDispatchMode):
                           (*IN_FLIGHT, "logits' gradients", "logits and loss"))
 
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
-              first: bool = False) -> Any:
+              first: bool = False, **how: bool) -> Any:
         """What ScaledLinear casts: its `first` cast, or once more for another product."""
-        made = cast(product, role, x, dtype, first=first)
-        if role == "w":
-            self._relabel(made.data, "low-precision weights", IN_FLIGHT)
-        elif role == "g" and not first:
-            self._relabel(made.data, "transposed copies", IN_FLIGHT)
-        self._relabel((made.scale, made.tensor, made.amax, made.nonfinite), "scales", WORKING)
+        made = cast(product, role, x, dtype, first=first, **how)
+        turned = made.T if isinstance(made, Operand) else None
+        for one in filter(None, (made, turned)):
+            if role == "w":
+                self._relabel(one.data, "low-precision weights", IN_FLIGHT)
+            elif role == "g" and (one is turned or not first):
+                self._relabel(one.data, "transposed copies", IN_FLIGHT)
+            self._relabel((one.scale, one.tensor, one.amax, one.nonfinite), "scales", WORKING)
         return made
 
     # ---- the answer

@@ -16,9 +16,10 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,11 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
-from lpkit.kernels import cast as kernel
+from lpkit.kernels import cast_blocks, cast_nvfp4, cast_rows, cast_tensor
 from lpkit.kernels.cast import Noise
+from lpkit.kernels.cast_operand import Operand, cast_operand
+from lpkit.kernels.cast_operand import why_not as no_kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.kernels.scales import packed, swizzled
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
@@ -73,6 +75,8 @@ class PyTorch(Backend):
 
 
 class Emulated(Backend):
+    layouts = 1     # a view turns an operand
+
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return True
 
@@ -87,9 +91,12 @@ class Emulated(Backend):
         return super().wrap(linear, recipe, name=name, seed=seed)
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
-             noise: Noise | None) -> Scaled:
+             noise: Noise | None, both: bool = False) -> Scaled:
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
+
+    def shares(self, cast: Cast) -> bool:
+        return cast.transposes
 
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
         return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
@@ -147,9 +154,17 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 
 
 class ScaledMM(Backend):
-    """Operands stored in their 8 or 4 bits, multiplied by the device."""
+    """Operands stored in their 8 or 4 bits, multiplied by the device. Who casts them is chosen as
+    a layer's kernels are (`lpkit.nn.layers`), for each model: a Linear has a copy of this."""
 
     alignment = 16
+    layouts = 2
+    kernels: ClassVar = {name.replace("-", "_"): name for name in (
+        "cast-tensor", "cast-rows", "cast-blocks", "cast-mx", "cast-nvfp4")}
+    cast_tensor = staticmethod(cast_tensor.definition)
+    cast_rows = staticmethod(cast_rows.definition)
+    cast_blocks = cast_mx = staticmethod(cast_blocks.definition)
+    cast_nvfp4 = staticmethod(cast_nvfp4.definition)
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
@@ -179,6 +194,9 @@ class ScaledMM(Backend):
             return self.refusal(recipe, device)
         return _saturates(recipe, device)
 
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        return ScaledLinear.wrap(linear, recipe, copy(self), name=name, seed=seed)
+
     def refusal(self, recipe: Recipe, device: torch.device) -> str:
         """What PyTorch or cuBLASLt says to a small product of each kind; empty: they take it. A
         scale a row, for one, comes from cuBLASLt on Hopper since CUDA 12.9, else from CUTLASS,
@@ -196,38 +214,35 @@ class ScaledMM(Backend):
         return ""
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
-             noise: Noise | None) -> Scaled:
-        to = format_of(cast.format)
-        stored = to.torch_dtype and getattr(torch, to.torch_dtype)
-        if to.bits < 8 or noise is not None:    # the values first, which hold exactly in bf16
-            made = quantise(x, cast, dtype=torch.bfloat16, amax=amax, noise=noise)
-            return replace(made, data=made.data.to(stored)) if stored else made
-        made = quantise(x, cast, dtype=stored, amax=amax, noise=noise)
-        if cast.block == MX_BLOCK:
-            made = replace(made, scale=made.scale.to(torch.float8_e8m0fnu))
-        return made
+             noise: Noise | None, both: bool = False) -> Operand:
+        return cast_operand(x, cast, amax=amax, noise=noise, both=both,
+                            by=lambda name: getattr(self, name.replace("-", "_")))
 
-    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
-        return (1 if format_of(cast.format).bits == 8 else 2), (1 if cast.block == MX_BLOCK else 4)
+    def shares(self, cast: Cast) -> bool:
+        # each product draws its own noise, but for one cast that is its own transpose
+        return not no_kernel(cast, both=True) and (cast.transposes or cast.rounding != "stochastic")
 
-    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[float, int]:
+        four = format_of(cast.format).bits == 4         # a scale for each row of a square block
+        return (0.5, cast.block[0]) if four else (1, 1 if cast.block == MX_BLOCK else 4)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:
         if a.data.dtype == dtype and a.tensor is None:      # the recipe leaves it in 16 bits
             return scaled.product(a, b, dtype, bias)
-        right = b.data.contiguous().T       # Hopper has no other order
+        right = b.data.T        # Hopper has no other order
         if bias is not None and a.data.dtype != torch.int8:
             bias = bias.to(torch.bfloat16)
         if a.data.dtype == torch.int8:
             y = torch._int_mm(_rows(a.data, least=32), right)[:len(a.data)] * a.scale * b.scale.T
         elif a.tensor is not None:
-            y = _float4(*_packed(a), *_packed(b))
+            y = _float4(*a.stored, *b.stored)
         elif a.scale.dtype == torch.float8_e8m0fnu:
-            y = torch._scaled_mm(a.data.contiguous(), right, scale_a=swizzled(a.scale),
-                                 scale_b=swizzled(b.scale), out_dtype=torch.bfloat16)
+            y = torch._scaled_mm(a.data, right, scale_a=a.scale, scale_b=b.scale,
+                                 out_dtype=torch.bfloat16)
         elif (scales := _inferred(a, b)) is not None:
-            return torch._scaled_mm(a.data.contiguous(), right, scale_a=scales[0],
-                                    scale_b=scales[1], bias=bias, out_dtype=torch.bfloat16,
-                                    use_fast_accum=fast).to(dtype)
+            return torch._scaled_mm(a.data, right, scale_a=scales[0], scale_b=scales[1], bias=bias,
+                                    out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
         else:
             left, scale = _rows(a.data, multiple=4), _rows(a.scale, multiple=4)
             y = _blocks128(left, scale, b.data, b.scale)[:len(a.data)]
@@ -235,14 +250,14 @@ class ScaledMM(Backend):
 
 
 def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
-    """Contiguous, with rows of zeros below where there are too few. `torch._int_mm` refuses 16 or
-    fewer; columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
+    """With rows of zeros below where there are too few. `torch._int_mm` refuses 16 or fewer;
+    columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
     (Transformer Engine's Float8BlockQuantizer pads them too)."""
     more = max(least - len(t), -len(t) % multiple)
-    return F.pad(t, (0, 0, 0, more)) if more > 0 else t.contiguous()
+    return F.pad(t, (0, 0, 0, more)) if more > 0 else t
 
 
-def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
+def _inferred(a: Operand, b: Operand) -> tuple[Tensor, Tensor] | None:
     """Scales whose meaning `torch._scaled_mm` infers from their shapes: 0-dim for tensors, (M, 1)
     and (1, N) for rows. None for blocks of 128, which it may take for something else: where the sum
     is one block long, a scale of 1x128 looks like a row's, and one of 128x128 like a tensor's."""
@@ -262,7 +277,7 @@ def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
           key=EVERY_DEVICE, product=True, flops=lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0])
 def _blocks128(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     """a (M, K) by b (N, K), in blocks of 1x128, or of 128x128 those of b."""
-    return F.scaled_mm(a.contiguous(), b.contiguous().T, *_outer_major(a, scale_a),
+    return F.scaled_mm(a, b.T, *_outer_major(a, scale_a),
                        *_outer_major(b, scale_b), output_dtype=torch.bfloat16)
 
 
@@ -277,27 +292,16 @@ def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
     return padded.T, F.ScalingType.BlockWise128x128
 
 
-def _packed(s: Scaled) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes two to a byte, the first in the low half; scales a row; the tensor's."""
-    codes = kernel.qdq(s.data.contiguous(), format_of("e2m1"), dtype=torch.uint8)
-    # a 16x16 block is 16 rows alike
-    rows = s.scale.repeat_interleave(s.data.shape[0] // s.scale.shape[0], 0)
-    return packed(codes), rows, s.tensor
-
-
-@operator("scaled_mm_16(Tensor a, Tensor rows_a, Tensor tensor_a, Tensor b, Tensor rows_b, "
+@operator("scaled_mm_16(Tensor a, Tensor scale_a, Tensor tensor_a, Tensor b, Tensor scale_b, "
           "Tensor tensor_b) -> Tensor", key=EVERY_DEVICE, product=True,
           flops=lambda a, _, __, b, *___, **____: 4 * a[0] * a[1] * b[0])
-def _float4(a: Tensor, rows_a: Tensor, tensor_a: Tensor, b: Tensor, rows_b: Tensor,
+def _float4(a: Tensor, scale_a: Tensor, tensor_a: Tensor, b: Tensor, scale_b: Tensor,
             tensor_b: Tensor) -> Tensor:
-    def scales(rows: Tensor, tensor: Tensor) -> list[Tensor]:
-        return [swizzled(rows.to(torch.float8_e4m3fn)), tensor.reshape(())]
-
-    left, right = (t.contiguous().view(torch.float4_e2m1fn_x2) for t in (a, b))
+    left, right = (t.view(torch.float4_e2m1fn_x2) for t in (a, b))
     two = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     how = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-    return F.scaled_mm(left, right.T, scales(rows_a, tensor_a), two, scales(rows_b, tensor_b), two,
-                       how, how, output_dtype=torch.bfloat16)
+    return F.scaled_mm(left, right.T, [scale_a, tensor_a], two, [scale_b, tensor_b], two, how, how,
+                       output_dtype=torch.bfloat16)
 
 
 class Row(NamedTuple):

@@ -35,6 +35,7 @@ from lpkit.precision.scaled import Scaled
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe, untiled
 
 if TYPE_CHECKING:
+    from lpkit.kernels.cast_operand import Operand
     from lpkit.precision.weight_cache import WeightCache
 
 ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
@@ -48,14 +49,21 @@ class Arithmetic(Protocol):
     """What a backend does: cast an operand (rows, contracted axis), and form a @ b.T + bias."""
 
     alignment: int = 0          # bytes of which the rows of operands must be a multiple; 0: any
+    layouts: int = 1            # 2: x and x.T are kept apart, also where their values are the same
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
-             noise: Noise | None) -> Scaled: ...
+             noise: Noise | None, both: bool = False) -> Scaled | Operand:
+        """both: that of x.T will be asked for, as `.T` of what is returned."""
+        ...
+
+    def shares(self, cast: Cast) -> bool:
+        """Whether it can cast `both` ways at once."""
+        ...
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor: ...
 
-    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
+    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[float, int]:
         """Bytes of a value and of a block's scale, as `cast` leaves them; 0: in the values."""
         ...
 
@@ -102,9 +110,10 @@ class ScaledLinear(nn.Linear):
         return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
-             first: bool = False) -> Scaled:
+             first: bool = False, both: bool = False) -> Scaled | Operand:
         """The operand `role` of `product`, (rows, contracted axis). `first`: of the casts of this
-        tensor, the one that is counted, and whose amax goes into the history."""
+        tensor, the one that is counted, and whose amax goes into the history. `both`: of x.T too.
+        """
         casts = getattr(self.recipe, product)
         if casts is None:  # this product is not low-precision: one more Scaled, with a scale of one
             return Scaled(data=x.to(dtype), scale=torch.ones(1, 1, device=x.device))
@@ -116,10 +125,11 @@ class ScaledLinear(nn.Linear):
         if cast.rounding == "stochastic":
             noise = Noise(seed=self.keys[list(PRODUCTS).index(product), i],
                           counter=self.draws << 32)
-        make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise)
+        make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise,
+                       both=both)
         if role == "w" and self.cache is not None and not torch.compiler.is_compiling():
             # a history moves on between micro-batches, and may give the same weight another scale
-            same = cast, dtype, self.arithmetic, None if amax is None else amax.item()
+            same = cast, dtype, both, self.arithmetic, None if amax is None else amax.item()
             made = self.cache.get(product, same, make, with_amax=delayed is not None)
         else:
             made = make()
@@ -130,17 +140,18 @@ class ScaledLinear(nn.Linear):
             now.copy_(torch.maximum(now, made.amax.view(()).nan_to_num(0, 0)))
         return made
 
-    def transposed(self, made: Scaled, product: str, other: str, role: str, x: Tensor,
-                   dtype: torch.dtype) -> Scaled:
-        """The operand `role` of `other`, x transposed: `made` for `product`, or a new cast."""
-        ours, theirs = getattr(self.recipe, product), getattr(self.recipe, other)
-        if ours is not None and theirs is not None:
-            one, two = ours[PRODUCTS[product].index(role)], theirs[PRODUCTS[other].index(role)]
-            if one == two and one.transposes:
-                return made.T
-        return self.cast(other, role, x.T, dtype)
+    def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
+                 both: bool) -> tuple[Scaled | Operand, Scaled | Operand | None]:
+        """x as the operand `role` of `product`, and if `both`, x.T as that of `other`."""
+        one, two = (casts and casts[PRODUCTS[name].index(role)] for name in (product, other)
+                    for casts in [getattr(self.recipe, name)])
+        shared = both and one is not None and one == two and self.arithmetic.shares(one)
+        made = self.cast(product, role, x, dtype, first=True, both=shared)
+        if shared:
+            return made, made.T
+        return made, (self.cast(other, role, x.T, dtype) if both else None)
 
-    def product(self, name: str, a: Scaled, b: Scaled, dtype: torch.dtype,
+    def product(self, name: str, a: Scaled | Operand, b: Scaled | Operand, dtype: torch.dtype,
                 bias: Tensor | None = None) -> Tensor:
         fast = name in self.recipe.fast_accumulation
         return self.arithmetic.product(a, b, dtype, bias, fast=fast)
@@ -186,7 +197,7 @@ def refuse(name: str, problem: str, sizes: dict[str, int], alignment: int = 0) -
                       f"with precision.recipe.high_precision_layers={name}{others}")
 
 
-def _of_weight(made: Scaled) -> Scaled:
+def _of_weight(made: Scaled | Operand) -> Scaled | Operand:
     """Marked, for `lpkit.memory.saved`: what moves activations away leaves these here."""
     if not torch.compiler.is_compiling():
         for t in made.stored:
@@ -203,14 +214,10 @@ class ScaledMatmul(torch.autograd.Function):
                 dtype: torch.dtype, trained: bool) -> Tensor:
         x_trained, w_trained = (trained and needed for needed in ctx.needs_input_grad[:2])
         with torch.autocast(x.device.type, enabled=False):
-            cast_x = layer.cast("y", "x", x, dtype, first=True)
-            cast_w = layer.cast("y", "w", w, dtype, first=True)
+            cast_x, turned_x = layer.operands("y", "dw", "x", x, dtype, both=w_trained)     # (K, M)
+            cast_w, turned_w = layer.operands("y", "dx", "w", w, dtype, both=x_trained)     # (K, N)
             y = layer.product("y", cast_x, cast_w, dtype, bias)
-            kept = []
-            if x_trained:       # (K, N)
-                kept.append(_of_weight(layer.transposed(cast_w, "y", "dx", "w", w, dtype)))
-            if w_trained:       # (K, M)
-                kept.append(layer.transposed(cast_x, "y", "dw", "x", x, dtype))
+            kept = ([_of_weight(turned_w)] if x_trained else []) + ([turned_x] if w_trained else [])
         ctx.save_for_backward(*(t for one in kept for t in one.stored))
         ctx.layer, ctx.dtype, ctx.dtypes = layer, dtype, (x.dtype, w.dtype)
         return y
@@ -226,13 +233,12 @@ class ScaledMatmul(torch.autograd.Function):
         dx = dw = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                cast_g = layer.cast("dx", "g", g, dtype, first=True)  # (M, N)
+                cast_g, cast_gt = layer.operands("dx", "dw", "g", g, dtype,     # (M, N), (N, M)
+                                                 both=ctx.needs_input_grad[1])
                 dx = layer.product("dx", cast_g, kept(), dtype).to(ctx.dtypes[0])  # (M, K)
+            elif ctx.needs_input_grad[1]:
+                cast_gt = layer.cast("dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:
-                if dx is None:
-                    cast_gt = layer.cast("dw", "g", g.T, dtype, first=True)  # (N, M)
-                else:
-                    cast_gt = layer.transposed(cast_g, "dx", "dw", "g", g, dtype)
                 dw = layer.product("dw", cast_gt, kept(), dtype).to(ctx.dtypes[1])  # (N, K)
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None

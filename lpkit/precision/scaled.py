@@ -93,11 +93,6 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     both, scale, tensor = decide(found, amax, cast.scale, to)
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
-    elif dtype.itemsize == 1:  # stored for hardware: PyTorch's own casts, which torch.compile fuses
-        steps = x.float() / spread(both.where(both != 0, torch.inf), x.shape)
-        if not dtype.is_floating_point:
-            steps = steps.round()
-        data = steps.clamp(-to.largest, to.largest).to(dtype)
     else:
         data = kernel.qdq(x, to, both, block=cast.block, dtype=dtype, noise=noise,
                           rescale=fold and rule.folds and scale)

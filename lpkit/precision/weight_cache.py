@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.kernels.cast_operand import Operand
 from lpkit.precision.backends import Backend
 from lpkit.precision.linear import Arithmetic, scaled_linears
 from lpkit.precision.scaled import Scaled
@@ -91,8 +92,9 @@ class WeightCache:
     @property
     def bytes(self) -> int:
         """Of values and scales."""
-        return sum(t.nbytes for _, made in self.casts.values() for t in made.stored
-                   if t is not None)
+        made = [made for _, made in self.casts.values()]
+        made += [one.T for one in made if isinstance(one, Operand) and one.T is not None]
+        return sum(t.nbytes for one in made for t in one.stored if t is not None)
 
 
 @contextmanager
@@ -114,16 +116,17 @@ def weights_cached(model: nn.Module) -> Iterator[None]:
 def weight_cache_bytes(recipe: Recipe, arithmetic: Arithmetic, N: int, K: int,
                        dtype: torch.dtype = torch.bfloat16) -> int:
     """What `weights_cached` holds of a weight (N, K) whose sides tile: the operands of y and dx, or
-    one that serves both. `dtype`: what the layer computes in."""
+    one that serves both where one layout does. `dtype`: what the layer computes in."""
     operands = []
     if recipe.y is not None:
         operands.append((recipe.y[1], N, K))
-    if recipe.dx is not None and not (recipe.dx[1].transposes and (recipe.dx[1], N, K) in operands):
+    if recipe.dx is not None and not (arithmetic.layouts == 1 and recipe.dx[1].transposes
+                                      and (recipe.dx[1], N, K) in operands):
         operands.append((recipe.dx[1], K, N))
     total, float32 = 0, torch.float32.itemsize
     for cast, rows, columns in operands:
         value, scale = arithmetic.held(cast, dtype)
         blocks = rows // (cast.block[0] or rows) * (columns // (cast.block[1] or columns))
-        total += rows * columns * value + (blocks * scale if scale else float32)
+        total += int(rows * columns * value) + (blocks * scale if scale else float32)
         total += float32 * (SCALES[cast.scale].levels - 1)
     return total

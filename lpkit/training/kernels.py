@@ -1,8 +1,9 @@
 """Which version of each of its kernels a model runs: `system.kernels`.
 
-A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`). On a GPU each is verified
-and raced on the tensors that its first layer is given (`lpkit.kernels.choose`), and what won stands
-in every layer. On a CPU PyTorch's own stay, unless others are asked for.
+A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does what casts
+for it (`lpkit.precision.backends.ScaledMM`). On a GPU each is verified and raced on the tensors
+that its first layer is given (`lpkit.kernels.choose`), and what won stands in every layer. On a CPU
+PyTorch's own stay, unless others are asked for.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ class Kernels(Transform):
         return seen
 
 
-def _sites(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+def _sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
     for module in model.modules():
-        for attribute, name in getattr(module, "kernels", {}).items():
-            yield module, attribute, name
+        for holder in (module, getattr(module, "arithmetic", None)):
+            for attribute, name in getattr(holder, "kernels", {}).items():
+                yield holder, attribute, name
 
 
 def _watched(call: Callable[..., Any], name: str, seen: dict[str, tuple], *arguments: Any) -> Any:
