@@ -23,22 +23,21 @@ from lpkit.techniques.formats import format_of
 PROGRAMS = 1056     # of what walks over a tensor: eight for each multiprocessor of an H100
 
 
-class Grid:
-    """What a kernel is told of a format and a rule for scales, as one constant. `up`: added to the
-    bits of an amax, carries where the amax has a larger mantissa than the format's largest."""
+class Grid(str):
+    """What a kernel is told of a format and a rule for scales, as one constant: a string, by which
+    Triton tells it from others. `up`: added to the bits of an amax, carries where the amax has a
+    larger mantissa than the format's largest."""
 
-    def __init__(self, fmt: str, rule: str):
-        to = format_of(fmt)
-        self.name, self.rule, self.divides = f"{fmt}_{rule}", rule, not rule.startswith("power")
+    def __new__(cls, fmt: str, rule: str):
+        self, to = super().__new__(cls, f"{fmt} {rule}"), format_of(fmt)
+        self.rule, self.divides = rule, not rule.startswith("power")
         self.kind = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "int8": tl.int8,
                      "e2m1": tl.uint8}[fmt]
         self.largest, self.mantissa = to.largest, to.mantissa_bits
         self.min_exponent, self.max_exponent = to.min_exponent, to.max_exponent
         bits = torch.tensor(to.largest, dtype=torch.float32).view(torch.int32).item()
         self.up = 0x7FFFFF - (bits & 0x7FFFFF)
-
-    def __repr__(self) -> str:      # by which Triton tells one constant from another
-        return self.name
+        return self
 
 
 grid = functools.cache(Grid)
