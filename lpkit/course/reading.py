@@ -4,6 +4,7 @@ import html
 import inspect
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,13 @@ class Source:
 
 
 def source(*objects: Any) -> Source:
-    """Of functions, classes and modules."""
-    return Source({
-        one.__name__ if isinstance(one, ModuleType) else f"{one.__module__}.{one.__qualname__}":
-        textwrap.dedent(inspect.getsource(one)).rstrip() for one in objects})
+    """Of functions, kernels, classes and modules; of a Path the whole file."""
+    return Source(dict(map(_part, objects)))
+
+
+def _part(one: Any) -> tuple[str, str]:
+    if isinstance(one, Path):
+        return one.name, one.read_text().rstrip()
+    one = getattr(one, "fn", one)       # a kernel's
+    where = one.__name__ if isinstance(one, ModuleType) else f"{one.__module__}.{one.__qualname__}"
+    return where, textwrap.dedent(inspect.getsource(one)).rstrip()
