@@ -11,7 +11,7 @@ setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],
     package_dir=BESIDE,
     package_data={
-        "lpkit": ["kernels/*.c", "kernels/*.cu", "ui/*.js", "ui/*.css"],
+        "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h", "ui/*.js", "ui/*.css"],
         "lpkit.notebooks": ["*.ipynb"],
         "lpkit.data.measured": ["*.json"],
         "lpkit.data.published": ["*.csv", "*.toml"],

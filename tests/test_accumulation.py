@@ -2,11 +2,15 @@
 
 from fractions import Fraction
 
+import plotly.graph_objects as go
 import pytest
 import torch
 
 from lpkit.errors import ConfigError
-from lpkit.studies.accumulation import accumulate, expected_error, relative_error
+from lpkit.studies.accumulation import accumulate, expected_error, gaussian, relative_error
+from lpkit.techniques.recipes import RECIPES
+from lpkit.ui import lost_sums_figure, sums_figure
+from lpkit.ui.figure import plain
 
 
 def operands(K, change=lambda t: t, rows=8):
@@ -67,3 +71,34 @@ def test_promotion_helps_where_products_have_one_sign():
 def test_what_makes_no_sense_is_refused(wrong, says):
     with pytest.raises(ConfigError, match=says):
         accumulate(*operands(64), **wrong)
+
+
+def test_drawn_operands_are_cast_and_the_same_each_time():
+    wide, codes = gaussian(512, torch.abs)
+    for x, cast, again in zip(wide, codes, gaussian(512, torch.abs)[1]):
+        assert torch.equal(cast, again) and torch.equal(cast, cast.to(torch.float8_e4m3fn).float())
+        assert x.min() >= 0 and x.max() == 448 and ((x - cast).abs() <= torch.maximum(x / 16, torch.tensor(2.0**-10))).all()
+
+
+def test_a_sum_is_drawn_in_pieces_that_share_their_scales():
+    names = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
+    spec = sums_figure({name: RECIPES[name] for name in names}, products=256, title="t")
+    go.Figure(plain(spec), skip_invalid=False)
+    pieces = {name: [] for name in names}
+    for bar in spec["data"]:
+        for name, start, length in zip(bar["y"], bar["base"], bar["x"]):
+            pieces[name].append((start, start + length, bar["name"]))
+    assert {name: len(ends) for name, ends in pieces.items()} == dict(zip(names, (1, 1, 2, 8, 16)))
+    for ends in pieces.values():
+        assert ends[0][0] == 0 and ends[-1][1] == 256 and all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
+    assert [pieces[name][0][2].split()[-1] for name in names] == ["sum", "sum", "cores", "core", "core"]
+    assert [bar["text"][-1] for bar in spec["data"]] == ["1, at the end", "2", "16"]
+
+
+def test_lines_are_the_formula_and_marks_what_was_found():
+    spec = lost_sums_figure({"left": {"14 bits": ({128: 0.1, 256: 0.2}, {128: 0.11, 256: 0.19}), "casts": ({}, {128: 0.04, 256: 0.03})}}, title="t")
+    go.Figure(plain(spec), skip_invalid=False)
+    line, marks, casts = spec["data"]
+    assert line["mode"] == "lines" and line["y"] == [0.1, 0.2] and marks["mode"] == "markers" and marks["y"] == [0.11, 0.19]
+    assert line["line"]["color"] == marks["marker"]["color"] and casts["mode"] == "lines+markers"
+    assert [one["showlegend"] for one in spec["data"]] == [False, True, True]

@@ -2,54 +2,34 @@
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from lpkit.errors import ConfigError
 from lpkit.kernels import cuda_norm, norm
 
-HERE = Path(__file__).parent
 EPS = 1e-5
-HOST = """
-#include "cuda_on_cpu.h"
-static float row[12288];
-%s
-template <typename T>
-static void all(const T* x, const T* delta, const float* w, T* s, T* y, float* r, int M, int N, float eps) {
-    launch(M, 64, [&] { add_rms_norm<T>(x, delta, w, s, y, r, N, eps); });
-}
-extern "C" void in_float32(const float* x, const float* d, const float* w, float* s, float* y, float* r, int M, int N, float eps)
-{ all(x, d, w, s, y, r, M, N, eps); }
-extern "C" void in_bf16(const bits16* x, const bits16* d, const float* w, bits16* s, bits16* y, float* r, int M, int N, float eps)
-{ all(x, d, w, s, y, r, M, N, eps); }
-"""
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler here")
-    folder = tmp_path_factory.mktemp("cuda")
-    kernel = cuda_norm.SOURCE.read_text().replace("extern __shared__ float row[];", "")     # memory of the launch: one array
-    (folder / "norm.cpp").write_text(HOST % kernel)
-    done = subprocess.run([compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{HERE}",
-                           str(folder / "norm.cpp"), "-o", str(folder / "norm.so")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "norm.so"))
+def on_cpu():
+    run, why = cuda_norm.for_cpu()
+    if run is None:
+        if not any(map(shutil.which, cuda_norm.COMPILERS)):
+            pytest.skip(why)
+        pytest.fail(why)
+    return run
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.float32, "in_float32"), (torch.bfloat16, "in_bf16")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("M, N", [(1, 8), (3, 120), (4, 512), (2, 4096)])
-def test_it_is_the_definition(library, dtype, name, M, N):
+def test_it_is_the_definition(on_cpu, dtype, M, N):
     rng = torch.Generator().manual_seed(M * N)
     x, delta = (torch.randn(M, N, generator=rng).to(dtype) for _ in range(2))
     w = torch.randn(N, generator=rng)
-    s, y, r = torch.full_like(x, 7), torch.full_like(x, 7), torch.zeros(M)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, delta, w, s, y, r)]
-    getattr(library, name)(*pointers, M, N, ctypes.c_float(EPS))
+    s, y, r = on_cpu(x, delta, w, EPS)
     assert torch.equal(s, x + delta)                # to the bit: one rounding, to nearest-even
     true = norm.rms_norm(s.double(), w, EPS)
     ours, its = ((t.double() - true).abs().max().item() for t in (y, norm.rms_norm(s, w, EPS)))
@@ -57,16 +37,25 @@ def test_it_is_the_definition(library, dtype, name, M, N):
     torch.testing.assert_close(r, s.float().square().mean(1).add(EPS).rsqrt(), rtol=1e-6, atol=0)
 
 
-def test_bf16_is_rounded_as_pytorch_rounds(library):
+def test_bf16_is_rounded_as_pytorch_rounds(on_cpu):
     """Ties, carries, overflow to infinity, NaN: w = rms so that y is s, and s shows each rounding."""
-    x = torch.tensor([1.0, 1.00390625, 3.3895e38, torch.nan, torch.inf, -0.0, 1e-40, -2.5]).bfloat16()
-    delta = torch.tensor([0.00390625, 0.00390625, 3.3895e38, 1.0, -1.0, -0.0, 1e-40, 0.001]).bfloat16()
-    s, y, r, w = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(1), torch.ones(8)
-    library.in_bf16(*(ctypes.c_void_p(t.data_ptr()) for t in (x, delta, w, s, y, r)), 1, 8, ctypes.c_float(EPS))
-    want = x + delta
+    x = torch.tensor([[1.0, 1.00390625, 3.3895e38, torch.nan, torch.inf, -0.0, 1e-40, -2.5]]).bfloat16()
+    delta = torch.tensor([[0.00390625, 0.00390625, 3.3895e38, 1.0, -1.0, -0.0, 1e-40, 0.001]]).bfloat16()
+    s, want = on_cpu(x, delta, torch.ones(8), EPS)[0], x + delta
     assert torch.equal(s.isnan(), want.isnan())
     keep = ~want.isnan()
     assert torch.equal(s[keep].view(torch.int16), want[keep].view(torch.int16))
+
+
+def test_rows_that_it_does_not_hold_are_refused(on_cpu):
+    with pytest.raises(ConfigError, match="whole 16 bytes"):
+        on_cpu(torch.zeros(1, 7), torch.zeros(1, 7), torch.ones(7), EPS)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    monkeypatch.setattr(cuda_norm, "COMPILERS", ("no-such-compiler",))
+    run, why = cuda_norm.for_cpu.__wrapped__()
+    assert run is None and why == "there is no C++ compiler here (no-such-compiler)"
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])

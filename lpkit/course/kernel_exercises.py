@@ -9,7 +9,7 @@ Triton's interpreter is right for those. Names that a kernel uses are those of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isqrt
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,32 @@ def block(n: int, small: int = 16) -> int:
     return 1024 if n >= 1 << 16 else small
 
 
-def power_of_two(n: int) -> int:
-    return max(2, 1 << (n - 1).bit_length())
+def launch(*grid: int, out: Mapping[str, Tensor], **arguments: Any) -> Launch:
+    given = {name: one for name, one in arguments.items() if isinstance(one, Tensor)}
+    numbers = {name: one for name, one in arguments.items() if name not in given}
+    return Launch(grid=grid, given=given, out=out, numbers=numbers)
+
+
+def by_blocks(x: Tensor, out: Mapping[str, Tensor], small: int = 16, **given: Tensor) -> Launch:
+    """A program for each block of a vector."""
+    B = block(len(x), small)
+    return launch(cdiv(len(x), B), out=out, x=x, **given, n=len(x), BLOCK=B)
+
+
+def by_rows(x: Tensor, out: str = "y", **more: Any) -> Launch:
+    """A program for each row, which fits into one block; results, a letter each, are like x."""
+    R, C = x.shape
+    return launch(R, out={name: blank(R, C) for name in out}, x=x, x_stride=x.stride(0), columns=C,
+                  **{"BLOCK": max(2, 1 << (C - 1).bit_length()), **more})
+
+
+def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte: int = 1,
+              **more: Any) -> Launch:
+    """A program for each block of a row, which shares a scale."""
+    R, C = x.shape
+    return launch(R, cdiv(C, block), out={"codes": blank(R, C // in_byte, dtype=torch.uint8),
+                                          "scales": blank(R, -(-C // block), dtype=scales)},
+                  x=x, x_stride=x.stride(0), columns=C, **more)
 
 
 def normal(r: Random, *shape: int, size: float = 1.0) -> Tensor:
@@ -86,15 +110,9 @@ MATRICES = ((torch.arange(10.0) / 4 - 1).view(2, 5), (torch.arange(24.0) - 7).vi
 
 # 10, custom kernels: elementwise, reductions, casts.
 
-def _copy(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=_copy, tolerance=0.0, minutes=5,
-        draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector, once=("x",),
-        launch=lambda x: Launch(grid=(cdiv(len(x), block(len(x))),), given={"x": x},
-                                out={"y": blank(len(x), like=x)},
-                                numbers={"n": len(x), "BLOCK": block(len(x))}),
+@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=lambda x: x.clone(), tolerance=0.0,
+        minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector, once=("x",),
+        launch=lambda x: by_blocks(x, {"y": blank(len(x))}),
         mistakes={"mask the last block: n need not be a multiple of BLOCK":
                       ("mask=i < n", "mask=i < i + 1"),
                   "each program has a block of its own": ("tl.program_id(0) * BLOCK + ", ""),
@@ -105,16 +123,13 @@ def copy(x, y, n, BLOCK: tl.constexpr):
 
 
 def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax()[None] if len(x) else torch.zeros(1)
+    return x.abs().amax()[None] if x.numel() else torch.zeros(1)
 
 
 @puzzle("10.amax", *((x,) for x in AWKWARD), (torch.tensor([-9.0, 2.0, 3.0]),), (-AWKWARD[1],),
-        (EXTREME,), spec=_amax, tolerance=0.0, minutes=8, stars=2, once=("x",),
+        (EXTREME,), spec=_amax, tolerance=0.0, minutes=8, stars=2, once=("x",), large=vector,
         draw=lambda r: (normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9)),),
-        large=vector,
-        launch=lambda x: Launch(grid=(cdiv(len(x), block(len(x))),), given={"x": x},
-                                out={"out": torch.zeros(1, device=x.device)},
-                                numbers={"n": len(x), "BLOCK": block(len(x))}),
+        launch=lambda x: by_blocks(x, {"out": torch.zeros(1)}),
         mistakes={"the largest magnitude: a negative number has one, too":
                       ("tl.abs(v)", "v"),
                   "programs run at the same time: what they share takes an atomic":
@@ -131,17 +146,9 @@ def _softmax(x: Tensor) -> Tensor:
     return x.softmax(-1)
 
 
-def _row_launch(x: Tensor, *, out: str = "y", **given: Tensor) -> Launch:
-    """A program for each row, which fits into one block."""
-    R, C = x.shape
-    return Launch(grid=(R,), given={"x": x, **given}, out={out: blank(R, C, like=x)},
-                  numbers={"x_stride": x.stride(0), "columns": C, "BLOCK": power_of_two(C)})
-
-
 @puzzle("10.softmax", *((x,) for x in MATRICES), (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
         (-100 - MATRICES[0],), spec=_softmax, tolerance=1e-6, minutes=12, stars=2, once=("x",),
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix,
-        launch=_row_launch,
+        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
         mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
                   "what lies outside is -inf, so that its exp is nothing":
                       ('other=float("-inf")', "other=0.0"),
@@ -161,17 +168,12 @@ def _with_weights(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.arange(x.shape[-1]) / 8 + 0.5
 
 
-def _norm_launch(x: Tensor, w: Tensor) -> Launch:
-    launch = _row_launch(x, w=w)
-    return Launch(grid=launch.grid, given=launch.given, out=launch.out,
-                  numbers={**launch.numbers, "eps": EPS})
-
-
 @puzzle("10.rms_norm", *map(_with_weights, MATRICES[:4]), _with_weights(1e-4 * MATRICES[0]),
         _with_weights(torch.zeros(1, 5)), _with_weights(1e15 * MATRICES[0]),
         spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2, once=("x",),
         draw=lambda r: _with_weights(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda n: _with_weights(*matrix(n)), launch=_norm_launch,
+        large=lambda n: _with_weights(*matrix(n)),
+        launch=lambda x, w: by_rows(x, w=w, eps=EPS),
         mistakes={"the mean is over the columns, and BLOCK may be more": ("/ columns", "/ BLOCK"),
                   "eps stands inside of the root":
                       ("tl.rsqrt(tl.sum(v * v, 0) / columns + eps)",
@@ -193,19 +195,13 @@ def _add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _residual(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x, torch.cos(x).contiguous(), torch.arange(x.shape[-1]) / 8 + 0.5
-
-
-def _add_norm_launch(x: Tensor, r: Tensor, w: Tensor) -> Launch:
-    launch = _row_launch(x, r=r, w=w)
-    return Launch(grid=launch.grid, given=launch.given,
-                  out={"h": blank(*x.shape, like=x), "y": blank(*x.shape, like=x)},
-                  numbers={**launch.numbers, "eps": EPS})
+    return x, torch.cos(x).contiguous(), _with_weights(x)[1]
 
 
 @puzzle("10.add_norm", *map(_residual, MATRICES[:4]), spec=_add_norm, tolerance=1e-5, minutes=10,
         stars=2, once=("x", "r"), draw=lambda r: _residual(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda n: _residual(*matrix(n)), launch=_add_norm_launch,
+        large=lambda n: _residual(*matrix(n)),
+        launch=lambda x, r, w: by_rows(x, "hy", r=r, w=w, eps=EPS),
         mistakes={"the norm is of the sum": ("tl.sum(v * v, 0)", "tl.sum((v - b) * (v - b), 0)"),
                   "the next block adds to h, which has no norm yet":
                       ("tl.store(h + row * columns + i, v,",
@@ -223,20 +219,9 @@ def add_norm(x, r, w, h, y, x_stride, columns, eps, BLOCK: tl.constexpr):
     tl.store(y + row * columns + i, v * scale * g, mask=i < columns)
 
 
-def _scaled_cast(x: Tensor, scale: Tensor) -> Tensor:
-    return codes_of(x * scale)
-
-
 def _with_scale(r: Random) -> tuple[Tensor, Tensor]:
     return (normal(r, r.randint(1, 99), size=10 ** r.uniform(-3, 3)),
             torch.tensor([r.choice((1.0, 0.3, 7.0, 2.0**-5))]))
-
-
-def _cast_launch(x: Tensor, scale: Tensor) -> Launch:
-    B = block(len(x), 32)
-    return Launch(grid=(cdiv(len(x), B),), given={"x": x, "scale": scale},
-                  out={"codes": blank(len(x), like=x, dtype=torch.uint8)},
-                  numbers={"n": len(x), "BLOCK": B})
 
 
 ONE = torch.ones(1)
@@ -248,9 +233,10 @@ BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
 
 @puzzle("10.scaled_cast", *((x, ONE) for x in AWKWARD), (EXTREME, ONE), (BETWEEN, ONE),
         (torch.tensor([1.0, -2.0, float("nan")]), torch.tensor([0.5])),
-        (-BETWEEN, torch.tensor([2.0])), spec=_scaled_cast, tolerance=0.0, minutes=25, stars=3,
-        once=("x",), draw=_with_scale, launch=_cast_launch,
-        large=lambda n: (*vector(n), ONE),
+        (-BETWEEN, torch.tensor([2.0])), spec=lambda x, scale: codes_of(x * scale), tolerance=0.0,
+        minutes=25, stars=3, once=("x",), draw=_with_scale, large=lambda n: (*vector(n), ONE),
+        launch=lambda x, scale: by_blocks(x, {"codes": blank(len(x), dtype=torch.uint8)}, 32,
+                                          scale=scale),
         mistakes={"to the nearest, half way to the even one: the bits that go decide":
                       ("magic = (field + (20 << 23)).to(tl.float32, bitcast=True)\n"
                        "    size = (size + magic) - magic",
@@ -278,16 +264,15 @@ def scaled_cast(x, scale, codes, n, BLOCK: tl.constexpr):
 
 def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = codes_of(x * scale)
-    return codes, codes.T.contiguous(), x.abs().amax()[None] if x.numel() else torch.zeros(1)
+    return codes, codes.T.contiguous(), _amax(x)
 
 
 def _both_launch(x: Tensor, scale: Tensor) -> Launch:
     (R, C), (BR, BC) = x.shape, (16, 64) if len(x) > 8 else (4, 16)
-    return Launch(grid=(cdiv(R, BR), cdiv(C, BC)), given={"x": x, "scale": scale},
-                  out={"codes": blank(R, C, like=x, dtype=torch.uint8),
-                       "turned": blank(C, R, like=x, dtype=torch.uint8),
-                       "next_amax": torch.zeros(1, device=x.device)},
-                  numbers={"x_stride": x.stride(0), "R": R, "C": C, "BR": BR, "BC": BC})
+    return launch(cdiv(R, BR), cdiv(C, BC), x=x, scale=scale, x_stride=x.stride(0), R=R, C=C,
+                  BR=BR, BC=BC, out={"codes": blank(R, C, dtype=torch.uint8),
+                                     "turned": blank(C, R, dtype=torch.uint8),
+                                     "next_amax": torch.zeros(1)})
 
 
 @puzzle("10.cast_both", *((x, ONE) for x in MATRICES), (10 * MATRICES[1], torch.tensor([30.0])),
@@ -315,10 +300,6 @@ def cast_both(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constex
 
 # 11, FP8 products: what stands before, in and behind them.
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b
-
-
 def _few_bits(r: Random, *shape: int) -> Tensor:
     """Multiples of 1/4 in [-4, 4]: TF32 holds them, and their sums are exact in any order."""
     return torch.tensor([r.randint(-16, 16) / 4 for _ in range(shape[0] * shape[1])]).view(shape)
@@ -331,9 +312,8 @@ def _factors(r: Random) -> tuple[Tensor, Tensor]:
 
 def _matmul_launch(a: Tensor, b: Tensor) -> Launch:
     (M, K), N, B = a.shape, b.shape[1], 64 if len(a) > 64 else 16
-    return Launch(grid=(cdiv(M, B), cdiv(N, B)), given={"a": a, "b": b},
-                  out={"c": blank(M, N, like=a)},
-                  numbers={"a_stride": a.stride(0), "M": M, "N": N, "K": K, "B": B})
+    return launch(cdiv(M, B), cdiv(N, B), out={"c": blank(M, N)}, a=a, b=b, a_stride=a.stride(0),
+                  M=M, N=N, K=K, B=B)
 
 
 _SOME = Random(0)
@@ -344,7 +324,8 @@ _SOME = Random(0)
         (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)),
         (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
         (torch.ones(2, 0), torch.ones(0, 3)),
-        spec=_matmul, tolerance=0.0, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
+        spec=lambda a, b: a @ b, tolerance=0.0, minutes=20, stars=3, draw=_factors,
+        launch=_matmul_launch,
         large=lambda n: (torch.randn(isqrt(n), isqrt(n)), torch.randn(isqrt(n), isqrt(n))),
         flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
         mistakes={"the sum goes over all of K, block by block":
@@ -374,17 +355,10 @@ def _block_scale(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return codes.view(R, -1)[:, :C].contiguous(), scales
 
 
-def _blocks_launch(x: Tensor, block: int) -> Launch:
-    R, C = x.shape
-    return Launch(grid=(R, cdiv(C, block)), given={"x": x},
-                  out={"codes": blank(R, C, like=x, dtype=torch.uint8),
-                       "scales": blank(R, -(-C // block), like=x)},
-                  numbers={"x_stride": x.stride(0), "columns": C, "BLOCK": block})
-
-
 @puzzle("11.block_scale", *((x, 16) for x in MATRICES[:4]), (torch.zeros(1, 20), 16),
         (torch.tensor([[1e30, 1.0] + 30 * [1e-30]]), 16), spec=_block_scale, tolerance=0.0,
-        minutes=12, stars=2, once=("x",), launch=_blocks_launch,
+        minutes=12, stars=2, once=("x",),
+        launch=lambda x, block: by_scales(x, block, torch.float32, BLOCK=block),
         draw=lambda r: (rows(r, size=10 ** r.uniform(-9, 9)), r.choice((8, 16))),
         mistakes={"a block of zeros has the scale 0, and 0 / 0 is NaN":
                       ("tl.where(s > 0, s, 1.0)", "s"),
@@ -413,18 +387,10 @@ def _e8m0(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(R, -1)[:, :C].contiguous(), scales.to(torch.uint8)
 
 
-def _mx_launch(x: Tensor) -> Launch:
-    R, C = x.shape
-    return Launch(grid=(R, cdiv(C, 32)), given={"x": x},
-                  out={"codes": blank(R, C, like=x, dtype=torch.uint8),
-                       "scales": blank(R, -(-C // 32), like=x, dtype=torch.uint8)},
-                  numbers={"x_stride": x.stride(0), "columns": C})
-
-
 @puzzle("11.e8m0", *((x,) for x in MATRICES[:4]), (torch.zeros(1, 40),),
         (torch.tensor([[2.0**127, 1.0, -480.0]]),), (torch.tensor([[1e-36, -3e-36]]),),
         (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), spec=_e8m0, tolerance=0.0, minutes=12,
-        stars=2, once=("x",), launch=_mx_launch,
+        stars=2, once=("x",), launch=lambda x: by_scales(x, 32),
         draw=lambda r: (rows(r, most=80, size=10 ** r.uniform(-9, 9)),),
         mistakes={"the exponent of E4M3's largest value, 8, is taken off": ("- 8, 0)", "- 0, 0)"),
                   "the exponent is cut, not rounded: some of the largest saturate":
@@ -461,14 +427,6 @@ def _nvfp4(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8), scales
 
 
-def _nvfp4_launch(x: Tensor, top: Tensor) -> Launch:
-    R, C = x.shape
-    return Launch(grid=(R, C // 16), given={"x": x, "top": top},
-                  out={"codes": blank(R, C // 2, like=x, dtype=torch.uint8),
-                       "scales": blank(R, C // 16, like=x, dtype=torch.uint8)},
-                  numbers={"x_stride": x.stride(0), "columns": C})
-
-
 def _with_top(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x.abs().amax()[None] / (6 * LARGEST) + (1.0 if not x.any() else 0.0)
 
@@ -481,8 +439,8 @@ def _sixteens(r: Random) -> tuple[Tensor, Tensor]:
 @puzzle("11.nvfp4", _with_top(torch.arange(16.0)[None] - 8), _with_top(torch.zeros(1, 16)),
         _with_top(torch.cat([torch.full((1, 16), 2688.0), E2M1[None], -E2M1[None]], 1)),
         (torch.cat([E2M1[None], torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]])], 1),
-         ONE), spec=_nvfp4, tolerance=0.0, minutes=20, stars=3, launch=_nvfp4_launch,
-        draw=_sixteens,
+         ONE), spec=_nvfp4, tolerance=0.0, minutes=20, stars=3, draw=_sixteens,
+        launch=lambda x, top: by_scales(x, 16, in_byte=2, top=top),
         mistakes={"elements are divided by the scale as it is stored, in E4M3":
                       ("e4m3_value(s) * tl.load(top)", "tl.div_rn(most, 6.0)"),
                   "the even one of two elements stands in the lower four bits":
@@ -504,10 +462,6 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
     tl.store(codes + row * (columns // 2) + block * 8 + pair, code.to(tl.uint8))
 
 
-def _stochastic(x: Tensor, dice: Tensor) -> Tensor:
-    return ((x.view(torch.int32) + dice) >> 16).to(torch.int16)
-
-
 def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.tensor([r.randrange(1 << 16) for _ in range(len(x))], dtype=torch.int32)
 
@@ -515,12 +469,11 @@ def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
 @puzzle("11.stochastic", *(_thrown(Random(n), x) for n, x in enumerate((*AWKWARD, EXTREME[4:]))),
         (torch.tensor([1.001953125] * 4), torch.tensor([0, 49_151, 49_152, 65_535]).int()),
         (torch.tensor([float("inf"), float("-inf"), 2.0]), torch.tensor([65_535] * 3).int()),
-        spec=_stochastic, tolerance=0.0, minutes=10, stars=2, once=("x", "dice"),
+        spec=lambda x, dice: ((x.view(torch.int32) + dice) >> 16).to(torch.int16),
+        tolerance=0.0, minutes=10, stars=2, once=("x", "dice"),
         draw=lambda r: _thrown(r, normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9))),
-        launch=lambda x, dice: Launch(
-            grid=(cdiv(len(x), 32),), given={"x": x, "dice": dice},
-            out={"y": blank(len(x), like=x, dtype=torch.int16)},
-            numbers={"n": len(x), "BLOCK": 32}),
+        launch=lambda x, dice: by_blocks(x, {"y": blank(len(x), dtype=torch.int16)}, 32,
+                                         dice=dice),
         mistakes={"that is the nearest: the dice decide": ("bits + throw", "bits + 0x8000"),
                   "that cuts: add the dice to the bits that go": ("bits + throw", "bits"),
                   "the sign is a bit of its own: adding to the others always leads away from zero":
@@ -551,9 +504,8 @@ def _quantised(r: Random, M: int = 0, N: int = 0, K: int = 0) -> tuple[Tensor, T
 
 def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Launch:
     (M, K), N = a.shape, len(codes)
-    return Launch(grid=(cdiv(M, 16), cdiv(N, 16)),
-                  given={"a": a, "codes": codes, "scales": scales},
-                  out={"c": blank(M, N, like=a)}, numbers={"M": M, "N": N, "K": K, "B": block})
+    return launch(cdiv(M, 16), cdiv(N, 16), out={"c": blank(M, N)}, a=a, codes=codes,
+                  scales=scales, M=M, N=N, K=K, B=block)
 
 
 @puzzle("11.dequant_matmul", _quantised(_SOME, 2, 3, 5), _quantised(_SOME, 17, 18, 33),
@@ -584,12 +536,9 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
         (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
         (torch.linspace(-90, 90, 40)[None],), (torch.linspace(90, -90, 40)[None],),
         (-200 - MATRICES[0],),
-        spec=_softmax, tolerance=1e-6, minutes=20, stars=3,
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix,
-        launch=lambda x: Launch(
-            grid=(x.shape[0],), given={"x": x}, out={"y": blank(*x.shape, like=x)},
-            numbers={"x_stride": x.stride(0), "columns": x.shape[1],
-                     "BLOCK": block(x.numel(), 8)}),
+        spec=_softmax, tolerance=1e-6, minutes=20, stars=3, large=matrix,
+        draw=lambda r: (rows(r, size=r.choice((1, 100))),),
+        launch=lambda x: by_rows(x, BLOCK=block(x.numel(), 8)),
         mistakes={"when the largest grows, what was added so far shrinks":
                       ("total * tl.exp(most - new)", "total"),
                   "the largest of all blocks, not of the last":

@@ -17,10 +17,8 @@ import json
 import math
 import os
 import resource
-import select
 import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +39,7 @@ from triton.runtime.jit import mangle_type
 
 from lpkit.course.judge import short
 from lpkit.course.kernel_exercises import PUZZLES
-from lpkit.course.puzzles import BITS, UNTOUCHED, Launch, Puzzle
+from lpkit.course.puzzles import UNTOUCHED, Launch, Puzzle, bits, heard
 
 PRELUDE = """\
 import triton
@@ -98,16 +96,15 @@ class Held:
 
 
 def hold(name: str, x: Tensor, *, outside: float, device: str, is_output: bool) -> Held:
-    bits = BITS.get(x.dtype, x.dtype)
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) \
         if x.numel() else 0
     whole = torch.empty(span + 2 * MARGIN, dtype=x.dtype, device=device)
     if x.is_floating_point() and not is_output:
         whole.fill_(outside)
     else:
-        whole.view(bits).fill_(UNTOUCHED[x.dtype])
+        bits(whole).fill_(UNTOUCHED[x.dtype])
     view = whole.as_strided(x.shape, x.stride(), MARGIN)
-    view.view(bits).copy_(x.view(bits))
+    bits(view).copy_(bits(x))
     inside = torch.zeros(len(whole), dtype=torch.bool)
     inside.as_strided(x.shape, x.stride(), MARGIN).fill_(True)
     return Held(name, whole, view, whole.clone(), inside.numpy(), is_output)
@@ -173,8 +170,7 @@ class Memory:
             held.stored_bytes += used.size * held.whole.itemsize
             before = held.whole[at].clone()
             stored = self._own.store(ptrs, values, mask)
-            bits = BITS.get(held.whole.dtype, held.whole.dtype)
-            changed = (before.view(bits) != held.whole[at].view(bits)).numpy()
+            changed = (bits(before) != bits(held.whole[at])).numpy()
             self._race(held, at[changed], "writes")
             held.owner[at] = self._number()
             return stored
@@ -232,8 +228,7 @@ def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "c
             FaultError(type(cause).__name__, f"it raised {_words(cause)}")
         return Outcome(fault=f"{fault}{_line(error)}", kind=fault.kind)
     for one in held:
-        bits = BITS.get(one.whole.dtype, one.whole.dtype)
-        changed = (one.whole.view(bits) != one.kept.view(bits)).cpu()
+        changed = (bits(one.whole) != bits(one.kept)).cpu()
         changed &= ~torch.from_numpy(one.inside) if one.is_output else True
         if changed.any():
             element = one.element(int(changed.nonzero()[0]))
@@ -284,10 +279,8 @@ def _line(error: BaseException) -> str:
 
 def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
     """Where they differ. A tolerance of 0, or whole numbers: the same bits."""
-    bits = BITS.get(want.dtype)
-    if not tolerance or bits is None:
-        same = got == want if bits is None else got.view(bits) == want.view(bits)
-        return ~(same | (got.isnan() & want.isnan()))
+    if not tolerance or not want.is_floating_point():
+        return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
     finite = want[want.isfinite()]
     near = tolerance * (finite.abs().max() if finite.numel() else 0)
     same = (got - want).abs() <= near + tolerance * want.abs()
@@ -301,9 +294,8 @@ def difference(outcome: Outcome, puzzle: Puzzle, case: tuple) -> str:
     for (name, got), want in zip(outcome.left.items(), wanted, strict=True):
         if (wrong := _wrong(got, want, puzzle.tolerance)).any():
             at = tuple(wrong.nonzero()[0].tolist())
-            there, bits = got[at], BITS.get(got.dtype, got.dtype)
-            said = _value(there)
-            if there.view(bits).item() == UNTOUCHED[got.dtype]:
+            said = _value(got[at])
+            if bits(got[at]).item() == UNTOUCHED[got.dtype]:
                 said = "as it was: was it written?" if got.dtype != torch.uint8 else \
                     f"{said}: NaN, or never written"
             return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {said}"
@@ -410,9 +402,9 @@ def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, num
 def speed(kernel: Any, puzzle: Puzzle) -> str:
     """On a GPU: which share of the roofline it reaches, beside a copy and a product measured
     there."""
-    case = tuple(x.cuda() if isinstance(x, Tensor) else x for x in puzzle.large(LARGE))
+    case = puzzle.large(LARGE)
     launch = puzzle.launch(*case)
-    tensors = {**launch.given, **launch.out}
+    tensors = {name: x.cuda() for name, x in {**launch.given, **launch.out}.items()}
     least = sum(x.numel() * x.element_size() for x in tensors.values())
 
     def seconds(work: Callable[[], Any]) -> float:
@@ -456,20 +448,13 @@ def limited(attempt: Mapping[str, Any], folder: Path, number: int, job: Any) -> 
             sys.stdout.flush()
             os._exit(0)
     os.close(writer)
-    said, deadline = b"", time.monotonic() + job.seconds
-    while left := max(0.0, deadline - time.monotonic()):
-        if select.select([reader], [], [], left)[0]:
-            if not (more := os.read(reader, 1 << 16)):
-                break
-            said += more
-    late = not left
+    said, ended = heard(reader, job.seconds)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(reader)
     if said.endswith(b"}"):
         found = json.loads(said)
-    elif late:
+    elif not ended:
         found = {"status": "wrong", "detail": f"it did not end within {job.seconds:.0f} s"}
     else:
         how = f" ({signal.Signals(-status).name})" if status < 0 else ""

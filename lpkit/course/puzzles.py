@@ -35,7 +35,6 @@ DRAWN = 4               # random cases: an interpreter takes a millisecond for e
 # what no kernel has written yet, as bits: a NaN where there is one
 UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
              torch.int32: 0x7FC0BEEF}
-BITS = {torch.float32: torch.int32}
 DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot "
            "of float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
 # sentences of the interpreter's self-test that may explain a wrong number, by what a kernel names
@@ -62,10 +61,15 @@ class Launch:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def blank(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What nobody has written to yet, on the device of `like`."""
-    empty = torch.empty(shape, dtype=dtype, device=like.device)
-    empty.view(BITS.get(dtype, dtype)).fill_(UNTOUCHED[dtype])
+def bits(x: Tensor) -> Tensor:
+    """A view as integers."""
+    return x.view(torch.int32) if x.dtype == torch.float32 else x
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What nobody has written to yet."""
+    empty = torch.empty(shape, dtype=dtype)
+    bits(empty).fill_(UNTOUCHED[dtype])
     return empty
 
 
@@ -150,17 +154,24 @@ def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds:
         [sys.executable, "-P", "-m", "lpkit.course.kernel_process", folder / "job.json"], folder,
         files={"job.json": job}, log="log", env=env, fds=[writer])
     os.close(writer)
-    said, deadline = b"", time.monotonic() + START_SECONDS + (seconds + 1) * len(attempts)
     with keeper:
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([reader], [], [], left)[0]:
-                if not (more := os.read(reader, 1 << 16)):
-                    break
-                said += more
+        said, _ = heard(reader, START_SECONDS + (seconds + 1) * len(attempts))
         processes.end(keeper)
         log = keeper.stdout.read()
-    os.close(reader)
     found = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
     why = (log.strip() or "nothing").splitlines()[-1]
     missing = {"status": "wrong", "detail": f"its process did not start; it said: {why}"}
     return found + [missing] * (len(attempts) - len(found))
+
+
+def heard(reader: int, seconds: float) -> tuple[bytes, bool]:
+    """What a pipe says until its other end closes, and whether it did within `seconds`; closes
+    it."""
+    said, deadline = b"", time.monotonic() + seconds
+    with open(reader, "rb", buffering=0) as pipe:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([pipe], [], [], left)[0]:
+                if not (more := pipe.read(1 << 16)):
+                    return said, True
+                said += more
+    return said, False

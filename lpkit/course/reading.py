@@ -3,6 +3,7 @@
 import inspect
 import textwrap
 from html import escape
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,13 +11,16 @@ from IPython.display import HTML
 
 
 def source(*objects: Any) -> HTML:
-    """Of functions, classes and modules: shown folded, one part for each."""
-    parts = []
-    for one in objects:
-        where = one.__name__
-        if not isinstance(one, ModuleType):
-            where = f"{one.__module__}.{one.__qualname__}"
-        text = textwrap.dedent(inspect.getsource(one)).rstrip()
-        parts.append(f"<details><summary><code>{escape(where)}</code></summary><pre>"
-                     f"{escape(text)}</pre></details>")
-    return HTML("\n".join(parts))
+    """Of functions, kernels, classes and modules; of a Path the whole file. Shown folded, one part
+    for each."""
+    return HTML("\n".join(
+        f"<details><summary><code>{escape(where)}</code></summary><pre>{escape(text)}</pre>"
+        f"</details>" for where, text in map(_part, objects)))
+
+
+def _part(one: Any) -> tuple[str, str]:
+    if isinstance(one, Path):
+        return one.name, one.read_text().rstrip()
+    one = getattr(one, "fn", one)       # a kernel's
+    where = one.__name__ if isinstance(one, ModuleType) else f"{one.__module__}.{one.__qualname__}"
+    return where, textwrap.dedent(inspect.getsource(one)).rstrip()

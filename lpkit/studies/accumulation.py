@@ -16,6 +16,7 @@ What is emulated is the description above and not the circuit, whose details nob
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -58,6 +59,15 @@ def _aligned_sum(terms: Tensor, bits: int) -> Tensor:
     exponent = torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - bits
     shifted = torch.ldexp(terms, -exponent).trunc()
     return torch.ldexp(shifted.sum(-1), exponent[..., 0])
+
+
+def gaussian(K: int, change: Callable[[Tensor], Tensor], rows: int = 16) -> tuple[list, list]:
+    """Two operands (rows, K) of Gaussian numbers that went through `change`, over E4M3's range; and
+    the same cast to E4M3, as float32. A K has the same numbers each time."""
+    rng = torch.Generator().manual_seed(K)
+    drawn = [change(torch.randn(rows, K, generator=rng)) for _ in range(2)]
+    wide = [x / x.abs().max() * 448 for x in drawn]
+    return wide, [x.to(torch.float8_e4m3fn).float() for x in wide]
 
 
 def relative_error(got: Tensor, a: Tensor, b: Tensor) -> float:

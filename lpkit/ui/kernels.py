@@ -1,15 +1,21 @@
-"""Kernels by what they move: bytes of an element, and where a machine's ceilings put them."""
+"""Kernels by what they move: bytes of an element, and where a machine's ceilings put them. Products
+by how they add: where scales go in, and what a sum of few bits loses."""
 
 import math
 from collections.abc import Mapping
 
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
+from lpkit.tables import FAINT
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import NAMES, POWERS, axis, bars, figure, scatter
+from lpkit.techniques.recipes import Recipe
+from lpkit.ui.draw import NAMES, POWERS, axis, bars, figure, note, scatter
 from lpkit.ui.style import COLOURS
 
 UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # what calculates
+AFTER, ON_CUDA_CORES, INSIDE = ("after the sum", "in the sum, by the CUDA cores",
+                                "in the sum, by the tensor core")
+SCALED_IN = {AFTER: COLOURS[0], ON_CUDA_CORES: COLOURS[1], INSIDE: COLOURS[4]}
 
 
 def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
@@ -49,3 +55,54 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
     range_ = [math.log10(min(roofs) / 4), math.log10(3 * max(map(machine.peak_flops, dtypes)))]
     return figure([*lines, marks], title, height=440, xaxis=axis("FLOPs per byte moved", **POWERS),
                   yaxis=axis("FLOP/s", range=range_, **POWERS))
+
+
+def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: str = "") -> dict:
+    """The plotly spec: for each recipe the sum of one number of y = x wT, as long as `products`, in
+    pieces that share their scales, in the colour of who multiplies those in."""
+    data = []
+    for place, colour in SCALED_IN.items():
+        names, starts, lengths, words = [], [], [], []
+        for name, recipe in recipes.items():
+            piece = max(cast.block[1] for cast in recipe.products["y"]) or products
+            if place != (AFTER if piece == products else ON_CUDA_CORES if piece > 32 else INSIDE):
+                continue
+            pieces = products // piece
+            names += [name] * pieces
+            starts += range(0, products, piece)
+            lengths += [piece] * pieces
+            words += [""] * (pieces - 1) + [f"{pieces}" if pieces > 1 else "1, at the end"]
+        data.append(bars(names, lengths, place, colour, base=starts, text=words,
+                         hover="%{y}: the %{x} products of a piece share their scales"))
+    return figure(data, title, height=170 + 46 * len(recipes), barmode="overlay",
+                  xaxis=axis("products of one sum; behind it, how often scales are multiplied in",
+                             range=[0, 1.2 * products], tickvals=range(0, products + 1, 128)),
+                  yaxis={**NAMES, "categoryarray": list(recipes)}, margin={"t": 92})
+
+
+def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]], *,
+                title: str = "") -> dict:
+    """The plotly spec of relative errors over the length of a sum, a panel for each name: curves by
+    name, each what a formula says (a line) and what was found (marks), by length. A curve without a
+    formula is dashed."""
+    data, axes, notes = [], {}, []
+    for i, (panel, curves) in enumerate(panels.items(), 1):
+        left, right = (i - 1) / len(panels), i / len(panels) - 0.06 * (i < len(panels))
+        for (name, (said, found)), colour in zip(curves.items(), (COLOURS[2], COLOURS[0], FAINT)):
+            more = {"xaxis": f"x{i}", "yaxis": f"y{i}", "legendgroup": name}
+            if said:
+                data.append(scatter(said, said.values(), "", colour, hover=None,
+                                    showlegend=False, **more))
+            data.append(scatter(found, found.values(), name, colour, showlegend=i == 1, **more,
+                                mode="markers" if said else "lines+markers", line={"dash": "dot"},
+                                hover="%{x:,} products: off by %{y:.2~%}"))
+        lengths = list(found)
+        ends = math.log10(lengths[0] / 1.3), math.log10(1.3 * lengths[-1])
+        axes[f"xaxis{i}"] = axis("products in a sum", type="log", range=ends, anchor=f"y{i}",
+                                 domain=[left, right], tickvals=lengths[::2],
+                                 ticktext=[f"{length:,}" for length in lengths[::2]])
+        axes[f"yaxis{i}"] = axis("off by, of the result" if i == 1 else "", type="log", dtick=1,
+                                 tickformat=".2~%", range=[-4.3, 0], anchor=f"x{i}")
+        notes.append(note(panel, left, 1.01, xref="paper", yref="paper", font={"size": 14}))
+    return figure(data, title, height=460, annotations=notes, legend={"y": 1.08},
+                  margin={"t": 112}, **axes)
