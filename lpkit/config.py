@@ -10,7 +10,6 @@ when YAML is asked for): `lpkit.predict` stands on this module.
 
 import dataclasses
 import functools
-import operator
 import re
 import sys
 import typing
@@ -74,8 +73,12 @@ class ModelConfig(Group):
     init: Settings = one_of(INITS, "gpt2")
     attention: str = "auto"             # auto, plain, sdpa, blocked
 
-    L, D, H = (property(operator.attrgetter(name)) for name in ("layers", "width", "heads"))
-    V, T = (property(operator.attrgetter(name)) for name in ("vocab", "context"))
+    # functions, which torch.compile looks into
+    L = property(lambda self: self.layers)
+    D = property(lambda self: self.width)
+    H = property(lambda self: self.heads)
+    V = property(lambda self: self.vocab)
+    T = property(lambda self: self.context)
 
     @property
     def G(self) -> int:
