@@ -46,22 +46,16 @@ def block(n: int, small: int = 16) -> int:
     return 1024 if n >= 1 << 16 else small
 
 
-def launch(*grid: int, out: Mapping[str, Tensor], **arguments: Any) -> Launch:
-    given = {name: one for name, one in arguments.items() if isinstance(one, Tensor)}
-    numbers = {name: one for name, one in arguments.items() if name not in given}
-    return Launch(grid=grid, given=given, out=out, numbers=numbers)
-
-
 def by_blocks(x: Tensor, out: Mapping[str, Tensor], small: int = 16, **given: Tensor) -> Launch:
     """A program for each block of a vector."""
     B = block(len(x), small)
-    return launch(cdiv(len(x), B), out=out, x=x, **given, n=len(x), BLOCK=B)
+    return Launch(cdiv(len(x), B), out=out, x=x, **given, n=len(x), BLOCK=B)
 
 
 def by_rows(x: Tensor, out: str = "y", **more: Any) -> Launch:
     """A program for each row, which fits into one block; results, a letter each, are like x."""
     R, C = x.shape
-    return launch(R, out={name: blank(R, C) for name in out}, x=x, x_stride=x.stride(0), columns=C,
+    return Launch(R, out={name: blank(R, C) for name in out}, x=x, x_stride=x.stride(0), columns=C,
                   **{"BLOCK": max(2, 1 << (C - 1).bit_length()), **more})
 
 
@@ -69,7 +63,7 @@ def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte:
               **more: Any) -> Launch:
     """A program for each block of a row, which shares a scale."""
     R, C = x.shape
-    return launch(R, cdiv(C, block), out={"codes": blank(R, C // in_byte, dtype=torch.uint8),
+    return Launch(R, cdiv(C, block), out={"codes": blank(R, C // in_byte, dtype=torch.uint8),
                                           "scales": blank(R, -(-C // block), dtype=scales)},
                   x=x, x_stride=x.stride(0), columns=C, **more)
 
@@ -110,8 +104,8 @@ MATRICES = ((torch.arange(10.0) / 4 - 1).view(2, 5), (torch.arange(24.0) - 7).vi
 
 # 10, custom kernels: elementwise, reductions, casts.
 
-@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=lambda x: x.clone(), tolerance=0.0,
-        minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector, once=("x",),
+@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=lambda x: x.clone(),
+        minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector,
         launch=lambda x: by_blocks(x, {"y": blank(len(x))}),
         mistakes={"mask the last block: n need not be a multiple of BLOCK":
                       ("mask=i < n", "mask=i < i + 1"),
@@ -127,7 +121,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 @puzzle("10.amax", *((x,) for x in AWKWARD), (torch.tensor([-9.0, 2.0, 3.0]),), (-AWKWARD[1],),
-        (EXTREME,), spec=_amax, tolerance=0.0, minutes=8, stars=2, once=("x",), large=vector,
+        (EXTREME,), spec=_amax, minutes=8, stars=2, large=vector,
         draw=lambda r: (normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9)),),
         launch=lambda x: by_blocks(x, {"out": torch.zeros(1)}),
         mistakes={"the largest magnitude: a negative number has one, too":
@@ -147,7 +141,7 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 @puzzle("10.softmax", *((x,) for x in MATRICES), (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
-        (-100 - MATRICES[0],), spec=_softmax, tolerance=1e-6, minutes=12, stars=2, once=("x",),
+        (-100 - MATRICES[0],), spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
         draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
         mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
                   "what lies outside is -inf, so that its exp is nothing":
@@ -170,7 +164,7 @@ def _with_weights(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @puzzle("10.rms_norm", *map(_with_weights, MATRICES[:4]), _with_weights(1e-4 * MATRICES[0]),
         _with_weights(torch.zeros(1, 5)), _with_weights(1e15 * MATRICES[0]),
-        spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2, once=("x",),
+        spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2,
         draw=lambda r: _with_weights(rows(r, size=r.choice((0.01, 1, 100)))),
         large=lambda n: _with_weights(*matrix(n)),
         launch=lambda x, w: by_rows(x, w=w, eps=EPS),
@@ -233,8 +227,8 @@ BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
 
 @puzzle("10.scaled_cast", *((x, ONE) for x in AWKWARD), (EXTREME, ONE), (BETWEEN, ONE),
         (torch.tensor([1.0, -2.0, float("nan")]), torch.tensor([0.5])),
-        (-BETWEEN, torch.tensor([2.0])), spec=lambda x, scale: codes_of(x * scale), tolerance=0.0,
-        minutes=25, stars=3, once=("x",), draw=_with_scale, large=lambda n: (*vector(n), ONE),
+        (-BETWEEN, torch.tensor([2.0])), spec=lambda x, scale: codes_of(x * scale),
+        minutes=25, stars=3, draw=_with_scale, large=lambda n: (*vector(n), ONE),
         launch=lambda x, scale: by_blocks(x, {"codes": blank(len(x), dtype=torch.uint8)}, 32,
                                           scale=scale),
         mistakes={"to the nearest, half way to the even one: the bits that go decide":
@@ -269,14 +263,14 @@ def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _both_launch(x: Tensor, scale: Tensor) -> Launch:
     (R, C), (BR, BC) = x.shape, (16, 64) if len(x) > 8 else (4, 16)
-    return launch(cdiv(R, BR), cdiv(C, BC), x=x, scale=scale, x_stride=x.stride(0), R=R, C=C,
+    return Launch(cdiv(R, BR), cdiv(C, BC), x=x, scale=scale, x_stride=x.stride(0), R=R, C=C,
                   BR=BR, BC=BC, out={"codes": blank(R, C, dtype=torch.uint8),
                                      "turned": blank(C, R, dtype=torch.uint8),
                                      "next_amax": torch.zeros(1)})
 
 
 @puzzle("10.cast_both", *((x, ONE) for x in MATRICES), (10 * MATRICES[1], torch.tensor([30.0])),
-        spec=_cast_both, tolerance=0.0, minutes=15, stars=3, once=("x",), launch=_both_launch,
+        spec=_cast_both, minutes=15, stars=3, launch=_both_launch,
         draw=lambda r: (rows(r, size=10), torch.tensor([r.choice((1.0, 0.3, 7.0))])),
         large=lambda n: (*matrix(n), ONE),
         mistakes={"the turned one has R columns":
@@ -312,7 +306,7 @@ def _factors(r: Random) -> tuple[Tensor, Tensor]:
 
 def _matmul_launch(a: Tensor, b: Tensor) -> Launch:
     (M, K), N, B = a.shape, b.shape[1], 64 if len(a) > 64 else 16
-    return launch(cdiv(M, B), cdiv(N, B), out={"c": blank(M, N)}, a=a, b=b, a_stride=a.stride(0),
+    return Launch(cdiv(M, B), cdiv(N, B), out={"c": blank(M, N)}, a=a, b=b, a_stride=a.stride(0),
                   M=M, N=N, K=K, B=B)
 
 
@@ -324,8 +318,7 @@ _SOME = Random(0)
         (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)),
         (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
         (torch.ones(2, 0), torch.ones(0, 3)),
-        spec=lambda a, b: a @ b, tolerance=0.0, minutes=20, stars=3, draw=_factors,
-        launch=_matmul_launch,
+        spec=lambda a, b: a @ b, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
         large=lambda n: (torch.randn(isqrt(n), isqrt(n)), torch.randn(isqrt(n), isqrt(n))),
         flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
         mistakes={"the sum goes over all of K, block by block":
@@ -347,18 +340,21 @@ def matmul(a, b, c, a_stride, M, N, K, B: tl.constexpr):
     tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
+def _parts(x: Tensor, block: int) -> Tensor:
+    """(rows, blocks, block), the last filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).view(len(x), -1, block)
+
+
 def _block_scale(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    R, C = x.shape
-    parts = torch.nn.functional.pad(x, (0, -C % block)).view(R, -1, block)
+    parts = _parts(x, block)
     scales = parts.abs().amax(-1) / LARGEST
     codes = codes_of(parts / torch.where(scales > 0, scales, 1)[..., None])
-    return codes.view(R, -1)[:, :C].contiguous(), scales
+    return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
 
 
 @puzzle("11.block_scale", *((x, 16) for x in MATRICES[:4]), (torch.zeros(1, 20), 16),
-        (torch.tensor([[1e30, 1.0] + 30 * [1e-30]]), 16), spec=_block_scale, tolerance=0.0,
-        minutes=12, stars=2, once=("x",),
-        launch=lambda x, block: by_scales(x, block, torch.float32, BLOCK=block),
+        (torch.tensor([[1e30, 1.0] + 30 * [1e-30]]), 16), spec=_block_scale, minutes=12,
+        stars=2, launch=lambda x, block: by_scales(x, block, torch.float32, BLOCK=block),
         draw=lambda r: (rows(r, size=10 ** r.uniform(-9, 9)), r.choice((8, 16))),
         mistakes={"a block of zeros has the scale 0, and 0 / 0 is NaN":
                       ("tl.where(s > 0, s, 1.0)", "s"),
@@ -378,19 +374,17 @@ def block_scale(x, codes, scales, x_stride, columns, BLOCK: tl.constexpr):
 
 
 def _e8m0(x: Tensor) -> tuple[Tensor, Tensor]:
-    R, C = x.shape
-    parts = torch.nn.functional.pad(x, (0, -C % 32)).view(R, -1, 32)
+    parts = _parts(x, 32)
     top = parts.abs().amax(-1)
-    scales = (torch.frexp(top)[1] - 1 - 8 + 127).clamp(0, 254)
-    scales = torch.where(top > 0, scales, 0)
+    scales = torch.where(top > 0, (torch.frexp(top)[1] - 1 - 8 + 127).clamp(0, 254), 0)
     codes = codes_of(torch.ldexp(parts, 127 - scales[..., None]))
-    return codes.view(R, -1)[:, :C].contiguous(), scales.to(torch.uint8)
+    return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales.to(torch.uint8)
 
 
 @puzzle("11.e8m0", *((x,) for x in MATRICES[:4]), (torch.zeros(1, 40),),
         (torch.tensor([[2.0**127, 1.0, -480.0]]),), (torch.tensor([[1e-36, -3e-36]]),),
-        (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), spec=_e8m0, tolerance=0.0, minutes=12,
-        stars=2, once=("x",), launch=lambda x: by_scales(x, 32),
+        (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), spec=_e8m0, minutes=12,
+        stars=2, launch=lambda x: by_scales(x, 32),
         draw=lambda r: (rows(r, most=80, size=10 ** r.uniform(-9, 9)),),
         mistakes={"the exponent of E4M3's largest value, 8, is taken off": ("- 8, 0)", "- 0, 0)"),
                   "the exponent is cut, not rounded: some of the largest saturate":
@@ -439,7 +433,7 @@ def _sixteens(r: Random) -> tuple[Tensor, Tensor]:
 @puzzle("11.nvfp4", _with_top(torch.arange(16.0)[None] - 8), _with_top(torch.zeros(1, 16)),
         _with_top(torch.cat([torch.full((1, 16), 2688.0), E2M1[None], -E2M1[None]], 1)),
         (torch.cat([E2M1[None], torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]])], 1),
-         ONE), spec=_nvfp4, tolerance=0.0, minutes=20, stars=3, draw=_sixteens,
+         ONE), spec=_nvfp4, minutes=20, stars=3, draw=_sixteens,
         launch=lambda x, top: by_scales(x, 16, in_byte=2, top=top),
         mistakes={"elements are divided by the scale as it is stored, in E4M3":
                       ("e4m3_value(s) * tl.load(top)", "tl.div_rn(most, 6.0)"),
@@ -470,7 +464,7 @@ def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
         (torch.tensor([1.001953125] * 4), torch.tensor([0, 49_151, 49_152, 65_535]).int()),
         (torch.tensor([float("inf"), float("-inf"), 2.0]), torch.tensor([65_535] * 3).int()),
         spec=lambda x, dice: ((x.view(torch.int32) + dice) >> 16).to(torch.int16),
-        tolerance=0.0, minutes=10, stars=2, once=("x", "dice"),
+        minutes=10, stars=2, once=("x", "dice"),
         draw=lambda r: _thrown(r, normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9))),
         launch=lambda x, dice: by_blocks(x, {"y": blank(len(x), dtype=torch.int16)}, 32,
                                          dice=dice),
@@ -504,12 +498,12 @@ def _quantised(r: Random, M: int = 0, N: int = 0, K: int = 0) -> tuple[Tensor, T
 
 def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Launch:
     (M, K), N = a.shape, len(codes)
-    return launch(cdiv(M, 16), cdiv(N, 16), out={"c": blank(M, N)}, a=a, codes=codes,
+    return Launch(cdiv(M, 16), cdiv(N, 16), out={"c": blank(M, N)}, a=a, codes=codes,
                   scales=scales, M=M, N=N, K=K, B=block)
 
 
 @puzzle("11.dequant_matmul", _quantised(_SOME, 2, 3, 5), _quantised(_SOME, 17, 18, 33),
-        _quantised(_SOME, 1, 1, 1), spec=_dequant_matmul, tolerance=0.0, minutes=15, stars=3,
+        _quantised(_SOME, 1, 1, 1), spec=_dequant_matmul, minutes=15, stars=3,
         draw=_quantised, launch=_dequant_launch,
         mistakes={"each block along K has a scale of its own":
                       ("s = tl.load(scales + n * tl.cdiv(K, B) + k // B",
@@ -536,7 +530,7 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
         (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
         (torch.linspace(-90, 90, 40)[None],), (torch.linspace(90, -90, 40)[None],),
         (-200 - MATRICES[0],),
-        spec=_softmax, tolerance=1e-6, minutes=20, stars=3, large=matrix,
+        spec=_softmax, tolerance=1e-6, minutes=20, stars=3, large=matrix, once=(),
         draw=lambda r: (rows(r, size=r.choice((1, 100))),),
         launch=lambda x: by_rows(x, BLOCK=block(x.numel(), 8)),
         mistakes={"when the largest grows, what was added so far shrinks":

@@ -58,11 +58,7 @@ SHOWN = 300                     # characters of what it printed
 
 
 class FaultError(Exception):
-    """What a kernel may not do. The message says it to a person; `kind` knows it again."""
-
-    def __init__(self, kind: str, said: str):
-        super().__init__(said)
-        self.kind = kind
+    """What a kernel may not do, in words for a person."""
 
 
 @dataclass
@@ -138,16 +134,15 @@ class Memory:
         first = int(used[0])
         held = min(self._held, key=lambda one: one.distance(first))
         if held.distance(first) > NEAR_BYTES:
-            raise FaultError(f"{does} far outside", f"program {self._said()} {does} far outside of "
-                                                    f"every tensor; an empty one has no address")
+            raise FaultError(f"program {self._said()} {does} far outside of every tensor; an empty "
+                             f"one has no address")
         at, rest = np.divmod(used - held.whole.data_ptr(), size)
         wrong = (at < 0) | (at >= len(held.inside)) | (rest != 0) | (size != held.whole.itemsize)
         wrong |= ~held.inside[np.clip(at, 0, len(held.inside) - 1)]
         if wrong.any():
-            element = held.element(int(at[wrong][0]))
-            raise FaultError(f"{does} {int(wrong.sum())} outside, {element}",
-                        f"program {self._said()} {does} {element}, which is outside of a tensor of "
-                        f"{tuple(held.tensor.shape)}")
+            element, shape = held.element(int(at[wrong][0])), tuple(held.tensor.shape)
+            raise FaultError(f"program {self._said()} {does} {element}, the first of "
+                             f"{int(wrong.sum())} outside of a tensor of {shape}")
         return held, used, at
 
     def _said(self) -> str:
@@ -164,8 +159,7 @@ class Memory:
         if found := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
             held, used, at = found
             if not held.is_output:
-                raise FaultError(f"writes to {held.name}",
-                                 f"it writes to {held.element(int(at[0]))}, and {held.name} is not "
+                raise FaultError(f"it writes to {held.element(int(at[0]))}, and {held.name} is not "
                                  f"its to write")
             held.stored_bytes += used.size * held.whole.itemsize
             before = held.whole[at].clone()
@@ -185,10 +179,8 @@ class Memory:
     def _race(self, held: Held, at: np.ndarray, does: str) -> None:
         others = at[(held.owner[at] >= 0) & (held.owner[at] != self._number())]
         if others.size:
-            element = held.element(int(others[0]))
-            raise FaultError(f"race on {held.name}",
-                             f"program {self._said()} {does} {element}, which another program "
-                             f"wrote: on a GPU they run at the same time")
+            raise FaultError(f"program {self._said()} {does} {held.element(int(others[0]))}, which "
+                             f"another program wrote: on a GPU they run at the same time")
 
 
 @dataclass
@@ -196,13 +188,13 @@ class Outcome:
     """Of one launch: what it left, or what was wrong with how it ran."""
 
     left: Mapping[str, Tensor] = field(default_factory=dict)
-    fault: str = ""             # for a person
-    kind: str = ""              # to know it again
+    fault: str = ""
+    line: str = ""              # of the attempt, where it happened
     moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)     # bytes read, written
 
     def same(self, other: "Outcome", tolerance: float) -> bool:
-        if self.kind or other.kind:
-            return self.kind == other.kind
+        if self.fault or other.fault:
+            return self.fault == other.fault
         return not any(_wrong(self.left[name], other.left[name], tolerance).any()
                        for name in self.left)
 
@@ -212,8 +204,8 @@ def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "c
     launch = puzzle.launch(*case)
     outside = (math.nan, 3e38)[turn % 2]
     held = [hold(name, x, outside=outside, device=device, is_output=name in launch.out)
-            for name, x in {**launch.given, **launch.out}.items()]
-    arguments = {one.name: one.tensor for one in held} | dict(launch.numbers)
+            for name, x in launch.tensors.items()]
+    arguments = launch.arguments | {one.name: one.tensor for one in held}
     try:
         with watched(held) if device == "cpu" else contextlib.nullcontext():
             kernel[launch.grid](**arguments)
@@ -223,24 +215,22 @@ def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "c
         if isinstance(cause := _cause(error), NotImplementedError):
             raise cause from None
         if isinstance(cause, MemoryError):
-            cause = FaultError("memory", f"it took more than {MEMORY_BYTES >> 20} MB of memory")
-        fault = cause if isinstance(cause, FaultError) else \
-            FaultError(type(cause).__name__, f"it raised {_words(cause)}")
-        return Outcome(fault=f"{fault}{_line(error)}", kind=fault.kind)
+            cause = FaultError(f"it took more than {MEMORY_BYTES >> 20} MB of memory")
+        said = str(cause) if isinstance(cause, FaultError) else f"it raised {_words(cause)}"
+        return Outcome(fault=said, line=_line(error))
     for one in held:
         changed = (bits(one.whole) != bits(one.kept)).cpu()
         changed &= ~torch.from_numpy(one.inside) if one.is_output else True
         if changed.any():
             element = one.element(int(changed.nonzero()[0]))
             why = "which is outside" if one.is_output else f"and {one.name} is not its to write"
-            return Outcome(fault=f"it wrote to {element}, {why}", kind=f"writes to {one.name}")
+            return Outcome(fault=f"it wrote to {element}, {why}")
     moved = {one.name: (one.loaded_bytes, one.stored_bytes) for one in held}
-    for name in puzzle.once:
-        one = next(one for one in held if one.name == name)
+    for one in held:
         least = one.tensor.numel() * one.whole.itemsize
-        if one.loaded_bytes > least:
-            return Outcome(fault=f"it reads {name} {one.loaded_bytes / least:.3g} times, and once "
-                                 f"is enough", kind=f"reads {name} again")
+        if one.name in puzzle.once and one.loaded_bytes > least:
+            return Outcome(fault=f"it reads {one.name} {one.loaded_bytes / least:.3g} times, and "
+                                 f"once is enough")
     return Outcome({one.name: one.tensor.cpu() for one in held if one.is_output}, moved=moved)
 
 
@@ -283,8 +273,7 @@ def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
         return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
     finite = want[want.isfinite()]
     near = tolerance * (finite.abs().max() if finite.numel() else 0)
-    same = (got - want).abs() <= near + tolerance * want.abs()
-    return ~(same | (got == want) | (got.isnan() & want.isnan()))
+    return ~got.isclose(want, rtol=tolerance, atol=float(near), equal_nan=True)
 
 
 def difference(outcome: Outcome, puzzle: Puzzle, case: tuple) -> str:
@@ -341,7 +330,7 @@ def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: boo
         device = "cuda" if compiled else "cpu"
         for turn, case in enumerate(cases):
             outcome = run(kernel, puzzle, case, turn=turn, device=device)
-            if why := outcome.fault or difference(outcome, puzzle, case):
+            if why := outcome.fault + outcome.line or difference(outcome, puzzle, case):
                 hint = "" if compiled else _hint(puzzle, kernel, cases, folder, number)
                 return {"status": "wrong",
                         "detail": f"for {_case(puzzle, case)}: {why}{hint and f'; {hint}'}"}
@@ -372,7 +361,7 @@ def count(attempt: Mapping[str, Any], folder: Path, number: int, elements: int) 
 
 def compiles(kernel: Any, launch: Launch) -> str:
     """What is to be said of it; this needs no GPU. Raises CompilationError."""
-    given = {**launch.given, **launch.out, **launch.numbers}
+    given = launch.arguments
     fixed = {one.name: given[one.name] for one in kernel.params if one.is_constexpr}
     signature = {one.name: "constexpr" if one.is_constexpr else mangle_type(given[one.name])
                  for one in kernel.params}
@@ -404,13 +393,13 @@ def speed(kernel: Any, puzzle: Puzzle) -> str:
     there."""
     case = puzzle.large(LARGE)
     launch = puzzle.launch(*case)
-    tensors = {name: x.cuda() for name, x in {**launch.given, **launch.out}.items()}
+    tensors = {name: x.cuda() for name, x in launch.tensors.items()}
     least = sum(x.numel() * x.element_size() for x in tensors.values())
 
     def seconds(work: Callable[[], Any]) -> float:
         return 1e-3 * triton.testing.do_bench(work, return_mode="median")
 
-    took = seconds(lambda: kernel[launch.grid](**tensors, **launch.numbers))
+    took = seconds(lambda: kernel[launch.grid](**launch.arguments | tensors))
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     roof = least * seconds(lambda: target.copy_(source)) / (2 * source.nbytes)

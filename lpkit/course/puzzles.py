@@ -51,14 +51,16 @@ def __getattr__(name: str) -> Any:
         return SimpleNamespace(constexpr=int)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Launch:
-    """`given` and `out` are tensors, `out` with what is in them before; all go by name."""
+    """How a kernel is called: its arguments by name, tensors and numbers. `out`, some of them: with
+    what is in them before, in the order of what the definition returns."""
 
-    grid: tuple[int, ...]
-    given: Mapping[str, Tensor]
-    out: Mapping[str, Tensor]       # in the order of what the definition returns
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, *grid: int, out: Mapping[str, Tensor], **given: Any):
+        self.grid, self.out, self.arguments = grid, out, {**given, **out}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self.arguments.items() if isinstance(one, Tensor)}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -82,9 +84,10 @@ class Puzzle(Exercise):
     launch: Callable[..., Launch]
     large: Callable[[int], tuple] | None = None     # a case of about so many elements, to measure
     mistakes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    once: tuple[str, ...] = ()          # tensors that are to be read no more than once
+    once: tuple[str, ...] = ("x",)      # tensors that are to be read no more than once
     flops: Callable[..., float] | None = None       # of a case, where arithmetic is the limit
     drawn: int = DRAWN
+    tolerance: float = 0.0
 
     @property
     def answer(self) -> Callable[..., None]:

@@ -13,9 +13,9 @@ from lpkit.ui.draw import NAMES, POWERS, axis, bars, figure, note, scatter
 from lpkit.ui.style import COLOURS
 
 UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # what calculates
-AFTER, ON_CUDA_CORES, INSIDE = ("after the sum", "in the sum, by the CUDA cores",
-                                "in the sum, by the tensor core")
-SCALED_IN = {AFTER: COLOURS[0], ON_CUDA_CORES: COLOURS[1], INSIDE: COLOURS[4]}
+AFTER, CUDA_CORES, INSIDE = ("after the sum", "in the sum, by the CUDA cores",
+                             "in the sum, by the tensor core")
+SCALED_IN = {AFTER: COLOURS[0], CUDA_CORES: COLOURS[1], INSIDE: COLOURS[4]}
 
 
 def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
@@ -60,19 +60,17 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
 def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: str = "") -> dict:
     """The plotly spec: for each recipe the sum of one number of y = x wT, as long as `products`, in
     pieces that share their scales, in the colour of who multiplies those in."""
+    pieces = {name: max(cast.block[1] for cast in recipe.products["y"]) or products
+              for name, recipe in recipes.items()}
     data = []
     for place, colour in SCALED_IN.items():
-        names, starts, lengths, words = [], [], [], []
-        for name, recipe in recipes.items():
-            piece = max(cast.block[1] for cast in recipe.products["y"]) or products
-            if place != (AFTER if piece == products else ON_CUDA_CORES if piece > 32 else INSIDE):
-                continue
-            pieces = products // piece
-            names += [name] * pieces
-            starts += range(0, products, piece)
-            lengths += [piece] * pieces
-            words += [""] * (pieces - 1) + [f"{pieces}" if pieces > 1 else "1, at the end"]
-        data.append(bars(names, lengths, place, colour, base=starts, text=words,
+        shown = [(name, piece, start) for name, piece in pieces.items()
+                 if place == (AFTER if piece == products else CUDA_CORES if piece > 32 else INSIDE)
+                 for start in range(0, products, piece)]
+        data.append(bars([name for name, *_ in shown], [piece for _, piece, _ in shown], place,
+                         colour, base=[start for *_, start in shown],
+                         text=["" if start + piece < products else f"{products // piece}"
+                               for _, piece, start in shown],
                          hover="%{y}: the %{x} products of a piece share their scales"))
     return figure(data, title, height=170 + 46 * len(recipes), barmode="overlay",
                   xaxis=axis("products of one sum; behind it, how often scales are multiplied in",
