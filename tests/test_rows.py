@@ -139,7 +139,7 @@ def test_cross_entropy_in_place(n, V, dtype, weighted):
     assert ((nats.double() - want).abs() <= 2e-6 * (1 + want.abs())).all()      # float32, of logits up to 12
     # a probability in float32, less 1 at the target, rounded once
     spacing = torch.finfo(dtype).eps
-    assert ((logits.double() - g).abs() <= 0.51 * spacing * g.abs() + 2e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny).all()
+    assert ((logits.double() - g).abs() <= 0.51 * spacing * g.abs() + 4e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny).all()      # log-probabilities to -24 are rounded twice, by 1e-6 each
 
 
 def test_cross_entropy_of_what_is_not_finite():

@@ -83,7 +83,8 @@ def choice(threads: int) -> Choice:
 
 
 class WideLinear(nn.Linear):
-    """nn.Linear under bf16 autocast on a CPU, by whichever products are faster."""
+    """nn.Linear under bf16 autocast on a CPU, by whichever products are faster. A wide one's copy of
+    the weight lives until its backward, where autocast's own stays to the end of forward too."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
