@@ -146,7 +146,8 @@ def test_bytes_are_stated(recipe, backend):
     module.cache, w = cache, noise(256, 128)
     cache.see(w)
     for dtype in (torch.bfloat16, torch.float32):
-        module.operands("y", "dx", "w", w, dtype, both=True)
+        _, turned = module.operands("y", "dx", "w", w, dtype, both=True)
+        turned()
         assert cache.bytes == weight_cache_bytes(row, arithmetic, 256, 128, dtype) > 0
     assert weight_cache_bytes(RECIPES["bf16"], arithmetic, 256, 128) == 0
     if (recipe, backend) == ("mxfp8", "scaled_mm"):     # by hand: two operands of 8 bits, a byte for 32 elements

@@ -21,7 +21,7 @@ in its graphs, and whatever runs between them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,15 +141,14 @@ class ScaledLinear(nn.Linear):
         return made
 
     def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
-                 both: bool) -> tuple[Scaled | Operand, Scaled | Operand | None]:
-        """x as the operand `role` of `product`, and if `both`, x.T as that of `other`."""
+                 both: bool) -> tuple[Scaled | Operand, Callable[[], Scaled | Operand]]:
+        """x as the operand `role` of `product`, and x.T as that of `other`, made when asked for: a
+        cast of its own need not be there during the first product. `both`: it will be asked for."""
         one, two = (casts and casts[PRODUCTS[name].index(role)] for name in (product, other)
                     for casts in [getattr(self.recipe, name)])
         shared = both and one is not None and one == two and self.arithmetic.shares(one)
         made = self.cast(product, role, x, dtype, first=True, both=shared)
-        if shared:
-            return made, made.T
-        return made, (self.cast(other, role, x.T, dtype) if both else None)
+        return made, lambda: made.T if shared else self.cast(other, role, x.T, dtype)
 
     def product(self, name: str, a: Scaled | Operand, b: Scaled | Operand, dtype: torch.dtype,
                 bias: Tensor | None = None) -> Tensor:
@@ -217,7 +216,8 @@ class ScaledMatmul(torch.autograd.Function):
             cast_x, turned_x = layer.operands("y", "dw", "x", x, dtype, both=w_trained)     # (K, M)
             cast_w, turned_w = layer.operands("y", "dx", "w", w, dtype, both=x_trained)     # (K, N)
             y = layer.product("y", cast_x, cast_w, dtype, bias)
-            kept = ([_of_weight(turned_w)] if x_trained else []) + ([turned_x] if w_trained else [])
+            kept = [_of_weight(turned_w())] if x_trained else []
+            kept += [turned_x()] if w_trained else []
         ctx.save_for_backward(*(t for one in kept for t in one.stored))
         ctx.layer, ctx.dtype, ctx.dtypes = layer, dtype, (x.dtype, w.dtype)
         return y
@@ -233,13 +233,13 @@ class ScaledMatmul(torch.autograd.Function):
         dx = dw = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                cast_g, cast_gt = layer.operands("dx", "dw", "g", g, dtype,     # (M, N), (N, M)
-                                                 both=ctx.needs_input_grad[1])
+                cast_g, turned_g = layer.operands("dx", "dw", "g", g, dtype,    # (M, N), (N, M)
+                                                  both=ctx.needs_input_grad[1])
                 dx = layer.product("dx", cast_g, kept(), dtype).to(ctx.dtypes[0])  # (M, K)
-            elif ctx.needs_input_grad[1]:
-                cast_gt = layer.cast("dw", "g", g.T, dtype, first=True)
+            else:
+                turned_g = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:
-                dw = layer.product("dw", cast_gt, kept(), dtype).to(ctx.dtypes[1])  # (N, K)
+                dw = layer.product("dw", turned_g(), kept(), dtype).to(ctx.dtypes[1])  # (N, K)
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None
 
