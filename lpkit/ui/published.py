@@ -58,7 +58,7 @@ def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) 
 
 # Runs that nothing was fitted to.
 
-def unseen_figure(taken: Iterable[Mapping[str, Any]]) -> dict:
+def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
     """The plotly spec: said over published speed of each run of `lpkit.bench.published.table`, by
     generation and bits. Pale: may be fitted. Red: outside the range that is printed. A bar is the
     median of the held-out ones."""
@@ -74,9 +74,8 @@ def unseen_figure(taken: Iterable[Mapping[str, Any]]) -> dict:
     for y, name in enumerate(names):
         for i, one in enumerate(groups[name]):
             ratio = 1 + one["error"]
-            look = "may be fitted" if not one["held_out"] else "held out"
-            if look == "held out" and not one["inside"]:
-                look = "held out, outside the printed range"
+            held = "held out" if one["inside"] else "held out, outside the printed range"
+            look = held if one["held_out"] else "may be fitted"
             words = f"{one['source']}, {escape(one['at'])}<br>{one['layout']}, {one['stack']}"
             places[look].append((ratio, y + 0.64 * (i * GOLDEN % 1 - 0.5), words))
         if unseen := [1 + one["error"] for one in groups[name] if one["held_out"]]:
