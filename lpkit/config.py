@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import blocks, layouts, memory
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES
 from lpkit.techniques.inits import INITS
@@ -29,7 +30,7 @@ from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
-VERSION = 2
+VERSION = 3
 DEEPEST = 8     # groups in groups
 
 
@@ -71,7 +72,7 @@ class ModelConfig(Group):
     qk_norm: bool = False               # an RMSNorm of each head's q and k, as in Qwen3
     tied: bool = True                   # the head is the token embedding
     init: Settings = one_of(INITS, "gpt2")
-    attention: str = "auto"             # auto, plain, sdpa, blocked
+    attention: Settings = one_of(KINDS, "full")     # which keys a query sees
 
     # functions, which torch.compile looks into
     L = property(lambda self: self.layers)
@@ -99,7 +100,7 @@ class ModelConfig(Group):
     def __post_init__(self):
         super().__post_init__()
         tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": blocks.POSITIONS,
-                  "mlp": blocks.MLPS, "attention": {"auto": None, **blocks.ATTENTION}}
+                  "mlp": blocks.MLPS}
         for key, table in tables.items():
             pick(table, getattr(self, key), f"model.{key}")
         if self.head_dim is None and self.width % self.heads:
@@ -172,7 +173,12 @@ class SystemConfig(Group):
     compile: bool | Literal["auto", "blocks", "model"] = "auto"
     # of the kernels that a layer calls; auto: on GPUs the fastest that is right, verified and raced
     kernels: Literal["auto", "reference", "pytorch", "compile", "triton", "cuda"] = "auto"
+    attention: str = "auto"         # who computes it: a row of blocks.ATTENTION
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
+
+    def __post_init__(self):
+        super().__post_init__()
+        pick({"auto": None, **blocks.ATTENTION}, self.attention, "system.attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,12 +234,12 @@ class Config(Group):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
-        name. Keys of version 1 are read, and named on standard error."""
+        name. Keys of version 2 are read, and named on standard error."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
         if isinstance(version, int) and version > VERSION:  # before its new keys are called unknown
             cls(version=version)
-        if version == 1:
-            values = _from_version_1(values)
+        if version == 2:
+            values = _from_version_2(values)
         return _build(cls, values, "")
 
     def to_yaml(self) -> str:
@@ -412,49 +418,17 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
 
 
 def _unknown(key: str, near: str, known: Iterable[str]) -> ConfigError:
-    hint = f"since version 2 it is {RENAMED[key]!r}" if key in RENAMED else nearest(near, known)
-    return ConfigError(f"there is no setting {shown(key)}; {hint}")
+    return ConfigError(f"there is no setting {shown(key)}; {nearest(near, known)}")
 
 
-# Version 1.
+# Version 2.
 
-RENAMED = {
-    "batch": "global_batch", "accumulate": "grad_accum_steps",
-    "memory.recompute_every": "memory.recompute.every",
-    "memory.recompute_budget": "memory.recompute.budget",
-    "memory.saved": "memory.activation_offload", "memory.loss": "memory.cross_entropy",
-    "memory.loss_chunk": "memory.cross_entropy.chunk_tokens",
-    "memory.parameters": "memory.param_dtype",
-    "memory.update": "memory.optimizer_step", "precision.weights": "precision.cache_weight_casts",
-    "precision.keep": "precision.recipe.high_precision_layers",
-    **{f"precision.{key}": f"precision.recipe.{key}" for key in (
-        "pad", "forward_format", "gradient_format", "scale", "gradient_rounding", "transform",
-        "history", "history_rule", "margin", "loss_scale")},
-    "optimizer.schedule": "schedule", "optimizer.warmup_steps": "schedule.warmup_steps",
-    "optimizer.decay_fraction": "schedule.decay_fraction",
-    "optimizer.final_lr_ratio": "schedule.final_lr_ratio",
-}
-VALUES = {"memory.loss=whole": "full", "precision.weights=cast": False,
-          "precision.weights=cached": True}
-# What version 1 wrote whether it was used or not: no loss where the row has no such setting.
-UNUSED = {"memory.recompute_every": 1, "memory.recompute_budget": 0.5, "memory.loss_chunk": 1024,
-          "optimizer.decay_fraction": 0.2}
-
-
-def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings in the names of today; standard error says which had another."""
-    found, renamed = {}, []
-    for key, value in _leaves(values):
-        if key == "version" or value is None or UNUSED.get(key) == value:
-            continue
-        if key == "optimizer" and value == "adamw-8bit":
-            found |= {"optimizer": "adamw", "memory.moment_format": "int8"}
-            renamed.append("optimizer.name=adamw-8bit -> memory.moment_format=int8")
-            continue
-        new = RENAMED.get(key, key)
-        found[new] = VALUES.get(f"{key}={value}", value)
-        if new != key:
-            renamed.append(f"{key} -> {new}")
-    if renamed:
-        print(f"lpkit: read from an older version: {', '.join(renamed)}", file=sys.stderr)
+def _from_version_2(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What computes attention was the model's; standard error says that it moved."""
+    found = {key: value for key, value in _leaves(values) if key != "version"}
+    backend = found.pop("model.attention", "auto")
+    if backend != "auto":
+        found["system.attention"] = backend
+        print("lpkit: read from an older version: model.attention -> system.attention",
+              file=sys.stderr)
     return _nested(found)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
 
-# q (B, H, T, E), k and v (B, G, T, E) -> (B, H, T, E), causal
-Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+# q (B, H, T, E), k and v (B, G, T, E), ids of documents (B, T) int64 or None, a score (H,) of each
+# head's sink or None -> (B, H, T, E). A backend has the `techniques.attention.Rule` besides, by name
+Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
 
@@ -81,6 +82,11 @@ class Batch:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.present.values())
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """What a model reads besides tokens."""
+        return {} if self.document_ids is None else {"documents": self.document_ids}
 
     def to(self, device: torch.device) -> Batch:
         return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.present.items()})

@@ -34,28 +34,12 @@ def test_a_name_brings_the_settings_of_its_row():
     assert config.replace({"memory.recompute": "none"}) == Config()       # and what only the old row has goes with it
 
 
-OLD = """
-version: 1
-optimizer: {name: adamw-8bit, lr: 0.002, schedule: wsd, warmup_steps: 5, decay_fraction: 0.3, final_lr_ratio: 0.2}
-precision: {recipe: fp8-delayed, keep: [first, head], pad: null, history: 4, weights: cached, telemetry_every: 0}
-memory: {recompute: none, recompute_every: 1, recompute_budget: 0.5, saved: int8, loss: chunked, loss_chunk: 64,
-         parameters: bf16, optimizer_state: disk, update: after}
-batch: 8
-accumulate: 2
-"""
-
-
-def test_a_config_of_version_1_is_read_and_its_keys_are_named(capsys):
-    config = Config.from_yaml(OLD)
-    assert config == Config().replace({
-        "optimizer.lr": 0.002, "memory.moment_format": "int8", "schedule": "wsd", "schedule.warmup_steps": 5,
-        "schedule.decay_fraction": 0.3, "schedule.final_lr_ratio": 0.2, "precision.recipe": "fp8-delayed",
-        "precision.recipe.high_precision_layers": "first,head", "precision.recipe.history": 4,
-        "precision.cache_weight_casts": True, "memory.activation_offload": "int8", "memory.cross_entropy": "chunked",
-        "memory.cross_entropy.chunk_tokens": 64, "memory.param_dtype": "bf16", "memory.optimizer_state": "disk",
-        "global_batch": 8, "grad_accum_steps": 2})
+def test_a_config_of_version_2_is_read_and_says_what_moved(capsys):
+    config = Config.from_yaml("version: 2\nmodel: {layers: 2, attention: sdpa}\nsteps: 5")
+    assert config == Config().replace({"model.layers": 2, "system.attention": "sdpa", "steps": 5})
     (line,) = capsys.readouterr().err.splitlines()
-    assert "batch -> global_batch" in line and "memory.saved -> memory.activation_offload" in line
+    assert "model.attention -> system.attention" in line
+    assert Config.from_yaml("version: 2\nmodel: {attention: auto}") == Config() and not capsys.readouterr().err
 
 
 def test_derived_sizes_follow_a_change():
@@ -75,8 +59,7 @@ BAD = {
     "model.kv_heads=3": r"kv_heads may be 1, 2, 4",
     "model.norm=rmsnorn": r"did you mean 'rmsnorm'",
     "grad_accum_steps=3": r"grad_accum_steps may be 1, 2, 4, 8, 16",
-    "version=3": r"newer than this lpkit understands \(2\); upgrade lpkit",
-    "batch=4": r"no setting 'batch'; since version 2 it is 'global_batch'",
+    "version=4": r"newer than this lpkit understands \(3\); upgrade lpkit",
     "memory.recompute=blok": r"no memory.recompute 'blok'; did you mean 'block'",
     "memory.recompute.every=2": r"memory.recompute=none has no setting 'every'; selective, block have it",
     "memory.recompute.every.n=2": r"no setting 'memory.recompute.every.n'",

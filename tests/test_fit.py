@@ -29,7 +29,7 @@ from tests.attack import leaks, memory_full
 
 SMALL = Config().replace({
     "model.layers": 3, "model.width": 32, "model.heads": 2, "model.context": 64, "global_batch": 4,
-    "precision.recipe": "bf16", "model.attention": "sdpa", "system.device": "cpu", "system.compile": False})
+    "precision.recipe": "bf16", "system.attention": "sdpa", "system.device": "cpu", "system.compile": False})
 
 
 def room(nbytes: float):
@@ -128,12 +128,12 @@ def test_states_of_a_compiled_run_by_arithmetic(changes, each):
 
 def test_it_is_asked_of_what_a_run_uses_here():
     """Not of what "auto" might be: casts that are asked for and not kept, attention, precision."""
-    config = SMALL.replace({"precision.recipe": "mxfp8", "precision.cache_weight_casts": True, "model.attention": "auto"})
+    config = SMALL.replace({"precision.recipe": "mxfp8", "precision.cache_weight_casts": True, "system.attention": "auto"})
     decisions = decide(config)
     used = {key: choice.used for key, choice in decisions.choices.items()}
     asked = fit_here(config, decisions).config
     assert used["weight_casts"] == "cast" and not asked.precision.cache_weight_casts
-    assert asked.model.attention == used["attention"] != "auto"
+    assert asked.system.attention == used["attention"] != "auto"
 
 
 REFUSED = r"takes .* at its peak \(.*\), by a formula that is right to 2%, and cpu has .* left of .*; the largest of it: " \

@@ -103,7 +103,7 @@ def test_recomputed_gradients_are_the_same_bit_for_bit_under_every_recipe(recomp
 @pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "blocked"])
 def test_recomputed_gradients_are_the_same_with_every_attention(recompute, attention):
-    loses_nothing(SMALL.replace({**LLAMA, "model.attention": attention, "precision.recipe": "bf16"}),
+    loses_nothing(SMALL.replace({**LLAMA, "system.attention": attention, "precision.recipe": "bf16"}),
                   {"memory.recompute": recompute})
 
 
@@ -121,7 +121,7 @@ def test_recomputed_blocks_keep_their_input_alone():
 def test_selective_recomputation_keeps_the_products_and_attention():
     """By arithmetic, beyond a block's input: 3 D of qkv, D each of attention, its projection and down, F of up, and attention's
     log-sums, H."""
-    config = SMALL.replace({"model.attention": "sdpa", "model.mlp_width": 256})
+    config = SMALL.replace({"system.attention": "sdpa", "model.mlp_width": 256})
     block, selective = (held(config.replace({"memory.recompute": name})) for name in ("block", "selective"))
     assert selective - block == 2 * 4 * 32 * (6 * 128 + 256 + 2) * 4
 
@@ -286,9 +286,9 @@ def test_a_chunked_run_goes_on_where_it_was_and_evaluates_the_same(small, tmp_pa
 # ---- saved tensors
 
 @pytest.mark.parametrize("changes", [
-    {}, LLAMA, {"model.attention": "plain"}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"},
+    {}, LLAMA, {"system.attention": "plain"}, {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"},
     {"precision.recipe": "nvfp4"}, {"memory.recompute": "block"}, {"memory.recompute": "selective", "precision.recipe": "bf16"},
-    {"memory.recompute": "core-attention", "model.attention": "plain"},
+    {"memory.recompute": "core-attention", "system.attention": "plain"},
     {"memory.param_dtype": "bf16", "precision.recipe": "mxfp8", "precision.cache_weight_casts": True}], ids=str)
 @pytest.mark.parametrize("saved", ["cpu", "disk"])
 def test_what_is_moved_comes_back_bit_for_bit(saved, changes):
@@ -320,7 +320,7 @@ def parcels(config: Config):
 def test_activations_go_and_weights_and_statistics_stay(recipe, each):
     """GPT-2 style with fused attention: two norms' inputs, qkv's input, q, k, v and the output, what goes into up, gelu and
     down; and, where it is cast, the output's cast."""
-    config = SMALL.replace({"precision.recipe": recipe, "memory.activation_offload": "cpu", "model.attention": "sdpa"})
+    config = SMALL.replace({"precision.recipe": recipe, "memory.activation_offload": "cpu", "system.attention": "sdpa"})
     sent, stayed, model, _loss = parcels(config)
     N, D = 4 * 32, 128
     assert sorted(n for _, _, n in sent) == [N * D] * 2 * each
@@ -392,7 +392,7 @@ def held(config: Config) -> int:
 @pytest.mark.parametrize("saved, each", [("disk", 0), ("int8", 1 + 8 / 256), ("int4", 1 / 2 + 8 / 256), ("int2", 1 / 4 + 8 / 256)])
 def test_saved_bytes_go_down_by_what_arithmetic_says(saved, each):
     """10 tensors a block of N D numbers, 4 bytes before; to the byte."""
-    config = SMALL.replace({"model.attention": "sdpa"})
+    config = SMALL.replace({"system.attention": "sdpa"})
     numbers = 2 * 10 * 4 * 32 * 128
     assert held(config) - held(config.replace({"memory.activation_offload": saved})) == (4 - each) * numbers
 
@@ -615,7 +615,7 @@ def updated(config: Config, steps: int = 4) -> tuple[dict, int]:
     {"memory.optimizer_state": "cpu", "memory.optimizer_step": "in-backward"}], ids=str)
 def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
     """With streams beside the computation, and with the attention whose gradients do not depend on the order of atomics."""
-    config = SMALL.replace({"system.device": "cuda", "system.compile": False, "model.attention": "plain", "model.width": 512,
+    config = SMALL.replace({"system.device": "cuda", "system.compile": False, "system.attention": "plain", "model.width": 512,
                             "model.heads": 8, "model.layers": 6, "model.context": 256, "global_batch": 16, "precision.recipe": "bf16",
                             "optimizer.clip": 0})
     (want, whole), (found, less) = updated(config), updated(config.replace(changes))

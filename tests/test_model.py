@@ -164,7 +164,7 @@ def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)
               for heads in (4, kv_heads, kv_heads)]
-    ours, want = backend(name)(*inputs), plain(*inputs)
+    ours, want = backend(name, ModelConfig())(*inputs), plain(*inputs)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     d_out = torch.randn(want.shape, generator=rng, dtype=torch.float64)
     for got, expected in zip(torch.autograd.grad(ours, inputs, d_out), torch.autograd.grad(want, inputs, d_out)):

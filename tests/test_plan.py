@@ -178,7 +178,7 @@ def test_the_default_precision_is_one_that_lpkit_trains():
 @pytest.mark.parametrize("setting, changed", [
     ("optimizer=sgd", "optimizer"), ("precision.recipe=fp8-tensorwise", "precision"),
     ("memory.recompute=block", "recompute"), ("memory.param_dtype=bf16", "peak_bytes"),
-    ("memory.cross_entropy=chunked", "peak_bytes"), ("model.attention=plain", "step_seconds")])
+    ("memory.cross_entropy=chunked", "peak_bytes"), ("system.attention=plain", "step_seconds")])
 def test_a_plan_keeps_the_settings_that_it_is_given(setting, changed, capsys):
     first = []
     for more in ([], ["--set", setting]):
@@ -280,7 +280,7 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
     (["--set", "memory.recompute=blocks"], "did you mean 'block'?"),
     (["--set", "memory.cross_entropy=chunkd"], "did you mean 'chunked'?"),
     (["--set", "memory.activation_offload=cpu"], "plan has no seconds for memory.activation_offload=cpu"),
-    (["--set", "model.attention=flsh"], "there is no model.attention 'flsh'"),
+    (["--set", "system.attention=flsh"], "there is no system.attention 'flsh'"),
     (["--set", "memory.recomput=block"], "did you mean 'memory.recompute'?"),
     (["--machine", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16; it has fp32, fp16, int8"),
 ])

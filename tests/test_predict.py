@@ -60,7 +60,7 @@ odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
 
 def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
     with torch.device("meta"):
-        return Transformer(model, attention.backend(backend))
+        return Transformer(model, attention.backend(backend, model))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,7 +123,7 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("backend", sorted(ATTENTION))
 @odd
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision, recompute):
-    built = Transformer(model, attention.backend(backend))
+    built = Transformer(model, attention.backend(backend, model))
     if recompute == "core-attention":
         CoreAttention()(built)
     if precision == "bf16-pure":
@@ -165,7 +165,7 @@ def test_korthikanti_s_formula():
 def test_every_attention_backend_has_its_formula():
     """One row says both."""
     for name, row in ATTENTION.items():
-        assert attention.backend(name) is getattr(attention, name) and row.operations(MicroBatch(model=SMALL)).saved_bytes
+        assert attention.backend(name, SMALL) is getattr(attention, name) and row.operations(MicroBatch(model=SMALL)).saved_bytes
 
 
 def test_recomputed_blocks_keep_their_inputs():
@@ -255,7 +255,7 @@ def test_a_machine_without_bf16_computes_in_float32():
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
     config = Config().replace({"model.context": context, "precision.recipe": recipe})
-    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe=recipe, context=context)
+    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe=recipe, model=config.model)
     assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == chosen.used
 
 
@@ -263,20 +263,20 @@ def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_memory_follows_the_configs_attention(kind, used):
     config = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 4096})
-    asked, on = config.replace({"model.attention": used}), replace(CATALOGUE["h200"], kind=kind)
+    asked, on = config.replace({"system.attention": used}), replace(CATALOGUE["h200"], kind=kind)
     assert memory(asked, on) == memory(config, on, attention=used)
     if used == "plain":
         scores = config.model.L * config.model.H * config.model.T**2 * 2
         assert memory(asked, on).peak_bytes > memory(config, on, attention="sdpa").peak_bytes + scores
-    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe="bf16", context=4096)
+    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe="bf16", model=config.model)
     assert memory(config, on) == memory(config, on, attention=chosen.used)
     assert f"attention={used}" in next(row.formula for row in memory(asked, on).rows if row.name == "activations")
 
 
 def test_an_unknown_attention_is_refused():
-    with pytest.raises(ConfigError, match=r"model.attention 'spda'; did you mean 'sdpa'\?"):
-        Config().replace({"model.attention": "spda"})
-    with pytest.raises(ConfigError, match=r"model\.attention 'blokced'; did you mean 'blocked'\?"):
+    with pytest.raises(ConfigError, match=r"system.attention 'spda'; did you mean 'sdpa'\?"):
+        Config().replace({"system.attention": "spda"})
+    with pytest.raises(ConfigError, match=r"system\.attention 'blokced'; did you mean 'blocked'\?"):
         memory(Config(), "h200", attention="blokced")
 
 

@@ -60,9 +60,9 @@ class Parallel(nn.Module):
         self.norm1 = nn.LayerNorm(config.width, bias=config.bias)
         self.attention, self.mlp = Attention(config, attend), GeluMLP(config)
 
-    def forward(self, x, rotation=None, cache=None, layer=0):
+    def forward(self, x, rotation=None, cache=None, layer=0, documents=None):
         h = self.norm1(x)
-        return x + self.attention(h, rotation, cache, layer) + self.mlp(h)
+        return x + self.attention(h, rotation, cache, layer, documents) + self.mlp(h)
 
 
 def parallel_operations(s: blocks.MicroBatch):
@@ -71,7 +71,7 @@ def parallel_operations(s: blocks.MicroBatch):
     yield from (op for op in rest if op.name not in ("norm2", "add1"))
 
 
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, documents=None, sinks=None) -> Tensor:
     from lpkit.nn.attention import plain
 
     return plain(q, k, v)
@@ -150,8 +150,8 @@ TOYS = {    # family: the table, its row, what a Config says
     "init": (inits.INITS, Row(implementation=HERE + "small_init"), {"model.init": "toy"}),
     "block": (blocks.BLOCKS, blocks.Kind(operations=parallel_operations, implementation=HERE + "Parallel"),
               {"model.block": "toy"}),
-    "attention": (blocks.ATTENTION, blocks.Kind(operations=blocks.plain, implementation=HERE + "attend_plainly"),
-                  {"model.attention": "toy"}),
+    "attention": (blocks.ATTENTION, blocks.Backend(operations=blocks.plain, implementation=HERE + "attend_plainly"),
+                  {"system.attention": "toy"}),
     "recipe": (recipes.RECIPES, None, {"precision.recipe": "toy"}),
     "memory": (techniques.RECOMPUTE, techniques.Recompute(
         implementation=HERE + "first_blocks", settings=FirstHalf(), repeats=frozenset({"products", "attention", "pointwise"}),

@@ -16,7 +16,7 @@ def small():
 
     return lpkit.preset("cpu-3m").replace({
         "model.layers": 3, "model.width": 64, "model.heads": 2, "model.vocab": 2048, "model.context": 64, "global_batch": 8,
-        "model.attention": "sdpa", "precision.recipe": "fp32", "optimizer.clip": 0.0, "system.device": "cpu", "system.threads": 1})
+        "system.attention": "sdpa", "precision.recipe": "fp32", "optimizer.clip": 0.0, "system.device": "cpu", "system.threads": 1})
 
 
 def test_formula_and_step_agree_and_what_is_exact_is():

@@ -213,7 +213,7 @@ def test_an_estimate_is_never_below_its_floor(name):
         for recompute in ("none", "block"):
             for layout in (Layout(), Layout(shard=8, zero=1), Layout(shard=16, tensor=2)):
                 for attention in ("auto", "plain", "blocked"):
-                    config = preset(name).replace({"model.attention": attention})
+                    config = preset(name).replace({"system.attention": attention})
                     if name == "gpt2-1.5b" and layout.tensor > 1:
                         continue    # 25 heads
                     estimate, floor = (step_time(config, on, layout, recompute=recompute, efficiency=efficiency)
@@ -223,7 +223,7 @@ def test_an_estimate_is_never_below_its_floor(name):
 
 def test_the_floor_of_an_eager_step_by_hand():
     """Two roofs of each product, pointwise work at the memory's bandwidth, attention at its arithmetic."""
-    config = Config(global_batch=4).replace({"model.attention": "sdpa"})
+    config = Config(global_batch=4).replace({"system.attention": "sdpa"})
     floor, m = step_floor(config, H100, precision="fp32"), config.model
     linears = [p for p in products(m, batch=4) if not p.pairs]
     want = sum(max(2 * M * N * K / 67e12, 4 * (M * K + K * N + M * N) / 3.35e12) * p.calls
@@ -238,7 +238,7 @@ def test_the_floor_of_an_eager_step_by_hand():
 def test_attention_has_the_time_of_its_backend():
     """Scores that pass through memory take their passes; an unknown backend is refused, and not timed as another."""
     def seconds(name, on=H100):
-        return step_time(SMALL.replace({"model.attention": name}), on, efficiency=ASSUMED)["attention"].seconds
+        return step_time(SMALL.replace({"system.attention": name}), on, efficiency=ASSUMED)["attention"].seconds
 
     m = SMALL.model
     scores = SMALL.global_batch * m.H * m.T**2 * 2 * m.L

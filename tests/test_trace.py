@@ -21,7 +21,7 @@ SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4
 LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
          "model.tied": False, "model.kv_heads": 2}
 CONFIGS = {
-    "gpt2": {}, "llama": LLAMA, "plain attention": {"model.attention": "plain"}, "accumulated": {"grad_accum_steps": 4},
+    "gpt2": {}, "llama": LLAMA, "plain attention": {"system.attention": "plain"}, "accumulated": {"grad_accum_steps": 4},
     "a large vocabulary": LLAMA | {"model.vocab": 8192}, "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
     "recomputed": LLAMA | {"precision.recipe": "bf16", "memory.recompute": "block"},
     "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
@@ -53,7 +53,7 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
 def test_the_last_block_in_16_bits_hides_the_one_before():
     """nvfp4 keeps the last block in 16 bits; recomputed, the block before it is the first in 4 bits that backward meets, and
     there the peak lies."""
-    config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4", "memory.recompute": "selective", "model.attention": "sdpa"})
+    config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4", "memory.recompute": "selective", "system.attention": "sdpa"})
     traced, closed = predict_trace(config, device="cpu"), memory(config, hardware.machine())
     assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.005    # without amaxes 2% less, without the block 5%
 
@@ -61,7 +61,7 @@ def test_the_last_block_in_16_bits_hides_the_one_before():
 def test_shards_by_arithmetic():
     """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16; a block's gradients in
     float32 on their way, the next block's weights in bf16 on theirs."""
-    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8, "model.attention": "sdpa"})
+    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8, "system.attention": "sdpa"})
     m, count = config.model, parameter_count(config.model)
     outside = (m.V + m.T) * m.D + 2 * m.D
     block = (count - outside) // m.L

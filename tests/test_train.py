@@ -189,7 +189,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
 
 @pytest.mark.parametrize("setting, sentence", {
     "optimizer=adam": "did you mean 'adamw'", "schedule=cosin": "did you mean 'cosine'",
-    "model.init=gpt3": "did you mean 'gpt2'", "model.attention=sdqa": "did you mean 'sdpa'",
+    "model.init=gpt3": "did you mean 'gpt2'", "system.attention=sdqa": "did you mean 'sdpa'",
     "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "choose auto, cpu, cuda",
 }.items())
 def test_unknown_names_suggest_the_nearest(tiny, tmp_path, setting, sentence):

@@ -112,10 +112,10 @@ class Table(nn.Module):
         self.head = nn.Linear(5, 11, bias=False)
         nn.init.normal_(self.head.weight, generator=draw)
 
-    def hidden(self, x):
+    def hidden(self, x, documents=None):
         return self.rows[x]
 
-    def forward(self, x):
+    def forward(self, x, documents=None):
         return self.head(self.hidden(x))
 
 

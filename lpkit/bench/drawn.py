@@ -53,9 +53,9 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.5:         # sizes that tile
         changes |= {"model.width": 128, "model.head_dim": 32, "model.mlp_width": 384,
                     "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
-    for key in ("norm", "position", "mlp", "attention"):
-        table = getattr(blocks, f"{key}s".upper(), blocks.ATTENTION)
-        changes[f"model.{key}"] = draw.choice(list(table))
+    for key in ("norm", "position", "mlp"):
+        changes[f"model.{key}"] = draw.choice(list(getattr(blocks, f"{key}s".upper())))
+    changes["system.attention"] = draw.choice(list(blocks.ATTENTION))
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
     changes |= _row(draw, "precision.recipe", RECIPES)

@@ -75,7 +75,7 @@ TECHNIQUES: dict[str, Changes] = {
                            "model.context": 32},
 }
 SELECTIVE_SDPA = {"recompute selective, sdpa": {"memory.recompute": "selective",
-                                                "model.attention": "sdpa"}}
+                                                "system.attention": "sdpa"}}
 CASES: tuple[tuple[tuple[str, ...], dict[str, Changes]], ...] = (
     (("fp32", "bf16"), SHAPES),
     (CAST, {name: SHAPES[name] for name in ("as it is", "accumulated")}),

@@ -86,7 +86,7 @@ def _drawn(chance: random.Random) -> Case:
     style, width = chance.choice(STYLES), chance.choice((768, 1024, 1280, 1536, 2048))
     heads = width // chance.choice((64, 128))
     sizes = {"layers": chance.randint(4, 16), "width": width, "heads": heads,
-             "context": chance.choice((512, 1024, 2048)), "attention": "sdpa",
+             "context": chance.choice((512, 1024, 2048)),
              "vocab": chance.choice((32_000, 50_304, 65_536, 128_256))}
     if style == "llama":
         sizes |= published.STYLES[style] | {
@@ -94,7 +94,7 @@ def _drawn(chance: random.Random) -> Case:
             "mlp_width": 256 * chance.randint(width // 100, width // 70)}
     recipe = chance.choice(FP8)
     config = Config(model=ModelConfig(**sizes)).replace({
-        "global_batch": chance.choice((2, 4, 8, 16)),
+        "system.attention": "sdpa", "global_batch": chance.choice((2, 4, 8, 16)),
         "optimizer": chance.choice(("adamw", "lion", "momentum", "sgd")),
         "memory.recompute": chance.choice(("none", "none", "block")),
         "precision.recipe": chance.choice(("fp32", "bf16", "bf16", recipe))})

@@ -157,7 +157,7 @@ def _decide(config: Config, device: str) -> Decisions:
                                      why="assumed: a run decides by a race where it runs")
     if device == "cuda":
         chosen["attention"] = attention.choose(
-            config.model.attention, device_type=device, context=config.model.context,
+            config.system.attention, device_type=device, model=config.model,
             recipe=decisions.recipe.compute or "fp32")
         if config.precision.backend == "auto":
             chosen["backend"] = Choice(asked="auto",
@@ -319,7 +319,7 @@ def reconcile(config: Config, world_size: World = 1) -> Reconciled:
         device = torch.device(measured.chosen["device"].used).type
         config = config.replace({"precision.recipe": measured.chosen["precision"].used,
                                  "precision.backend": measured.chosen["backend"].used,
-                                 "model.attention": measured.chosen["attention"].used})
+                                 "system.attention": measured.chosen["attention"].used})
     traced = predict_trace(config, world_size, device=device)
     used = {key: choice.used for key, choice in traced.chosen.items()}
     said = memory(config.replace({"precision.recipe": used["precision"]}),

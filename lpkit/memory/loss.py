@@ -47,7 +47,7 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
                        autocast: AbstractContextManager) -> Tensor:
     """Mean nats per token, weighted where the batch has weights."""
     with autocast:
-        logits = model(batch.tokens)
+        logits = model(batch.tokens, **batch.beside)
     if batch.weights is None:
         return cross_entropy(logits, batch.targets)
     nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(),
@@ -60,7 +60,7 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
-        h = model.hidden(batch.tokens).flatten(0, 1)
+        h = model.hidden(batch.tokens, **batch.beside).flatten(0, 1)
         return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights)
 
 

@@ -1,39 +1,68 @@
-"""Attention backends: the same function, computed differently. `lpkit.techniques.blocks.ATTENTION`
-has their rows.
+"""Attention: kinds (which keys a query sees) by backends (who computes it).
 
-A backend is any `contracts.Attend`: (q, k, v) -> out with q (B, H, T, E), k and v (B, G, T, E),
-causal. `plain` is the definition; every other backend is tested against it.
+`lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.blocks.ATTENTION` those of
+the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition, does.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Choice
 from lpkit.errors import pick
 from lpkit.kernels.blocked_attention import BlockedAttention
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, choose_attention
 
+CAUSAL = Rule()
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v over the tokens so far. Holds the (B, H, T, T) scores."""
+
+def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
+    """Which of the keys at these places each of the queries sees: bool, (Tq, Tk), or with documents
+    (B, T) int64 (B, 1, Tq, Tk)."""
+    seen = rule.sees(queries[:, None], keys[None])
+    if not rule.documents:
+        return seen
+    same = documents[:, queries, None] == documents[:, None, keys]
+    return (seen & same)[:, None]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v over the tokens that the rule lets through. Holds the (B, H, T, T)
+    scores. A query that sees none gets zeros."""
     H, T, E = q.shape[-3:]
     # grouped heads share k and v
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT / math.sqrt(E)).masked_fill(future, -torch.inf)
-    return scores.softmax(-1) @ v
+    places = torch.arange(T, device=q.device)
+    hidden = ~sees(rule, places, places, documents)
+    scores = q @ k.mT / math.sqrt(E)
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    sink = sinks.type_as(scores)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ v
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+         sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """PyTorch's own choice of kernel (flash, memory-efficient, cuDNN or plain)."""
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if rule == CAUSAL:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    places = torch.arange(q.shape[2], device=q.device)
+    return F.scaled_dot_product_attention(q, k, v, sees(rule, places, places, documents),
+                                          enable_gqa=grouped)
 
 
-def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+            sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """Blocks of queries in the inputs' own dtype, for CPUs; see `kernels.blocked_attention`."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
@@ -45,13 +74,14 @@ def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def backend(name: str) -> Attend:
-    """Raises ConfigError for an unknown name."""
-    return pick(ATTENTION, name, "model.attention").load()
+def backend(name: str, model: ModelConfig) -> Attend:
+    """What `model` attends by. Raises ConfigError for an unknown name."""
+    call, rule = pick(ATTENTION, name, "system.attention").load(), model.attention.rule(model.T)
+    return call if rule == CAUSAL else partial(call, rule=rule)
 
 
-def choose(asked: str, *, device_type: str, recipe: str, context: int) -> Choice:
-    """What `model.attention=auto` means here."""
+def choose(asked: str, *, device_type: str, recipe: str, model: ModelConfig) -> Choice:
+    """What `system.attention=auto` means here."""
     used, why = choose_attention(asked, device=device_type, low_precision=recipe != "fp32",
-                                 context=context)
+                                 model=model)
     return Choice(asked=asked, used=used, why=why)

@@ -47,12 +47,15 @@ class Attention(nn.Module):
         super().__init__()
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
         self.qkv, self.out = linear(config, "attention.qkv"), linear(config, "attention.out")
-        self.q_norm = self.k_norm = None
+        self.q_norm = self.k_norm = self.sinks = None
+        if getattr(config.attention, "sinks", False):
+            self.sinks = nn.Parameter(torch.zeros(config.H))
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
     # (B, T, D) -> (B, T, D)
-    def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int,
+                documents: Tensor | None = None) -> Tensor:
         B, T, _ = x.shape
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
@@ -62,11 +65,13 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if rotation is not None:
             q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
-        attend = self.attend
         if cache is not None:
             k, v = cache.extend(layer, k, v)
-            attend = self.attend if cache.length == 0 else last_token
-        return self.out(attend(q, k, v).transpose(1, 2).reshape(B, T, -1))
+        if cache is None or cache.length == 0:
+            out = self.attend(q, k, v, documents, self.sinks)
+        else:
+            out = last_token(q, k, v)
+        return self.out(out.transpose(1, 2).reshape(B, T, -1))
 
 
 class Block(nn.Module):
@@ -79,8 +84,8 @@ class Block(nn.Module):
         self.norm2, self.mlp = norm(config), mlp(config)
 
     def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None,
-                layer: int = 0) -> Tensor:
-        delta = self.attention(self.norm1(x), rotation, cache, layer)
+                layer: int = 0, documents: Tensor | None = None) -> Tensor:
+        delta = self.attention(self.norm1(x), rotation, cache, layer, documents)
         x, h = add_norm(self.norm2, x, delta)
         return x + self.mlp(h)
 
@@ -100,7 +105,8 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None,
+               documents: Tensor | None = None) -> Tensor:
         """(B, T) -> (B, T, D), normalised. Raises ConfigError when T exceeds the context."""
         start, T = (0 if cache is None else cache.length), tokens.shape[1]
         if start + T > self.config.T:
@@ -110,13 +116,14 @@ class Transformer(nn.Module):
         x = self.positions.add(self.embed(tokens), start)
         rotation = self.positions.rotation(T, start, x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, cache, layer)
+            x = block(x, rotation, cache, layer, documents)
         if cache is not None:
             cache.length += T
         return self.norm(x)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        return self.head(self.hidden(tokens, cache))
+    def forward(self, tokens: Tensor, cache: KVCache | None = None,
+                documents: Tensor | None = None) -> Tensor:
+        return self.head(self.hidden(tokens, cache, documents))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

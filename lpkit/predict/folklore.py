@@ -170,10 +170,12 @@ SIZES = ("gpt2-124m", "gpt2-1.5b", "llama-8b", "llama-70b")
 STYLES, SHAPES = ("gpt2", "llama"), ("as it is", "deep", "wide, few tokens", "long", "accumulated")
 
 
-def _of(name: str, sequences: int, recipe: str = "bf16", **model: Any) -> Config:
+def _of(name: str, sequences: int, recipe: str = "bf16", attention: str = "auto",
+        **model: Any) -> Config:
     """A preset with one micro-batch of `sequences` an update."""
     return preset(name).replace({
         "global_batch": sequences, "grad_accum_steps": 1, "precision.recipe": recipe,
+        "system.attention": attention,
         **{f"model.{key}": value for key, value in model.items()}})
 
 

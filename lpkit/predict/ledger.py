@@ -159,10 +159,8 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
-    chosen, _ = blocks.choose_attention(attention or config.model.attention, device=on.kind,
-                                        low_precision=p.compute_bytes < FP32,
-                                        context=config.model.T)
-    pick(blocks.ATTENTION, chosen, "model.attention")
+    chosen, _ = blocks.choose_attention(attention or config.system.attention, device=on.kind,
+                                        low_precision=p.compute_bytes < FP32, model=config.model)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
                       compute_bytes=p.compute_bytes, residual_bytes=p.residual_bytes,

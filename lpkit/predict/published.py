@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from lpkit.config import Config, ModelConfig
+from lpkit.config import Config, ModelConfig, SystemConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.predict import evidence
@@ -170,8 +170,8 @@ class Run(Checked):
         attention = "plain" if self.attention == "plain" else "auto"
         return Config(global_batch=self.global_batch,
                       grad_accum_steps=self.global_batch // (self.micro_batch or 1),
-                      model=ModelConfig(**{name: getattr(self, name) for name in SHAPE}, **style,
-                                        attention=attention))
+                      system=SystemConfig(attention=attention),
+                      model=ModelConfig(**{name: getattr(self, name) for name in SHAPE}, **style))
 
     @property
     def published_seconds(self) -> float:

@@ -93,7 +93,7 @@ def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
         changed, slowdown = with_technique(config, name), None
         if technique.flops:
             slowdown = step_time(changed, machine).step_seconds / plain
-        found[name] = Predicted(memory=memory(changed, machine, attention=config.model.attention),
+        found[name] = Predicted(memory=memory(changed, machine, attention=config.system.attention),
                                 slowdown=slowdown)
     return found
 

@@ -6,14 +6,25 @@ A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, 
 documentation read the same row, so a technique is one row, here or outside, and one implementation.
 """
 
-from lpkit.techniques import blocks, changes, data, inits, memory, optimizers, recipes, schedules
+from lpkit.techniques import (
+    attention,
+    blocks,
+    changes,
+    data,
+    inits,
+    memory,
+    optimizers,
+    recipes,
+    schedules,
+)
 
 FAMILIES = {        # by the field of a Config that names a row
     "optimizer": optimizers.OPTIMIZERS,
     "schedule": schedules.SCHEDULES,
     "model.init": inits.INITS,
     "model.block": blocks.BLOCKS,
-    "model.attention": blocks.ATTENTION,
+    "model.attention": attention.KINDS,
+    "system.attention": blocks.ATTENTION,
     "data.policy": data.POLICIES,
     "precision.recipe": recipes.RECIPES,
     "memory.recompute": memory.RECOMPUTE,

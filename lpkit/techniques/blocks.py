@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lpkit.errors import ConfigError, pick
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.row import Row
 
 FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
@@ -130,6 +132,26 @@ class Kind(Row):
 
     operations: Callable[..., Any]
     turns: bool = False     # of positions: q and k are turned in each block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attending:
+    """What a backend is asked to do. `model` is a ModelConfig."""
+
+    model: Any
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "gpu"] = "cpu"
+
+    @property
+    def rule(self) -> Rule:
+        return self.model.attention.rule(self.model.T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend(Kind):
+    """`why_not`: why it cannot, in one clause, and the nearest that can; empty: it can."""
+
+    why_not: Callable[[Attending], str] = lambda asked: ""
 
 
 # Linears, norms and additions.
@@ -360,11 +382,23 @@ POSITIONS: dict[str, Kind] = {
     "rope": Kind(operations=rope, implementation="lpkit.nn.layers:RotaryPositions", turns=True,
                  source="Su et al. 2021, https://arxiv.org/abs/2104.09864"),
 }
-ATTENTION: dict[str, Kind] = {
-    "plain": Kind(operations=plain, implementation="lpkit.nn.attention:plain"),
-    "sdpa": Kind(operations=sdpa, implementation="lpkit.nn.attention:sdpa",
-                 source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
-    "blocked": Kind(operations=blocked, implementation="lpkit.nn.attention:blocked"),
+def _no_scores_changed(asked: Attending) -> str:
+    rule = asked.rule
+    if rule.soft_cap is not None:
+        return "cannot cap scores; plain can"
+    return "has no sinks; plain has" if rule.sinks else ""
+
+
+ATTENTION: dict[str, Backend] = {
+    "plain": Backend(why="the definition", operations=plain,
+                     implementation="lpkit.nn.attention:plain"),
+    "sdpa": Backend(why="PyTorch's fused kernels", operations=sdpa,
+                    implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
+                    source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
+    "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
+                       implementation="lpkit.nn.attention:blocked",
+                       why_not=lambda asked: "" if asked.rule == Rule() else
+                       "computes full attention alone; plain computes every kind"),
 }
 BLOCKS: dict[str, Kind] = {
     "pre-norm": Kind(operations=pre_norm, why="a norm before attention and before the MLP, whose "
@@ -434,11 +468,20 @@ def operations(s: MicroBatch) -> Operations:
 
 
 def choose_attention(asked: str, *, device: str, low_precision: bool,
-                     context: int) -> tuple[str, str]:
-    """The backend on a kind of device, and why. See `lpkit bench attention-cpu`."""
+                     model: Any) -> tuple[str, str]:
+    """The backend on a kind of device, and why. See `lpkit bench attention-cpu`. Raises ConfigError
+    for one that cannot."""
+    given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
+                      device="cpu" if device == "cpu" else "gpu")
     if asked != "auto":
+        problem = pick(ATTENTION, asked, "system.attention").why_not(given)
+        if problem:
+            raise ConfigError(f"system.attention={asked} {problem}")
         return asked, "asked for"
-    if device == "cpu" and low_precision and context <= BLOCKED_CONTEXT:
+    if given.rule != Rule():
+        able = [name for name, row in ATTENTION.items() if not row.why_not(given)]
+        return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
+    if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT:
         return "blocked", ("PyTorch's CPU flash kernel computes in float32 whatever it is given; "
                            "blocks of low-precision products are faster")
     return "sdpa", "PyTorch picks the fastest fused kernel for this device and dtype"

@@ -105,7 +105,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
             name, recipe, backends.BACKENDS[backend.used], device,
             compiled=compiled.used != OFF, forwards=forwards)
     chosen["attention"] = attention.choose(
-        config.model.attention, device_type=device.type, context=config.model.context,
+        config.system.attention, device_type=device.type, model=config.model,
         recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
     chosen |= memory.choose(config, recipe, device)
     kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
@@ -148,7 +148,7 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
 def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
     """The model as its init leaves it, on `device`."""
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, attend=attention.backend(attend))
+    model = Transformer(config.model, attend=attention.backend(attend, config.model))
     INITS[config.model.init.name].load()(model)
     # a fake one is made where it belongs, and cannot move
     if next(model.parameters()).device.type != device.type:
@@ -167,7 +167,7 @@ def fit_here(config: Config, decisions: Decisions) -> Fit:
     """An update as `decisions` have it, in what the device has left. Under 2 ms."""
     used = {key: choice.used for key, choice in decisions.choices.items()}
     config = config.replace({
-        "precision.recipe": used["precision"], "model.attention": used["attention"],
+        "precision.recipe": used["precision"], "system.attention": used["attention"],
         "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
     return fit(config, hardware.room(decisions.device), compiled=used["compile"] != OFF)
 

@@ -82,10 +82,10 @@ class _HiddenKnown:
     def __init__(self, h: Tensor, head: nn.Module):
         self.h, self.head = h, head
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, **beside: Tensor) -> Tensor:
         return self.h
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, **beside: Tensor) -> Tensor:
         return self.head(self.h)
 
 
@@ -99,7 +99,7 @@ def with_head(loss: Loss, autocast: AbstractContextManager,
 
     def whole(model: nn.Module, batch: Batch) -> Tensor:
         with autocast:
-            h = model.hidden(batch.tokens)
+            h = model.hidden(batch.tokens, **batch.beside)
         return tail(h, model.head, batch)
 
     return whole

@@ -1,0 +1,161 @@
+"""Kinds of attention: which keys a query sees, and how scores become weights. No torch.
+
+A kind changes what a model computes and belongs to it (`model.attention`); a backend computes the
+same numbers in another way and belongs to the machine (`system.attention`). Each kind says its
+`Rule` for a context; every backend computes any rule, or says why not.
+
+    softmax kinds   weights = softmax(cap(q k^T / sqrt(E)) over the keys that the rule lets through,
+                    and over a learned score that belongs to no key, where there are sinks)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lpkit.techniques.row import Row, Settings
+from lpkit.values import Count, CountOrZero, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Causal always: key j is in the past of query i, or is i itself. Of those, what is left out.
+
+    window          a query sees this many keys, itself included; None: all
+    global_tokens   the first ones, which every query sees besides (Longformer)
+    block, blocks   queries and keys in blocks of `block`; blocks[a][b]: those of block a see those
+                    of block b
+    documents       a query sees its own document alone: by ids that come with each batch
+    soft_cap        scores s become soft_cap * tanh(s / soft_cap)
+    sinks           each head has a learned score that takes weight and gives nothing
+    """
+
+    window: int | None = None
+    global_tokens: int = 0
+    block: int = 0
+    blocks: tuple[tuple[bool, ...], ...] | None = None
+    documents: bool = False
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def sees(self, i: Any, j: Any) -> Any:
+        """Whether query i sees key j, but for documents. Integers, or tensors that broadcast."""
+        seen = j <= i
+        if self.window is not None:
+            seen = seen & ((i - j < self.window) | (j < self.global_tokens))
+        if self.blocks is not None:
+            a, b = i // self.block, j // self.block
+            table = self.blocks[a][b] if isinstance(i, int) else i.new_tensor(self.blocks)[a, b] > 0
+            seen = seen & table
+        return seen
+
+    def spans(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Ranges of keys, in order and apart, with all that queries first to last - 1 see."""
+        start = 0 if self.window is None else max(0, first - self.window + 1)
+        spans = [(start, last)]
+        if 0 < self.global_tokens and start:
+            spans = [(0, min(self.global_tokens, last)), (start, last)]
+            if self.global_tokens >= start:
+                spans = [(0, last)]
+        if self.blocks is None:
+            return spans
+        size, found = self.block, []
+        rows = self.blocks[first // size:(last - 1) // size + 1]
+        for begin, end in spans:
+            for b in range(begin // size, (end - 1) // size + 1):
+                if not any(row[b] for row in rows):
+                    continue
+                one = max(begin, b * size), min(end, (b + 1) * size)
+                if found and found[-1][1] == one[0]:
+                    one = found.pop()[0], one[1]
+                found.append(one)
+        return found
+
+    def hides(self, first: int, last: int, begin: int, end: int) -> bool:
+        """Whether, of queries first to last - 1 and keys begin to end - 1, there is a pair that is
+        left out, documents apart: else no mask is needed."""
+        if end - 1 > first:
+            return True
+        if self.window is not None and last - begin > self.window and end > self.global_tokens:
+            return True
+        if self.blocks is None:
+            return False
+        size = self.block
+        return not all(all(row[begin // size:(end - 1) // size + 1])
+                       for row in self.blocks[first // size:(last - 1) // size + 1])
+
+    def pairs(self, T: int) -> int:
+        """Of T x T, how many a query sees; documents apart."""
+        if self.blocks is not None:
+            return sum(self.sees(i, j) for i in range(T) for j in range(i + 1))
+        if self.window is None:
+            return T * (T + 1) // 2
+        W, G = min(self.window, T), min(self.global_tokens, T)
+        near = W * (W + 1) // 2 + (T - W) * W
+        past = max(0, T - W)        # queries W, W + 1, ... see min(G, i - W + 1) keys besides
+        full = max(0, past - G)
+        return near + (past - full) * (past - full + 1) // 2 + full * G
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax(Settings):
+    """Every softmax kind can be capped, and have sinks."""
+
+    where = "model.attention."
+
+    soft_cap: Positive | None = None    # as Gemma 2, 50
+    sinks: bool = False                 # as gpt-oss
+
+    def rule(self, T: int) -> Rule:
+        return Rule(soft_cap=self.soft_cap, sinks=self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Softmax):
+    size: Count = 256
+    global_tokens: CountOrZero = 0
+
+    def rule(self, T: int) -> Rule:
+        return Rule(window=self.size, global_tokens=self.global_tokens, soft_cap=self.soft_cap,
+                    sinks=self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSparse(Softmax):
+    """The latest `local` blocks, and of those before every `stride`-th."""
+
+    block: Count = 64
+    local: Count = 2
+    stride: Count = 4
+
+    def rule(self, T: int) -> Rule:
+        count = -(-T // self.block)
+        blocks = tuple(tuple(0 <= a - b < self.local or (b < a and b % self.stride == 0)
+                             for b in range(count)) for a in range(count))
+        return Rule(block=self.block, blocks=blocks, soft_cap=self.soft_cap, sinks=self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents(Softmax):
+    def rule(self, T: int) -> Rule:
+        return Rule(documents=True, soft_cap=self.soft_cap, sinks=self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind(Row):
+    """`settings` has `rule(context)`, the Rule of every softmax kind."""
+
+
+KINDS: dict[str, AttentionKind] = {
+    "full": AttentionKind(why="every token so far", settings=Softmax(),
+                 source="Vaswani et al. 2017, https://arxiv.org/abs/1706.03762"),
+    "window": AttentionKind(why="the latest tokens, and the first ones where they are global",
+                   settings=Window(),
+                   source="Beltagy et al. 2020, https://arxiv.org/abs/2004.05150"),
+    "block-sparse": AttentionKind(why="blocks of tokens: the latest, and every few before",
+                         settings=BlockSparse(),
+                         source="Child et al. 2019, https://arxiv.org/abs/1904.10509"),
+    "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
+                      settings=Documents(),
+                      source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
+}
