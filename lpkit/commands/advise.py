@@ -2,11 +2,10 @@
 reasons.
 
     lpkit advise gpt2-124m --machine h200
-    lpkit advise cpu-3m --machine this --measure --seeds 3 --steps 60
+    lpkit advise cpu-3m --machine this
 """
 
 import argparse
-import sys
 from typing import Any
 
 from lpkit.commands import asked, machine, settings_and_machine
@@ -19,10 +18,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
                         help="consider only this one; repeatable")
-    parser.add_argument("--measure", action="store_true", help="settle it with short real runs on "
-                        "this machine")
-    parser.add_argument("--seeds", type=int, default=3, help="of the real runs (%(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="of each real run (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -30,9 +25,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.studies.advice import advise, claims
 
     config = resolve(args.target, asked(args))
-    here = args.machine == "this" or args.measure
-    advice = advise(config, _here() if here else machine(args.machine), recipes=args.recipe,
-                    seeds=args.seeds, steps=args.steps, train=_train if args.measure else None)
+    on = _here() if args.machine == "this" else machine(args.machine)
+    advice = advise(config, on, recipes=args.recipe)
     return {"target": args.target, **advice.to_dict(), "claims": claims().to_dict()}
 
 
@@ -47,13 +41,6 @@ def _here():
             or hardware.machine())
 
 
-def _train(config, *, out):
-    import lpkit
-
-    print(f"advise: {out.name}, {config.steps} steps", file=sys.stderr)
-    return lpkit.train(config, out=out)
-
-
 def text(result: dict[str, Any]) -> str:
     rows = [("recipe", "runs", "step", "speed", "Linears", "memory")]
     for plan in result["plans"]:
@@ -65,12 +52,5 @@ def text(result: dict[str, Any]) -> str:
     lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; a step in "
              f"{result['base']} takes {duration(result['plans'][0]['base_step_seconds'])}, by "
              f"formula", text_table(rows, indent="  ")]
-    if result["measured"]:
-        lines += ["", "measured, seed by seed:"]
-    for one in result["measured"]:
-        losses = ", ".join(f"{loss:.3f}" for loss in one["losses"])
-        speedups = ", ".join("not reached" if s is None else f"{s:.2f}x" for s in one["speedups"])
-        lines.append(f"  {one['recipe']}: {duration(one['step_seconds'])} a step, losses {losses}; "
-                     f"at equal loss {speedups}")
     return "\n".join([*lines, "", f"  efficiency: {result['efficiency']['source']}",
                       *(f"  {source}" for source in result["sources"])])

@@ -1,9 +1,7 @@
 """Will low precision be faster for me? A verdict for one config on one machine, and what it rests
 on.
 
-    advise(config, "h200")                          by formula, in a millisecond
-    advise(config, machine, train=lpkit.train)      and by short real runs on this machine, several
-                                                    seeds each
+    advise(config, "h200")      by formula, in a millisecond
 
 The formula is `lpkit.predict.precision`: the step that `lpkit plan` prices, with the recipe's casts
 and without. What a machine reaches of its datasheet is, in this order: a recorded `fp8-linear`
@@ -19,8 +17,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,7 +41,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, SCALES, resolve
 from lpkit.techniques.recipes import Recipe as Row
-from lpkit.values import Count, Text, checked
+from lpkit.values import Text, checked
 
 BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
@@ -56,10 +53,6 @@ MEASURED = resource("data/measured")
 MANY_KERNELS_TRAFFIC = 12
 # the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
 NOISY_CAST_TRAFFIC = 7
-WINDOW = 5      # steps whose mean loss counts as the loss of a moment
-
-Train = Callable[..., Any]      # lpkit.train: (config, out=folder) -> Run
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -94,28 +87,6 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Short real runs: each seed of a recipe beside the same seed of the base."""
-
-    recipe: str
-    step_seconds: float
-    losses: tuple[float, ...]                   # at the end, by seed
-    seconds_to_equal_loss: tuple[float | None, ...]  # until the base's last loss; None: not reached
-    speedups: tuple[float | None, ...]          # at equal loss, by seed
-
-    @property
-    def reached(self) -> list[float]:
-        """The speedups of the seeds that got there."""
-        return [speedup for speedup in self.speedups if speedup is not None]
-
-    @property
-    def speedup(self) -> float | None:
-        """Median; None when most seeds did not get there."""
-        most = 2 * len(self.reached) > len(self.speedups)
-        return statistics.median(self.reached) if most else None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Advice:
     """What to do, in `sentence`; everything else is why."""
 
@@ -125,7 +96,6 @@ class Advice:
     sentence: str
     plans: tuple[Plan, ...]
     efficiency: Efficiency
-    measured: tuple[Measured, ...] = ()
 
     def __getitem__(self, recipe: str) -> Plan:
         return next(plan for plan in self.plans if plan.recipe == recipe)
@@ -144,7 +114,6 @@ class Advice:
         """JSON-ready."""
         return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
                 "machine": self.machine, "plans": [plan.to_dict() for plan in self.plans],
-                "measured": [{**asdict(one), "speedup": one.speedup} for one in self.measured],
                 "efficiency": asdict(self.efficiency),
                 "sources": [f"worth it above {MIN_WORTHWHILE_SPEEDUP}x: {WORTH_SOURCE}"]}
 
@@ -169,16 +138,12 @@ def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
 
 @checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
-           base: Text | None = None, train: Train | None = None, seeds: Count = 3,
-           steps: Count = 60,
-           measured: Path = MEASURED) -> Advice:
+           base: Text | None = None, measured: Path = MEASURED) -> Advice:
     """Which recipe to train `config` with on one `machine`, a name of the catalogue or one that was
     measured here.
 
     recipes   rows to consider; None: every one that casts
     base      what to beat: bf16, fp16 or fp32; None: the fastest of what the machine has
-    train     `lpkit.train`, to settle it by running: the two best and 16 bits, `steps` steps of
-              `seeds` seeds each. The machine must then be the one at hand
     measured  the folder of recorded benches
     Raises ConfigError for an unknown machine or recipe, or settings that go with none.
     """
@@ -197,14 +162,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         plans.append(_plan(name, row, config, on, base, efficiency, recorded))
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = _verdict(plans, on, base)
-    advice = Advice(machine=on.title, base=base, choice=choice, sentence=sentence,
-                    plans=tuple(plans), efficiency=efficiency)
-    if train is None:
-        return advice
-    runs = measure(config, base, [plan.recipe for plan in plans[:2]], train, seeds=seeds,
-                   steps=steps)
-    choice, sentence = _settled(runs, on, {plan.recipe: plan.status for plan in plans})
-    return replace(advice, choice=choice, sentence=sentence, measured=runs)
+    return Advice(machine=on.title, base=base, choice=choice, sentence=sentence,
+                  plans=tuple(plans), efficiency=efficiency)
 
 
 def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficiency: Efficiency,
@@ -335,76 +294,6 @@ def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficienc
 _TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
                      casts=dict.fromkeys(("y", "dx", "dw"),
                                          (Operand(bits=8, transposes=True),) * 2))
-
-
-# Short real runs.
-
-def measure(config: Config, base: str, recipes: Sequence[str], train: Train, *, seeds: int = 3,
-            steps: int = 60) -> tuple[Measured, ...]:
-    """Train `base` and each of `recipes` for `steps` steps with each seed, and compare the times to
-    an equal loss.
-
-    The target of a seed is the base's loss at its end, a mean over WINDOW steps. Raises ConfigError
-    for too few steps.
-    """
-    if steps < 2 * WINDOW:
-        raise ConfigError(f"measuring takes at least {2 * WINDOW} steps, got {steps}")
-    short = {"steps": steps, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1,
-             "schedule": "constant",
-             "schedule.warmup_steps": min(getattr(config.schedule, "warmup_steps", steps),
-                                          steps // 10)}
-    names = (base, *recipes)
-    curves: dict[str, list[list[float]]] = {name: [] for name in names}     # losses by seed
-    seconds = dict.fromkeys(names, float("inf"))        # of a step, of the least disturbed run
-    with tempfile.TemporaryDirectory(prefix="lpkit-advise-") as folder:
-        for seed in range(seeds):
-            for name in names:      # in turns, so that a slow moment meets all of them
-                run = train(config.replace({**short, "seed": seed, "precision.recipe": name}),
-                            out=Path(folder) / f"{name}-{seed}")
-                losses = [line["loss"] for line in run.metrics]
-                curves[name].append([statistics.fmean(losses[i:i + WINDOW])
-                                     for i in range(steps - WINDOW + 1)])
-                # the lower quartile, for a machine that is shared; the first ones left out
-                times = [line["step_seconds"] for line in run.metrics[2:]]
-                seconds[name] = min(seconds[name], statistics.quantiles(times, n=4)[0])
-    found, bases = [], []
-    for name in names:
-        to_equal = []
-        for curve, base_curve in zip(curves[name], curves[base], strict=True):
-            reached = [i + WINDOW for i, loss in enumerate(curve) if loss <= base_curve[-1]]
-            to_equal.append(reached[0] * seconds[name] if reached else None)
-        bases = bases or to_equal
-        speedups = [theirs / mine if mine else None for mine, theirs in zip(to_equal, bases)]
-        found.append(Measured(
-            recipe=name, step_seconds=seconds[name], seconds_to_equal_loss=tuple(to_equal),
-            losses=tuple(curve[-1] for curve in curves[name]), speedups=tuple(speedups)))
-    return tuple(found)
-
-
-def _settled(runs: Sequence[Measured], on: Machine, statuses: Mapping[str, str]) -> tuple[str, str]:
-    """Choice and sentence. The first is the base. A gain must exceed what the seeds differ by;
-    emulation, which does more, cannot gain."""
-    first, *others = runs
-    base = first.recipe
-    reached = [run for run in others if run.speedup is not None]
-    if not reached:
-        return (base, f"{base}: none of {', '.join(run.recipe for run in others)} reached its loss "
-                f"in these runs")
-    best = max(reached, key=lambda run: run.speedup)
-    seeds, least = len(best.speedups), min(best.reached)
-    spread = f"{least:.2f} to {max(best.reached):.2f} over {seeds} seeds"
-    if statuses[best.recipe] != "native":
-        why = "it is emulated here, which does more work, so what is above 1 is noise"
-    elif seeds == 1:
-        why = "one seed is no evidence"
-    elif least <= 1 or len(best.reached) < seeds:
-        why = "the seeds do not agree on a gain"
-    else:
-        return best.recipe, (f"{best.recipe}: reaches the loss of {base} {best.speedup:.2f} times "
-                             f"as fast on {on.title}, measured ({spread})")
-    return base, (f"{base}: measured on {on.title}, {best.recipe} takes "
-                  f"{best.step_seconds / first.step_seconds:.2f} times as long for a step and "
-                  f"reaches an equal loss at {best.speedup:.2f} times the speed ({spread}); {why}")
 
 
 # What others published, beside the formula. Theirs: conditions and versions are in the sources.
