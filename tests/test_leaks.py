@@ -65,7 +65,8 @@ def cases() -> dict[str, dict]:
               for name in ("mxfp8", "fp8-delayed")]
     found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {}) for name in optimizers.OPTIMIZERS]
     found += [{"schedule": name} for name in schedules.SCHEDULES]
-    found += [{"system.attention": name} for name in blocks.ATTENTION]
+    found += [{"system.attention": name} for name, row in blocks.ATTENTION.items()
+              if not row.why_not(blocks.Attending(model=Config().model))]
     found += [{"data.policy": name} for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():
         table = field.metadata["table"]

@@ -35,9 +35,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """softmax(q k^T / sqrt(E)) v over the tokens that the rule lets through. Holds the (B, H, T, T)
     scores. A query that sees none gets zeros."""
-    H, T, E = q.shape[-3:]
-    # grouped heads share k and v
-    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)    # grouped heads share k and v
+    return probabilities(q, k, documents, sinks, rule=rule) @ v
+
+
+def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
+                  sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+    """softmax(q k^T / sqrt(E)), (B, H, T, T), over the tokens that the rule lets through."""
+    T, E = q.shape[-2:]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     places = torch.arange(T, device=q.device)
     hidden = ~sees(rule, places, places, documents)
     scores = q @ k.mT / math.sqrt(E)
@@ -45,9 +51,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is None:
-        return scores.softmax(-1) @ v
+        return scores.softmax(-1)
     sink = sinks.type_as(scores)[:, None, None].expand(*scores.shape[:3], 1)
-    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ v
+    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,

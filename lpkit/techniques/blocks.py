@@ -14,6 +14,7 @@ to a measured step, to the byte.
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
@@ -136,11 +137,15 @@ class Kind(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Attending:
-    """What a backend is asked to do. `model` is a ModelConfig."""
+    """What a backend is asked to do. `model` is a ModelConfig, whose heads are E numbers wide and
+    share G keys and values. `here`: on this machine, so that what is not installed cannot;
+    `capability`: of its GPU, where it is known."""
 
     model: Any
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "gpu"] = "cpu"
+    here: bool = False
+    capability: tuple[int, int] | None = None
 
     @property
     def rule(self) -> Rule:
@@ -149,9 +154,82 @@ class Attending:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(Kind):
-    """`why_not`: why it cannot, in one clause, and the nearest that can; empty: it can."""
+    """`why_not`: why it cannot, in one clause, and the nearest that can; empty: it can.
+
+    assumed:  predictions may take it for `auto`; others have to be verified and raced first.
+    rounding: of what it casts to fewer bits by design, relative; such a one is used by name alone.
+    """
 
     why_not: Callable[[Attending], str] = lambda asked: ""
+    assumed: bool = True
+    rounding: float = 0.0
+
+
+HALF = ("bfloat16", "float16")
+WORDS = {"window": "windows", "global_tokens": "global tokens", "blocks": "sparse blocks",
+         "documents": "documents", "soft_cap": "cap on scores", "sinks": "sinks"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """A row's `why_not`, from what its library takes. Softmax kinds alone."""
+
+    rule: tuple[str, ...] = ()          # of WORDS, what it computes besides full attention
+    masks_on_cpu: tuple[str, ...] = ()  # and there
+    gpu_alone: str = "runs on a GPU alone"      # empty: on a CPU too
+    dtypes: tuple[str, ...] = HALF      # on a GPU
+    grouped: bool = True                # k and v may have fewer heads
+    widest: int = 0                     # head; 0: any. Multiples of `multiple`
+    multiple: int = 1
+    capability: tuple[int, int] = (0, 0)
+    package: str = ""                   # that has to be installed
+
+    def __call__(self, asked: Attending) -> str:
+        said = next(self._problems(asked), "")
+        return f"{said}; {nearest(asked)} can" if said else ""
+
+    def _problems(self, asked: Attending) -> Iterator[str]:
+        m, rule, on_gpu = asked.model, asked.rule, asked.device == "gpu"
+        if rule is None:
+            yield f"computes softmax attention, not {m.attention.name}"
+            return
+        if self.gpu_alone and not on_gpu:
+            yield self.gpu_alone
+        if asked.here and self.package and not _installed(self.package):
+            yield f"needs the package {self.package}, which is not installed here"
+        if on_gpu and asked.capability is not None and asked.capability < self.capability:
+            yield "needs compute capability {}.{}, and here is {}.{}".format(*self.capability,
+                                                                             *asked.capability)
+        if on_gpu and asked.dtype not in self.dtypes:
+            yield f"takes {' or '.join(self.dtypes)}, not {asked.dtype}"
+        can = self.rule if on_gpu else self.rule + self.masks_on_cpu
+        for name, word in WORDS.items():
+            if name not in can and getattr(rule, name) != getattr(FULL, name):
+                yield f"has no {word}"
+        if on_gpu and not self.grouped and m.G != m.H:
+            yield f"has no grouped heads, {m.H} on {m.G}"
+        if on_gpu and ((self.widest and m.E > self.widest) or m.E % self.multiple):
+            room = f"up to {self.widest}" if self.widest else "wide"
+            kind = f" that are multiples of {self.multiple}" if self.multiple > 1 else ""
+            yield f"takes heads {room}{kind}, not {m.E}"
+
+
+FULL = Rule()
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def nearest(asked: Attending) -> str:
+    """A backend that can, and needs nothing: PyTorch's own before the others."""
+    able = [name for name, row in ATTENTION.items()
+            if row.assumed and not row.why_not(asked)]
+    return "sdpa" if "sdpa" in able else able[0]
 
 
 # Linears, norms and additions.
@@ -382,6 +460,28 @@ POSITIONS: dict[str, Kind] = {
     "rope": Kind(operations=rope, implementation="lpkit.nn.layers:RotaryPositions", turns=True,
                  source="Su et al. 2021, https://arxiv.org/abs/2104.09864"),
 }
+
+def sdpa_math(s: MicroBatch) -> Op:
+    """As plain in float32, without the mask; q and k scaled anew."""
+    m, heads = s.model, s.model.H * s.model.E
+    is_view = s.heads_are_views and m.G == m.H and s.compute_bytes == FP32
+    v = _kept_qkv(s) if is_view else heads
+    wide = FP32 // s.compute_bytes
+    scores, given = s.batch * m.H * m.T * m.T * FP32, s.tokens * heads * s.compute_bytes
+    return _attention(s, numbers=wide * (2 * heads + v), views=v if is_view else 0, saved=scores,
+                      out=3 * given, work=given * wide + 2 * scores, score_passes=(8, 12))
+
+
+def fp8(s: MicroBatch) -> Op:
+    """As plain, emulated: q, k, v and the probabilities are copied when they are cast."""
+    m, heads = s.model, s.model.H * s.model.E
+    pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
+    softmax = FP32 if s.kind == "gpu" and s.compute_bytes < FP32 else 0
+    return _attention(s, numbers=3 * heads, views=0, out=3 * given,
+                      saved=m.T * m.T + pairs * (2 * s.compute_bytes + softmax),
+                      work=given + 2 * pairs * s.compute_bytes, score_passes=(10, 12))
+
+
 def _no_scores_changed(asked: Attending) -> str:
     rule = asked.rule
     if rule.soft_cap is not None:
@@ -389,6 +489,7 @@ def _no_scores_changed(asked: Attending) -> str:
     return "has no sinks; plain has" if rule.sinks else ""
 
 
+MASKS = ("window", "global_tokens", "blocks", "documents")
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=plain,
                      implementation="lpkit.nn.attention:plain"),
@@ -399,6 +500,74 @@ ATTENTION: dict[str, Backend] = {
                        implementation="lpkit.nn.attention:blocked",
                        why_not=lambda asked: "" if asked.rule == Rule() else
                        "computes full attention alone; plain computes every kind"),
+    # PyTorch's kernels by name: without room for a mask on a GPU, but for two
+    "sdpa-flash": Backend(
+        why="PyTorch's flash kernel, or none", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:sdpa_flash",
+        why_not=Limits(gpu_alone="", masks_on_cpu=MASKS, widest=256, capability=(8, 0)),
+        source="Dao 2023, https://arxiv.org/abs/2307.08691"),
+    "sdpa-efficient": Backend(
+        why="PyTorch's memory-efficient kernel, or none", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:sdpa_efficient",
+        why_not=Limits(rule=MASKS, dtypes=("float32", *HALF), grouped=False),
+        source="Rabe and Staats 2021, https://arxiv.org/abs/2112.05682"),
+    "sdpa-cudnn": Backend(
+        why="cuDNN's kernel, or none", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:sdpa_cudnn",
+        why_not=Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0)),
+        source="https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html"),
+    "sdpa-math": Backend(
+        why="PyTorch's own formula, with all T x T scores", operations=sdpa_math, assumed=False,
+        implementation="lpkit.nn.library_attention:sdpa_math",
+        why_not=Limits(gpu_alone="", masks_on_cpu=MASKS, rule=MASKS,
+                       dtypes=("float64", "float32", *HALF)),
+        source="https://docs.pytorch.org/docs/stable/generated/"
+               "torch.nn.functional.scaled_dot_product_attention.html"),
+    "sdpa-fa3": Backend(
+        why="FlashAttention 3 in the place of PyTorch's flash kernel", operations=sdpa,
+        assumed=False, implementation="lpkit.nn.library_attention:sdpa_fa3",
+        why_not=Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3"),
+        source="Shah et al. 2024, https://arxiv.org/abs/2407.08608"),
+    "sdpa-fa4": Backend(
+        why="FlashAttention 4 in the place of PyTorch's flash kernel", operations=sdpa,
+        assumed=False, implementation="lpkit.nn.library_attention:sdpa_fa4",
+        why_not=Limits(widest=256, multiple=8, capability=(9, 0), package="flash-attn-4"),
+        source="https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute"),
+    "flex": Backend(
+        why="FlexAttention, compiled for the mask", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:flex",
+        why_not=Limits(rule=tuple(WORDS), dtypes=("float32", *HALF),
+                       gpu_alone="has no backward on a CPU"),
+        source="Dong et al. 2024, https://arxiv.org/abs/2412.05496"),
+    "varlen": Backend(
+        why="PyTorch's flash kernel over packed sequences", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:varlen",
+        why_not=Limits(rule=("window", "documents"), widest=256, multiple=8, capability=(8, 0)),
+        source="https://docs.pytorch.org/docs/stable/nn.attention.varlen.html"),
+    "flash-attn": Backend(
+        why="the flash-attn package, version 2", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:flash_attn",
+        why_not=Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
+                       package="flash-attn"),
+        source="Dao 2023, https://arxiv.org/abs/2307.08691"),
+    "flash-attn-4": Backend(
+        why="the flash-attn-4 package, for Hopper and Blackwell", operations=sdpa, assumed=False,
+        implementation="lpkit.nn.library_attention:flash_attn_4",
+        why_not=Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
+                       capability=(9, 0), package="flash-attn-4"),
+        source="https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute"),
+    "te": Backend(
+        why="Transformer Engine's DotProductAttention, fused or none", operations=sdpa,
+        assumed=False, implementation="lpkit.nn.library_attention:te",
+        why_not=Limits(rule=("window", "documents"), widest=256, multiple=8, capability=(8, 0),
+                       package="transformer-engine"),
+        source="https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html"),
+    "fp8": Backend(
+        why="q, k, v and the probabilities in E4M3, emulated", operations=fp8, assumed=False,
+        rounding=2**-4, implementation="lpkit.nn.library_attention:fp8",
+        why_not=Limits(gpu_alone="", masks_on_cpu=tuple(WORDS), rule=tuple(WORDS),
+                       dtypes=("float32", *HALF)),
+        source="Shah et al. 2024, https://arxiv.org/abs/2407.08608"),
 }
 BLOCKS: dict[str, Kind] = {
     "pre-norm": Kind(operations=pre_norm, why="a norm before attention and before the MLP, whose "
@@ -479,7 +648,8 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
             raise ConfigError(f"system.attention={asked} {problem}")
         return asked, "asked for"
     if given.rule != Rule():
-        able = [name for name, row in ATTENTION.items() if not row.why_not(given)]
+        able = [name for name, row in ATTENTION.items()
+                if row.assumed and not row.why_not(given)]
         return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
     if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT:
         return "blocked", ("PyTorch's CPU flash kernel computes in float32 whatever it is given; "

@@ -1,0 +1,244 @@
+"""Libraries' attention. What needs a GPU is told to stand-ins that have the libraries' signatures, and must come out as the definition:
+which window, which cuts, which layout. That the libraries compute what they say, the matrix finds where they run."""
+
+import sys
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError
+from lpkit.nn import library_attention as libraries
+from lpkit.nn.attention import plain
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.blocks import ATTENTION, WORDS, Attending, choose_attention, nearest
+
+RULES = {"full": Rule(), "window": Rule(window=9), "a window of one": Rule(window=1), "global": Rule(window=9, global_tokens=3),
+         "blocks": Rule(block=16, blocks=tuple(tuple(a - b in (0, 2) for b in range(5)) for a in range(5))),
+         "documents": Rule(documents=True), "cap": Rule(soft_cap=1.5), "sinks": Rule(sinks=True),
+         "all": Rule(window=20, documents=True, soft_cap=2.0, sinks=True)}
+EXACT = {"rtol": 1e-12, "atol": 1e-12}      # the same sums in float64, in another order
+KINDS = {"window": {"name": "window", "size": 8}, "global_tokens": {"name": "window", "size": 8, "global_tokens": 2},
+         "blocks": "block-sparse", "documents": "documents", "soft_cap": {"name": "full", "soft_cap": 20.0},
+         "sinks": {"name": "full", "sinks": True}}
+
+
+def tensors(rule, *, B=2, H=4, G=2, T=70, E=16, dtype=torch.float64):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, T, E, generator=rng, dtype=dtype, requires_grad=True) for heads in (H, G, G))
+    documents = torch.tensor([[0] * 30 + [1] * 1 + [2] * (T - 31), [5] * T]) if rule.documents else None
+    sinks = torch.randn(H, generator=rng, dtype=dtype, requires_grad=True) if rule.sinks else None
+    return q, k, v, documents, sinks
+
+
+def asked(**changes):
+    given = {key: changes.pop(key) for key in ("device", "dtype", "here", "capability") if key in changes}
+    return Attending(model=Config().replace({f"model.{key}": value for key, value in changes.items()}).model, **given)
+
+
+def same(call, rule, arguments):
+    want, got = plain(*arguments, rule=rule), call(*arguments, rule=rule)
+    torch.testing.assert_close(got, want, **EXACT)
+    leaves = [t for t in arguments if t is not None and t.requires_grad]
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
+    for ours, theirs in zip(torch.autograd.grad(got, leaves, weights), torch.autograd.grad(want, leaves, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+# ---- the libraries' functions, by their documentation
+
+def of_cuts(q, k, v, at, call):
+    """(total, H, E): `call` on each piece (1, n, H, E)."""
+    ends = at.tolist()
+    assert at.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(q)
+    return torch.cat([call(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in pairwise(ends)])
+
+
+def window_of(window_size, causal):
+    """Left and right are inclusive, (-1, -1) and (None, None) are all; FlashAttention's `causal` sets right to 0."""
+    left, right = (-1 if side is None else side for side in window_size)
+    assert causal or right == 0
+    return Rule(window=None if left == -1 else left + 1)
+
+
+def tokens_first(q, k, v, rule, sinks=None):
+    """(B, T, H, E)"""
+    return plain(*(t.transpose(1, 2) for t in (q, k, v)), None, sinks, rule=rule).transpose(1, 2)
+
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+                enable_gqa=False):
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and cu_seq_q is cu_seq_k and max_q == max_k == int(cu_seq_q.diff().max())
+    return of_cuts(query, key, value, cu_seq_q, lambda *one: tokens_first(*one, window_of(window_size, window_size == (-1, 0))))
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                    deterministic=False, return_attn_probs=False):
+    rule = window_of(window_size, causal)
+    return tokens_first(q, k, v, Rule(window=rule.window, soft_cap=softcap or None))
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                           causal=False, window_size=(-1, -1), softcap=0.0):
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    return of_cuts(q, k, v, cu_seqlens_q, lambda *one: flash_attn_func(*one, causal=causal, window_size=window_size, softcap=softcap))
+
+
+def cute_func(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
+              learnable_sink=None, softcap=0.0):
+    rule = Rule(window=window_of(window_size, causal).window, soft_cap=softcap or None, sinks=learnable_sink is not None)
+    return tokens_first(q, k, v, rule, learnable_sink), None
+
+
+def cute_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, **how):
+    return of_cuts(q, k, v, cu_seqlens_q, lambda *one: cute_func(*one, **how)[0]), None
+
+
+class DotProductAttention:
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+                 attn_mask_type="causal", window_size=None):
+        self.format, self.rule = qkv_format, window_of(window_size or (-1, 0), True)
+        assert attn_mask_type == {"bshd": "causal", "thd": "padding_causal"}[qkv_format]
+
+    def __call__(self, q, k, v, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None):
+        assert libraries.os.environ["NVTE_UNFUSED_ATTN"] == "0"
+        if self.format == "bshd":
+            return tokens_first(q, k, v, self.rule).flatten(2)
+        return of_cuts(q, k, v, cu_seqlens_q, lambda *one: tokens_first(*one, self.rule)).flatten(1)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    def module(name, **functions):
+        made = ModuleType(name)
+        vars(made).update(functions)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    module("flash_attn", flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    module("flash_attn.cute", flash_attn_func=cute_func, flash_attn_varlen_func=cute_varlen_func)
+    module("transformer_engine")
+    module("transformer_engine.pytorch", DotProductAttention=DotProductAttention)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    libraries._te.cache_clear()
+    yield
+    libraries._te.cache_clear()
+
+
+def can(row, rule):
+    """Whether its limits have all that the rule has."""
+    return all(name in row.why_not.rule for name in WORDS if getattr(rule, name) != getattr(Rule(), name))
+
+
+@pytest.mark.parametrize("name, kind", [(name, kind) for name in ("varlen", "flash-attn", "flash-attn-4", "te") for kind in RULES
+                                        if can(ATTENTION[name], RULES[kind])])
+def test_a_library_is_told_the_rule(name, kind, stand_ins):
+    same(ATTENTION[name].load(), RULES[kind], tensors(RULES[kind]))
+
+
+def test_a_batch_is_cut_once_and_again_when_it_changes(stand_ins, monkeypatch):
+    calls = []
+    monkeypatch.setattr(libraries, "cuts", lambda documents, cut=libraries.cuts: (calls.append(1), cut(documents))[1])
+    rule = Rule(documents=True)
+    arguments = tensors(rule)
+    same(libraries.varlen, rule, arguments)
+    same(libraries.flash_attn, rule, arguments)
+    assert len(calls) == 1
+    arguments[3][1, 40:] = 6
+    same(libraries.varlen, rule, arguments)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_flex_is_told_the_rule(kind):
+    """Forward: it has no backward on a CPU, and uncompiled it makes the scores that the definition makes."""
+    rule = RULES[kind]
+    arguments = tuple(t if t is None else t.detach() for t in tensors(rule))
+    torch.testing.assert_close(libraries.flex(*arguments, rule=rule), plain(*arguments, rule=rule), **EXACT)
+    assert "has no backward on a CPU; sdpa can" in ATTENTION["flex"].why_not(asked())
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "global", "blocks", "documents"])
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math"])
+def test_pytorchs_kernels_by_name(name, kind):
+    same(ATTENTION[name].load(), RULES[kind], tensors(RULES[kind]))
+
+
+def test_a_kernel_by_name_never_falls_to_another():
+    q, k, v, *_ = tensors(Rule())
+    for name in ("sdpa-efficient", "sdpa-cudnn"):
+        with pytest.raises(RuntimeError, match="No viable backend"):
+            ATTENTION[name].load()(q, k, v)
+    assert libraries.sdpa_flash(q, k, v).grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
+    assert "Flash" not in libraries.sdpa_math(q, k, v).grad_fn.name()
+
+
+def test_another_flash_is_there_for_forward_and_backward_alone(monkeypatch):
+    seen = []
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", lambda name: seen.append(name))
+    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: seen.append("restored"))
+    same(libraries.sdpa_fa3, Rule(), tensors(Rule()))
+    assert seen == ["FA3", "restored", "FA3", "restored"]
+
+
+# ---- FP8
+
+def e4m3(x):
+    """A scale a row of the last axis, by PyTorch's own cast."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_fp8_is_the_definition_of_what_it_cast(kind):
+    rule = RULES[kind]
+    q, k, v, documents, sinks = tensors(rule, dtype=torch.float32)
+    with torch.no_grad():
+        cast = [e4m3(t.flatten(2)).view_as(t) for t in (q, k, v)]
+        p = plain(*cast[:2], torch.eye(70).expand(2, 4, 70, 70), documents, sinks, rule=rule)
+        scale = p.amax(-1, keepdim=True) / 256
+        p = (p / scale).to(torch.float8_e4m3fn).float() * scale
+        want = p @ cast[2].repeat_interleave(2, 1)
+    got = libraries.fp8(q, k, v, documents, sinks, rule=rule)
+    # a scale's last bit may put a number on the other side of a rounding
+    assert ((got - want).norm() / want.norm()).item() < 1e-3
+    true = plain(q, k, v, documents, sinks, rule=rule)
+    assert 0.01 < ((got - true).norm() / true.norm()).item() < ATTENTION["fp8"].rounding     # 3 bits: half a unit is 2^-4
+    ours, theirs = (torch.cat([g.flatten() for g in torch.autograd.grad(out.square().sum(), (q, k, v))]) for out in (got, true))
+    assert ((ours - theirs).norm() / theirs.norm()).item() < 2 * ATTENTION["fp8"].rounding
+
+
+# ---- who cannot says why, and what can
+
+@pytest.mark.parametrize("name, given, why", [
+    ("sdpa-flash", {"head_dim": 264}, "takes heads up to 256, not 264; sdpa can"),
+    ("sdpa-cudnn", {"head_dim": 60}, "takes heads up to 256 that are multiples of 8, not 60; sdpa can"),
+    ("sdpa-efficient", {"kv_heads": 2}, "has no grouped heads, 4 on 2; sdpa can"),
+    ("flash-attn", {"dtype": "float32"}, "takes bfloat16 or float16, not float32; sdpa can"),
+    ("flash-attn", {"attention": {"name": "full", "sinks": True}}, "has no sinks; plain can"),
+    ("varlen", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; plain can"),
+    ("te", {"device": "cpu"}, "runs on a GPU alone; sdpa can"),
+    ("te", {"here": True}, "needs the package transformer-engine, which is not installed here; sdpa can"),
+    ("flash-attn-4", {"capability": (8, 0)}, "needs compute capability 9.0, and here is 8.0; sdpa can")])
+def test_why_not_is_one_clause_with_what_can(name, given, why):
+    given = {"device": "gpu", "dtype": "bfloat16", **given}
+    assert ATTENTION[name].why_not(asked(**given)) == why
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_what_is_named_as_nearest_can(kind, device):
+    changes = {"attention": KINDS[kind]} if kind else {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        given = asked(device=device, dtype=dtype, **changes)
+        for name, row in ATTENTION.items():
+            if why := row.why_not(given):
+                assert "\n" not in why and not ATTENTION[nearest(given)].why_not(given), name
+        used, _ = choose_attention("auto", device=device, low_precision=dtype != "float32", model=given.model)
+        assert ATTENTION[used].assumed, "a prediction takes what has to be tried first"
+
+
+def test_asked_for_and_impossible_is_one_sentence():
+    with pytest.raises(ConfigError, match=r"^system\.attention=flash-attn runs on a GPU alone; sdpa can$"):
+        choose_attention("flash-attn", device="cpu", low_precision=False, model=ModelConfig())
