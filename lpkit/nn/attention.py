@@ -69,11 +69,6 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     return BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view(q.shape)
 
 
-def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query (B, H, 1, E) against every key so far (B, G, T, E); nothing is in the future."""
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-
-
 def backend(name: str, model: ModelConfig) -> Attend:
     """What `model` attends by. Raises ConfigError for an unknown name."""
     call, rule = pick(ATTENTION, name, "system.attention").load(), model.attention.rule(model.T)

@@ -10,6 +10,7 @@ same numbers in another way and belongs to the machine (`system.attention`). Eac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +144,12 @@ class Documents(Softmax):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind(Row):
-    """`settings` has `rule(context)`, the Rule of every softmax kind."""
+    """`settings` has `rule(context)`, the Rule of every softmax kind. `cache` is the
+    `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name. `state_bytes(model)`:
+    what it keeps of a layer and a sequence in place of keys and values."""
+
+    cache: str = "lpkit.nn.kv_cache:KeysValues"
+    state_bytes: Callable[[Any], int] | None = None
 
 
 KINDS: dict[str, AttentionKind] = {
