@@ -8,7 +8,8 @@ import torch
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.attention import backend, plain
-from lpkit.nn.transformer import KVCache, Transformer
+from lpkit.nn.kv_cache import new_cache
+from lpkit.nn.transformer import Transformer
 from lpkit.techniques.blocks import ATTENTION, Attending
 from lpkit.techniques.inits import INITS
 
@@ -180,7 +181,7 @@ def test_a_cache_changes_no_logit(config):
     tokens = torch.randint(0, 100, (2, 30))
     with torch.no_grad():
         whole = model(tokens)
-        cache = KVCache(config, 2, dtype=torch.float32, device="cpu")
+        cache = new_cache(config, 2, dtype=torch.float32, device="cpu")
         parts = [model(tokens[:, :7], cache)] + [model(tokens[:, i:i + 1], cache) for i in range(7, 30)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, **ROUNDING)
 

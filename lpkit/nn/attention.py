@@ -76,11 +76,6 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     return BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view(q.shape)
 
 
-def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query (B, H, 1, E) against every key so far (B, G, T, E); nothing is in the future."""
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-
-
 class Softmax(nn.Module):
     """What a softmax kind has beside q, k and v: the sinks' scores (H,), where it has sinks."""
 

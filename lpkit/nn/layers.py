@@ -86,16 +86,19 @@ class SwigluMLP(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector to each token's embedding; leaves q and k alone."""
+    """Adds a learned vector to each token's embedding; leaves q and k alone. `start`: where the
+    first token stands, or (B,) of one token each where sequences differ."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.embed = nn.Embedding(config.T, config.D)
 
-    def add(self, x: Tensor, start: int) -> Tensor:   # (B, T, D) -> (B, T, D)
+    def add(self, x: Tensor, start: int | Tensor) -> Tensor:   # (B, T, D) -> (B, T, D)
+        if isinstance(start, Tensor):
+            return x + self.embed(start)[:, None]
         return x + self.embed.weight[start:start + x.shape[1]]
 
-    def rotation(self, T: int, start: int, like: Tensor) -> None:
+    def rotation(self, T: int, start: int | Tensor, like: Tensor) -> None:
         return None
 
 
@@ -110,13 +113,17 @@ class RotaryPositions(nn.Module):
         super().__init__()
         self.E, self.theta, self.T = config.E, config.rope_theta, config.T
 
-    def add(self, x: Tensor, start: int) -> Tensor:
+    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
 
-    def rotation(self, T: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, E) each, as `like`: cheaper to compute again than to keep."""
+    def rotation(self, T: int, start: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (T, E) each, as `like`: cheaper to compute again than to keep. With start
+        (B,), where T is 1, (B, 1, 1, E)."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
-        places = torch.arange(start, start + T, device=like.device).float()
-        angles = torch.outer(places, self.theta ** (-i / self.E))
+        if isinstance(start, Tensor):
+            places = start.float()[:, None, None]
+        else:
+            places = torch.arange(start, start + T, device=like.device).float()
+        angles = places[..., None] * self.theta ** (-i / self.E)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

@@ -5,7 +5,6 @@ What it is given decides which technique sits where; it does not know what is qu
 
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,36 +12,11 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.errors import ConfigError
 from lpkit.kernels import rotary
-from lpkit.nn.attention import last_token, sdpa
+from lpkit.nn.attention import sdpa
+from lpkit.nn.kv_cache import Cache
 from lpkit.nn.layers import add_norm, linear
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
-
-
-class KVCache:
-    """Keys and values so far, (L, B, G, T, E) each, so that a new token costs one position."""
-
-    def __init__(self, config: ModelConfig, batch: int, *, dtype: torch.dtype,
-                 device: torch.device | str):
-        shape = (config.L, batch, config.G, config.T, config.E)
-        self.k, self.v = torch.empty(2, *shape, dtype=dtype, device=device)
-        self.states: dict[int, Tensor] = {}     # by layer, of kinds without softmax
-        self.length = 0
-
-    def step(self, layer: int, kind: nn.Module, q: Tensor, k: Tensor, v: Tensor,
-             own: Tensor | None) -> Tensor:
-        """What `kind` makes of these tokens after those before."""
-        state = self.states.get(layer)
-        if state is None:
-            state = kind.state(len(q), k.shape[1], k.shape[-1], k.dtype, k.device)
-        out, self.states[layer] = kind.extend(q, k, v, state, own)
-        return out
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + k.shape[2]
-        self.k[layer, :, :, self.length:end] = k
-        self.v[layer, :, :, self.length:end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
 class Attention(nn.Module):
@@ -64,7 +38,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
     # (B, T, D) -> (B, T, D)
-    def forward(self, x: Tensor, rotation, cache: KVCache | None, layer: int,
+    def forward(self, x: Tensor, rotation, cache: Cache | None, layer: int,
                 documents: Tensor | None = None) -> Tensor:
         B, T, _ = x.shape
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
@@ -74,17 +48,14 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if rotation is not None:
-            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
+            # kernels take angles (T, E); where sequences stand apart, each has its own
+            rotate = self.rotate if rotation[0].ndim == 2 else rotary.rotate_pytorch
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         own = self.kind(x)
-        if cache is not None and hasattr(self.kind, "extend"):
-            out = cache.step(layer, self.kind, q, k, v, own)
-            return self.out(out.transpose(1, 2).reshape(B, T, -1))
-        if cache is not None:
-            k, v = cache.extend(layer, k, v)
-        if cache is None or cache.length == 0:
+        if cache is None:
             out = self.attend(q, k, v, documents, own)
         else:
-            out = last_token(q, k, v)
+            out = cache.attend(layer, self, q, k, v, documents, own)
         return self.out(out.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -97,7 +68,7 @@ class Block(nn.Module):
         self.norm1, self.attention = norm(config), Attention(config, attend)
         self.norm2, self.mlp = norm(config), mlp(config)
 
-    def forward(self, x: Tensor, rotation=None, cache: KVCache | None = None,
+    def forward(self, x: Tensor, rotation=None, cache: Cache | None = None,
                 layer: int = 0, documents: Tensor | None = None) -> Tensor:
         delta = self.attention(self.norm1(x), rotation, cache, layer, documents)
         x, h = add_norm(self.norm2, x, delta)
@@ -119,23 +90,20 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None,
+    def hidden(self, tokens: Tensor, cache: Cache | None = None,
                documents: Tensor | None = None) -> Tensor:
         """(B, T) -> (B, T, D), normalised. Raises ConfigError when T exceeds the context."""
-        start, T = (0 if cache is None else cache.length), tokens.shape[1]
-        if start + T > self.config.T:
-            raise ConfigError(f"{start + T} tokens do not fit model.context={self.config.T}")
-        if start and T != 1:
-            raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
+        T = tokens.shape[1]
+        if T > self.config.T:
+            raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
+        start = 0 if cache is None else cache.begin(T)
         x = self.positions.add(self.embed(tokens), start)
         rotation = self.positions.rotation(T, start, x)
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, cache, layer, documents)
-        if cache is not None:
-            cache.length += T
         return self.norm(x)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None,
+    def forward(self, tokens: Tensor, cache: Cache | None = None,
                 documents: Tensor | None = None) -> Tensor:
         return self.head(self.hidden(tokens, cache, documents))
 

@@ -12,7 +12,7 @@ same numbers in another way and belongs to the machine (`system.attention`). Eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,14 +167,29 @@ class AttentionKind(Row):
                     `step` for one token after the other (`lpkit.nn.linear_attention`)
     operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
     products        of what the module itself does: f(MicroBatch), Ops
+    cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
+    state_bytes     f(ModelConfig): what it keeps of a layer and a sequence in place of k and v
     """
 
     implementation: str = "lpkit.nn.attention:Softmax"
     operations: Mapping[str, str] = field(default_factory=dict)
     products: str = ""
+    cache: str = "lpkit.nn.kv_cache:KeysValues"
+    state_bytes: Callable[[Any], int] | None = None
+
+
+def _sums(m: Any) -> int:
+    """Of features by values, and of the features alone, in float32."""
+    features = getattr(m.attention, "features", m.E)
+    return 4 * m.G * features * (m.E + 1)
+
+
+def _keys_to_values(m: Any) -> int:
+    return 4 * m.G * m.E * m.E
 
 
 OPERATIONS = "lpkit.techniques.blocks:"
+STATE = "lpkit.nn.kv_cache:State"
 
 KINDS: dict[str, AttentionKind] = {
     "full": AttentionKind(why="every token so far", settings=Softmax(),
@@ -191,16 +206,19 @@ KINDS: dict[str, AttentionKind] = {
     "linear": AttentionKind(
         why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Linear",
+        cache=STATE, state_bytes=_sums,
         operations={"plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"},
         source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236"),
     "performer": AttentionKind(
         why="as linear, with random features whose products are softmax's weights in the mean",
         settings=RandomFeatures(), implementation="lpkit.nn.linear_attention:Performer",
+        cache=STATE, state_bytes=_sums,
         operations={"plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"},
         source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794"),
     "delta": AttentionKind(
         why="a state from keys to values, where each token replaces a learned share of its key's",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",
+        cache=STATE, state_bytes=_keys_to_values,
         operations={"plain": OPERATIONS + "delta_steps", "chunked": OPERATIONS + "delta_chunks"},
         products=OPERATIONS + "delta_gates",
         source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "

@@ -771,8 +771,7 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
         return asked, "asked for"
     if given.rule != Rule():
         able = [name for name, row in ATTENTION.items()
-                if row.assumed and not row.why_not(given)]
-        able = [name for name in ATTENTION if not why_not(name, given)]
+                if row.assumed and not why_not(name, given)]
         return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
     if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT:
         return "blocked", ("PyTorch's CPU flash kernel computes in float32 whatever it is given; "

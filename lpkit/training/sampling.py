@@ -1,7 +1,7 @@
-"""Text from a run: one token at a time, with a key/value cache."""
+"""Text from a run: one token at a time for each prompt, with a key/value cache."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lpkit.config import MemoryConfig
 from lpkit.datasets import tokenizer_from_dict
-from lpkit.errors import ConfigError
-from lpkit.nn.transformer import KVCache
+from lpkit.errors import ConfigError, pick
+from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.precision.compute import compute_dtype
+from lpkit.techniques.caches import CACHES
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
@@ -19,23 +20,33 @@ from lpkit.values import Count, Place, PositiveOrZero, Seed, checked
 
 
 @checked
-def sample(run: Run | Place, *, prompt: str = "\n", tokens: Count = 200,
+def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Count = 200,
            temperature: PositiveOrZero = 0.8, top_k: Count | None = 50, seed: Seed = 0,
-           device: str = "cpu") -> str:
-    """The prompt and `tokens` more, from the newest good checkpoint of `run`. `temperature` 0 is
-    greedy.
+           device: str = "cpu", cache: str = "same") -> str | list[str]:
+    """The prompt and `tokens` more, from the newest good checkpoint of `run`; of several prompts a
+    list. `temperature` 0 is greedy; else prompt i draws with seed + i, as it would alone. `cache`
+    is a row of `techniques.caches.CACHES`.
+
+    With rotary positions, a full context loses its oldest token for each new one. With learned
+    positions, and in block-sparse attention, it begins again from its newer half. Of a prompt that
+    is longer than the context, no more is read.
 
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
     """
     run = run if isinstance(run, Run) else Run.open(run)
+    pick(CACHES, cache, "cache")        # before minutes of loading
     training = trained(run, device)
     tokenizer = tokenizer_from_dict(run.tokenizer)
-    ids = tokenizer.encode(prompt)
-    if not ids:
-        raise ConfigError("the prompt is empty; give at least one character")
-    rng = torch.Generator(device).manual_seed(seed)
-    new = list(_generate(training, ids, tokens, temperature, top_k, rng))
-    return tokenizer.decode([*ids, *new])
+    prompts = [tokenizer.encode(one) for one in ([prompt] if isinstance(prompt, str) else prompt)]
+    if not prompts:
+        raise ConfigError("there is no prompt in the list; give at least one")
+    if not all(prompts):
+        which = f" {prompts.index([]) + 1}" if len(prompts) > 1 else ""
+        raise ConfigError(f"prompt{which} is empty; give at least one character")
+    rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
+    new = zip(*generate(training, prompts, tokens, temperature, top_k, rngs, cache))
+    texts = [tokenizer.decode([*ids, *more]) for ids, more in zip(prompts, new, strict=True)]
+    return texts[0] if isinstance(prompt, str) else texts
 
 
 def trained(run: Run, device: str = "cpu") -> Training:
@@ -65,21 +76,41 @@ def trained(run: Run, device: str = "cpu") -> Training:
     return training
 
 
-def _generate(training: Training, ids: list[int], count: int, temperature: float, top_k: int | None,
-              rng: torch.Generator) -> Iterator[int]:
-    """When the context is full, begin again from its newer half."""
+def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, temperature: float,
+             top_k: int | None, rngs: Sequence[torch.Generator],
+             format: str = "same") -> Iterator[list[int]]:
+    """`count` times a token for each prompt. Prompts are read one by one, so that none is padded;
+    then all take a step together."""
     config, device = training.config.model, training.device
     dtype = compute_dtype(training.decisions.recipe) or next(training.model.parameters()).dtype
-    seen, cache = list(ids), None
+    seen = [list(ids) for ids in prompts]
+    cache = new_cache(config, len(seen), tokens=max(map(len, seen)) + count, format=format,
+                      dtype=dtype, device=device)
+    for b, ids in enumerate(seen):
+        _read(training, ids, cache.row(b))
     for _ in range(count):
-        if cache is None or cache.length == config.T:
-            cache = KVCache(config, 1, dtype=dtype, device=device)
-            given = seen[-max(1, config.T // 2):] if len(seen) >= config.T else seen
-        logits = training.logits(torch.tensor([given], device=device), cache)[0, -1]
-        token = choose(logits, temperature, top_k, rng)
-        seen.append(token)
-        given = [token]
-        yield token
+        if not cache.goes_on:
+            for b, length in enumerate(cache.lengths.tolist()):
+                if length == config.T:
+                    _read(training, seen[b], cache.row(b))
+        given = torch.tensor([ids[-1:] for ids in seen], device=device)
+        logits = training.logits(given, cache)[:, -1]
+        new = [choose(one, temperature, top_k, rng)
+               for one, rng in zip(logits, rngs, strict=True)]
+        for ids, token in zip(seen, new, strict=True):
+            ids.append(token)
+        yield new
+
+
+def _read(training: Training, ids: list[int], cache: Cache) -> None:
+    """Of one sequence all but the last token: of more than the context, as many as it holds, or
+    where it cannot go on its half."""
+    cache.clear()
+    T = training.config.model.T
+    given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids
+    if len(given) > 1:
+        with torch.no_grad(), training.decisions.autocast:
+            training.model.hidden(torch.tensor([given[:-1]], device=training.device), cache)
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:

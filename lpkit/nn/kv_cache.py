@@ -1,0 +1,320 @@
+"""What a model keeps of past tokens while it generates, so that a new one costs one position.
+
+A `Cache` belongs to a kind of attention, whose row in `lpkit.techniques.attention` names it. It
+takes a prompt, which the run's own backend computes, and then one token at a time for each of its
+sequences, which may stand at different places. `KeysValues` is that of every softmax kind, in the
+formats of `lpkit.techniques.caches`; a kind that keeps a state has a `prompt` and a `step` of its
+own, and no more.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from pkgutil import resolve_name
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.config import ModelConfig
+from lpkit.errors import ConfigError, pick
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.blocks import POSITIONS
+from lpkit.techniques.caches import CACHES, CacheFormat, slots
+from lpkit.techniques.formats import FORMATS
+
+
+def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
+              format: str = "same", dtype: torch.dtype, device: torch.device | str) -> Cache:
+    """Empty, for `batch` sequences of up to `tokens` each (None: of the context). `dtype` is that
+    of the products. Raises ConfigError for an unknown format."""
+    kind = resolve_name(KINDS[config.attention.name].cache)
+    return kind(config, batch, min(tokens or config.T, config.T), pick(CACHES, format, "cache"),
+                dtype=dtype, device=device)
+
+
+class Cache(ABC):
+    """`lengths` (B,) int64, on the CPU, are the tokens that each sequence has had."""
+
+    def __init__(self, config: ModelConfig, batch: int, device: torch.device | str):
+        self.config, self.device = config, device
+        self.lengths = torch.zeros(batch, dtype=torch.int64)
+        self.stepping = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Past the context. Rotary positions let it: scores depend on distances alone, and a key
+        stays as it was turned. Learned positions end with the context."""
+        return POSITIONS[self.config.position].turns
+
+    def begin(self, T: int) -> int | Tensor:
+        """The next T tokens of each sequence, a prompt or one: where the first of them stands, an
+        int, or where sequences differ (B,) int64. Raises ConfigError when they do not fit the
+        context."""
+        lengths = self.lengths.tolist()
+        if T != 1 and any(lengths):
+            raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
+        if not self.goes_on and max(lengths) + T > self.config.T:
+            raise ConfigError(f"{max(lengths) + T} tokens do not fit "
+                              f"model.context={self.config.T}")
+        self.place(lengths, T)
+        self.lengths += T
+        return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths, device=self.device)
+
+    def attend(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+               documents: Tensor | None, own: Tensor | None) -> Tensor:
+        """Of the tokens that `begin` said, (B, H, T, E). `own`: as `contracts.Attend` has it."""
+        if self.stepping:
+            return self.step(layer, attention, q, k, v, own)
+        return self.prompt(layer, attention, q, k, v, documents, own)
+
+    def place(self, lengths: list[int], T: int) -> None:
+        """Called once for all layers, before T tokens come to sequences of these lengths."""
+        self.stepping = T == 1
+
+    @abstractmethod
+    def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+               documents: Tensor | None, own: Tensor | None) -> Tensor: ...
+
+    @abstractmethod
+    def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        """T is 1."""
+
+    @abstractmethod
+    def row(self, b: int) -> Self:
+        """Sequence b alone: a view, by which it takes its prompt, or is cleared."""
+
+    def clear(self) -> None:
+        """As if it had had no token."""
+        self.lengths.zero_()
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+
+class KeysValues(Cache):
+    """Of each layer two `Stored`, (B, G, slots, E). A prompt is one document."""
+
+    def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
+                 dtype: torch.dtype, device: torch.device | str):
+        super().__init__(config, batch, device)
+        self.rule = config.attention.rule(config.T)
+        self.slots = slots(self.rule, tokens)
+        shape, stored = (batch, config.G, self.slots.count, config.E), format.load()
+        self.layers = [(stored(format, shape, dtype, device), stored(format, shape, dtype, device))
+                       for _ in range(config.L)]
+        # which token is in a slot; -1: none
+        self.places = torch.full((batch, self.slots.count), -1, device=device)
+        self.filled, self.mask = 0, None
+
+    @property
+    def goes_on(self) -> bool:
+        """Drops its oldest token, unless the rule is a table of blocks, which ends with the
+        context. No distance gets longer than in training, but those to global tokens."""
+        return super().goes_on and self.rule.blocks is None
+
+    def place(self, lengths: list[int], T: int) -> None:
+        super().place(lengths, T)
+        whole, self.mask, count = slice(None), None, self.slots.count
+        if not self.stepping:
+            held = {self.slots.of(place): place for place in range(T)}
+            self.at = whole, whole, torch.tensor(list(held), device=self.device)
+            self.kept = torch.tensor(list(held.values()), device=self.device)
+            self.places[:, self.at[2]] = self.kept
+            return
+        taken, ends = [self.slots.of(n) for n in lengths], [min(n + 1, count) for n in lengths]
+        self.filled = max(ends)
+        if len(set(taken)) == 1:
+            self.at = whole, whole, slice(taken[0], taken[0] + 1)
+            self.places[:, taken[0]] = torch.tensor(lengths, device=self.device)
+        else:
+            rows, groups = torch.arange(len(taken)), torch.arange(self.config.G)
+            at = torch.tensor(taken)
+            self.at = tuple(t.to(self.device)
+                            for t in (rows[:, None, None], groups[:, None], at[:, None, None]))
+            self.places[rows, at] = torch.tensor(lengths, device=self.device)
+        if min(ends) < self.filled or self.rule.blocks is not None:
+            places = self.places[:, :self.filled]
+            now = torch.tensor(lengths, device=self.device)[:, None]
+            # (B, 1, 1, slots)
+            self.mask = (self.rule.sees(now, places) & (places >= 0))[:, None, None]
+
+    def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+               documents: Tensor | None, own: Tensor | None) -> Tensor:
+        for stored, t in zip(self.layers[layer], (k, v)):
+            stored.put(self.at, t[:, :, self.kept])
+        if self.rule.documents and documents is None:
+            documents = torch.zeros(len(q), q.shape[2], dtype=torch.int64, device=q.device)
+        return attention.attend(q, k, v, documents, own)
+
+    def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        for stored, t in zip(self.layers[layer], (k, v)):
+            stored.put(self.at, t)
+        keys, values = (stored.read(self.filled) for stored in self.layers[layer])
+        return last_token(q, keys, values, self.mask, own, self.rule.soft_cap)
+
+    def row(self, b: int) -> Self:
+        one = copy.copy(self)
+        one.lengths, one.places = self.lengths[b:b + 1], self.places[b:b + 1]
+        one.layers = [(k.row(b), v.row(b)) for k, v in self.layers]
+        return one
+
+    def clear(self) -> None:
+        super().clear()
+        self.places.fill_(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values. Which token is where takes 8 bytes of a slot besides."""
+        return sum(stored.nbytes for pair in self.layers for stored in pair)
+
+
+class State(Cache):
+    """Of each layer one state, whatever the number of tokens."""
+
+    def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
+                 dtype: torch.dtype, device: torch.device | str):
+        super().__init__(config, batch, device)
+        if format.bits is not None:
+            raise ConfigError(f"cache={format.bits} bits: {config.attention.name} attention keeps a "
+                              f"state of constant size instead of keys and values; use cache=same")
+        kind = KINDS[config.attention.name].load()(config)
+        self.states = [kind.state(batch, config.G, config.E, dtype, device)
+                       for _ in range(config.L)]
+
+    def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+               documents: Tensor | None, own: Tensor | None) -> Tensor:
+        out, state = attention.kind.extend(q, k, v, self.states[layer], own)
+        self.states[layer].copy_(state)
+        return out
+
+    def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        return self.prompt(layer, attention, q, k, v, None, own)
+
+    def row(self, b: int) -> Self:
+        one = copy.copy(self)
+        one.lengths, one.states = self.lengths[b:b + 1], [s[b:b + 1] for s in self.states]
+        return one
+
+    def clear(self) -> None:
+        super().clear()
+        for state in self.states:
+            state.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states)
+
+
+def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
+               soft_cap: float | None) -> Tensor:
+    """One query (B, H, 1, E) against keys and values (B, G, S, E). The heads of a group are the
+    queries of one product, so that no key is repeated. On a CPU in float32, because products of
+    16-bit numbers are slow where it has no instructions for them."""
+    grouped, dtype = q.view(len(q), k.shape[1], -1, q.shape[-1]), q.dtype
+    if q.device.type == "cpu" and dtype != torch.float64:
+        grouped, k, v = grouped.float(), k.float(), v.float()
+    with torch.autocast(q.device.type, enabled=False):
+        if soft_cap is None and sinks is None:
+            out = F.scaled_dot_product_attention(grouped, k, v, mask)
+        else:
+            scores = grouped @ k.mT / math.sqrt(q.shape[-1])
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            if sinks is not None:
+                sink = sinks.type_as(scores).view(1, k.shape[1], -1, 1)
+                scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
+            out = scores.softmax(-1)[..., :k.shape[2]] @ v
+    return out.reshape(q.shape).to(dtype)
+
+
+class Stored:
+    """Keys or values (B, G, S, E) as tensors (B, G, S, ...), zeros at first. A format says what
+    becomes of numbers (..., E), and back."""
+
+    def __init__(self, format: CacheFormat, shape: tuple[int, ...], dtype: torch.dtype,
+                 device: torch.device | str):
+        self.format, self.dtype, self.E = format, dtype, shape[-1]
+        one = self.encode(torch.zeros(self.E, dtype=dtype, device=device))
+        self.parts = [t.new_zeros(*shape[:-1], *t.shape) for t in one]
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return x
+
+    def put(self, at: tuple, x: Tensor) -> None:
+        """x (B, G, n, E) at an index of the first three dimensions."""
+        for part, t in zip(self.parts, self.encode(x)):
+            part[at] = t.to(part.dtype)
+
+    def read(self, slots: int) -> Tensor:
+        """The first ones, (B, G, slots, E)."""
+        return self.decode(*(part[:, :, :slots] for part in self.parts))
+
+    def row(self, b: int) -> Self:
+        one = copy.copy(self)
+        one.parts = [part[b:b + 1] for part in self.parts]
+        return one
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class Same(Stored):
+    pass
+
+
+class Int8(Stored):
+    """Codes (E,) int8 and a scale in bfloat16, which has float32's range. Off by at most half a
+    scale, 1/254 of the largest."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        most, x = FORMATS["int8"].largest, x.float()
+        scale = (x.abs().amax(-1) / most).bfloat16()
+        codes = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
+        return codes.round().clamp(-most, most).to(torch.int8), scale
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return (codes * scale[..., None].float()).to(self.dtype)
+
+
+class Int4(Stored):
+    """Codes 0 to 15 above the least number of a group, two in a byte: E / 2 uint8, and of each
+    group a scale and that least number in bfloat16. Off by at most half a scale, 1/30 of the
+    group's range, and 2^-7 of its largest, where the least and the scale were rounded."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Groups, and numbers in each but the last."""
+        groups = self.format.groups(self.E)
+        return groups, -(-self.E // groups)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        groups, size = self.sizes
+        last = x[..., -1:].expand(*x.shape[:-1], groups * size - self.E)
+        x = torch.cat((x, last), dim=-1).float().unflatten(-1, (groups, size))
+        most, least = 2**self.format.bits - 1, x.amin(-1).bfloat16()
+        x = x - least[..., None].float()
+        scale = (x.amax(-1).clamp_min(0) / most).bfloat16()
+        codes = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
+        codes = codes.round().clamp(0, most).to(torch.uint8).flatten(-2)[..., :self.E]
+        low, high = F.pad(codes, (0, self.E % 2)).chunk(2, dim=-1)
+        return low | high << 4, scale, least
+
+    def decode(self, codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+        codes = torch.cat((codes & 15, codes >> 4), dim=-1)[..., :self.E]
+        scale, least = (t.float().repeat_interleave(self.sizes[1], dim=-1)[..., :self.E]
+                        for t in (scale, least))
+        return torch.addcmul(least, codes, scale).to(self.dtype)

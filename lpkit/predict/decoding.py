@@ -1,0 +1,73 @@
+"""Generation, a token for each sequence at a time: bytes of the cache, and seconds.
+
+A step reads every weight once for the whole batch and of each sequence what its cache holds, and
+computes little with each number: it takes as long as those bytes do, or its FLOPs where the batch
+is large (Pope et al. 2022, https://arxiv.org/abs/2211.05102). Left out: starting kernels, which
+decides on small models; sampling; and a copy of what a format of fewer bits is decoded to.
+"""
+
+from dataclasses import dataclass
+
+from lpkit.config import Config, ModelConfig
+from lpkit.errors import ConfigError, pick
+from lpkit.predict import evidence, flops
+from lpkit.predict.params import parameter_count, parameters
+from lpkit.predict.recipes import PRECISIONS, precision_of
+from lpkit.predict.roofline import Efficiency
+from lpkit.techniques import machines
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.caches import CACHES, slots
+from lpkit.techniques.machines import Machine
+
+
+def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "same", *,
+                itemsize: int = 2) -> int:
+    """Of keys and values, or of what the kind keeps instead, for `batch` sequences that have had
+    `tokens`; itemsize: bytes of a number in the products. Raises ConfigError."""
+    row, settings = pick(CACHES, format, "cache"), model.attention
+    if tokens < 1 or batch < 1:
+        raise ConfigError(f"a cache has 1 token and 1 sequence or more; got {tokens} and {batch}")
+    if (state := KINDS[settings.name].state_bytes) is not None:
+        return batch * model.L * state(model)
+    held = slots(settings.rule(model.T), min(tokens, model.T)).count
+    return batch * model.L * 2 * model.G * held * row.vector_bytes(model.E, itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A token for each of `batch` sequences that have had `tokens`."""
+
+    tokens: int
+    batch: int
+    weight_bytes: int           # read once for all
+    cache_bytes: int
+    flops: float
+    seconds: float
+    limit: str                  # "bandwidth" or "arithmetic"
+    machine: Machine
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def decoding(config: Config, machine: str | Machine = "h200", *, tokens: int | None = None,
+             batch: int = 1, format: str = "same", precision: str | None = None,
+             efficiency: Efficiency | None = None) -> Step:
+    """`tokens`: None: a full context. Weights are read in the bytes of the products. Raises
+    ConfigError for an invalid combination."""
+    on, m = machines.find(machine), config.model
+    tokens = m.T if tokens is None else tokens
+    p = PRECISIONS[precision_of(config, on, precision)]
+    efficiency = efficiency or evidence.efficiency(on)
+    # of the embeddings a row is read, unless they are the head as well
+    read = parameter_count(m) - parameters(m)["positions"]
+    read -= 0 if m.tied else parameters(m)["embedding"]
+    weights, held = read * p.compute_bytes, cache_bytes(m, tokens, batch, format,
+                                                        itemsize=p.compute_bytes)
+    work = batch * flops.forward_flops(m) / m.T
+    moving = (weights + held) / (on.bytes_per_second * efficiency.bandwidth)
+    computing = work / (on.peak_flops(p.dtype) * efficiency.products[p.dtype])
+    return Step(tokens=tokens, batch=batch, weight_bytes=weights, cache_bytes=held, flops=work,
+                seconds=max(moving, computing), machine=on,
+                limit="bandwidth" if moving >= computing else "arithmetic")

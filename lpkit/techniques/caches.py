@@ -1,0 +1,86 @@
+"""What a model keeps of past tokens while it generates: where, and in how many bits. No torch.
+
+A key or value is needed until no later query sees it; then the next token takes its slot. So full
+attention keeps every token of the context, a window its own size and the global tokens, and blocks
+those that a later block sees. A kind that keeps a state instead names another class in its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.row import Row
+
+SCALE_BYTES = 2         # of a bfloat16, which has float32's range
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFormat(Row):
+    """`group` numbers of a head's key or value, one after the other, share a scale and, where the
+    codes have an offset, the least of them. The implementation is a `lpkit.nn.kv_cache.Stored`."""
+
+    bits: int | None = None     # of a number; None: as it was computed
+    group: int | None = None    # None: all of a head's
+    offset: bool = False
+
+    def groups(self, E: int) -> int:
+        return -(-E // (self.group or E))
+
+    def vector_bytes(self, E: int, itemsize: int) -> int:
+        """Of one key or value of a head, which has E numbers of `itemsize` bytes."""
+        if self.bits is None:
+            return E * itemsize
+        return -(-E * self.bits // 8) + self.groups(E) * SCALE_BYTES * (1 + self.offset)
+
+
+CACHES: dict[str, CacheFormat] = {
+    "same": CacheFormat(why="keys and values as they were computed",
+                        implementation="lpkit.nn.kv_cache:Same"),
+    "int8": CacheFormat(why="8 bits, a scale for each head of each token", bits=8,
+                        implementation="lpkit.nn.kv_cache:Int8"),
+    "int4": CacheFormat(why="4 bits, a scale and an offset for 32 numbers of a head", bits=4,
+                        group=32, offset=True, implementation="lpkit.nn.kv_cache:Int4",
+                        source="Liu et al. 2024 (KIVI), https://arxiv.org/abs/2402.02750, whose "
+                        "values these are; its keys share scales over tokens instead"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Where keys and values lie: the `first` tokens keep their slots, and the others take turns.
+    `table`: the slot of each token, where they do not."""
+
+    count: int
+    first: int = 0
+    table: tuple[int, ...] = ()
+
+    def of(self, place: int) -> int:
+        """The slot of the token at `place`, from 0."""
+        if self.table:
+            return self.table[place]
+        if place < self.first:
+            return place
+        return self.first + (place - self.first) % (self.count - self.first)
+
+
+def slots(rule: Rule, tokens: int) -> Slots:
+    """For up to `tokens` tokens at once; of more, the oldest are dropped. Only where the rule has
+    blocks, their table ends with the context, and so do the slots."""
+    if rule.blocks is not None:
+        return _of_blocks(rule, tokens)
+    if rule.window is None:
+        return Slots(count=tokens)
+    first = min(rule.global_tokens, tokens - 1)
+    return Slots(count=min(tokens, first + rule.window), first=first)
+
+
+def _of_blocks(rule: Rule, tokens: int) -> Slots:
+    """A block takes the place of one that neither it nor a later one sees."""
+    size, places, taken = rule.block, [], {}
+    for a in range(-(-tokens // size)):
+        taken = {b: at for b, at in taken.items() if any(row[b] for row in rule.blocks[a:])}
+        taken[a] = min(set(range(len(taken) + 1)) - set(taken.values()))
+        places.append(taken[a])
+    table = tuple(places[p // size] * size + p % size for p in range(tokens))
+    return Slots(count=max(table) + 1, table=table)
