@@ -15,6 +15,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Choice
 from lpkit.errors import pick
 from lpkit.kernels.blocked_attention import BlockedAttention
+from lpkit.kernels.tiled_attention import TiledAttention
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, choose_attention
 
@@ -48,6 +49,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
         return scores.softmax(-1) @ v
     sink = sinks.type_as(scores)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ v
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+    """FlashAttention, to be read; see `kernels.tiled_attention`."""
+    return TiledAttention.apply(q, k, v, documents, sinks, rule)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
