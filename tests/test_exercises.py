@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lpkit.course.exercises import EXERCISES, Exercise, Verdict, check
 from lpkit.course.kernel_exercises import PUZZLES
 from lpkit.errors import ConfigError
+from lpkit.kernels.tiled_attention import tiles
 from lpkit.precision.scaled import quantise
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.recipes import Cast
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}
@@ -112,6 +114,33 @@ def by_python(v, g, beta, block):
     return found
 
 
+def by_softmax(m, l, acc, scores, v):
+    """In float64: what was there counts as one key of score m + log(l), whose value is acc / l."""
+    m, l, acc, scores, v = (t.double() for t in (m, l, acc, scores, v))
+    largest = torch.cat((m[:, None], scores), 1).max(1).values
+    sums = torch.cat(((l.log() + m)[:, None], scores), 1)
+    total = torch.logsumexp(sums, 1) - largest
+    values = torch.cat((torch.nan_to_num(acc / l[:, None])[:, None], v.expand(len(m), -1, -1)), 1)
+    return largest, total.exp(), torch.einsum("nk,nke->ne", (sums - largest[:, None]).exp(), values)
+
+
+def by_whole_sums(a, lse_a, b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)     # in float32, where the last place of 900 is 6e-5
+    return a * (lse_a - lse).exp()[:, None] + b * (lse_b - lse).exp()[:, None], lse
+
+
+def by_autograd_of_attention(q, k, v, out, lse, d_out):
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(*leaves), leaves, d_out)
+
+
+def by_storages(B, H, T, E, itemsize, flash):
+    heads = torch.empty(B, H, T, E, dtype={2: torch.bfloat16, 4: torch.float32}[itemsize], device="meta")
+    scores = torch.empty(B, H, T, T, dtype=heads.dtype, device="meta")
+    kept = [heads] * 4 + [heads[..., 0].float()] if flash else [heads] * 3 + [scores]
+    return sum(t.numel() * t.element_size() for t in kept)
+
+
 # independent of the definitions, or right in another way
 RIGHT = {
     "00.cross_entropy": torch.nn.functional.cross_entropy,
@@ -132,6 +161,11 @@ RIGHT = {
     "09.reduce_scatter": lambda values, turns: [
         [sum(values[rank - k][chunk] for k in range(1 + gone * (gone <= turns))) for chunk in range(len(values))
          for gone in [(rank - chunk) % len(values)]] for rank in range(len(values))],
+    "12.backward": by_autograd_of_attention,
+    "12.kept_bytes": by_storages,
+    "12.merge": by_whole_sums,
+    "12.step": by_softmax,
+    "12.tiles": lambda T, tile, window: sum(len(keys) for _, keys in tiles(Rule(window=window), T, tile)),
 }
 
 

@@ -101,7 +101,7 @@ def test_recomputed_gradients_are_the_same_bit_for_bit_under_every_recipe(recomp
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
-@pytest.mark.parametrize("attention", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("attention", ["plain", "tiled", "sdpa", "blocked"])
 def test_recomputed_gradients_are_the_same_with_every_attention(recompute, attention):
     loses_nothing(SMALL.replace({**LLAMA, "system.attention": attention, "precision.recipe": "bf16"}),
                   {"memory.recompute": recompute})

@@ -259,7 +259,7 @@ def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
     assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == chosen.used
 
 
-@pytest.mark.parametrize("used", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("used", ["plain", "tiled", "sdpa", "blocked"])
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_memory_follows_the_configs_attention(kind, used):
     config = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 4096})

@@ -25,7 +25,7 @@ PRECISIONS = {"fp32": {"compute_bytes": 4, "residual_bytes": 4}, "bf16": {"compu
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("attention", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("attention", ["plain", "tiled", "sdpa", "blocked"])
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_what_is_kept_in_letters_is_what_is_kept(kind, attention, precision):
     for name, model in MODELS.items():

@@ -413,4 +413,49 @@ def tensor_ranks(state_bytes: float, device_bytes: float, kv_heads: int) -> int:
     return min(fits, default=0)
 
 
+# 12, flash attention. Bytes, tiles.
+
+@exercise("12.kept_bytes", (1, 1, 8, 4, 4, True), (1, 1, 8, 4, 4, False),
+          (2, 12, 1024, 64, 2, True), (2, 12, 1024, 64, 2, False),
+          draw=lambda r: (r.randint(1, 64), r.randint(1, 64), r.randint(8, 8192),
+                          r.choice((16, 64, 128)), r.choice((2, 4)), r.random() < 0.5), minutes=5,
+          mistakes={"the log of a sum is kept in float32, in 16 bits too":
+                        lambda B, H, T, E, itemsize, flash: B * H * T * itemsize
+                        * (4 * E + 1 if flash else 3 * E + T),
+                    "flash keeps the answer as well": lambda B, H, T, E, itemsize, flash:
+                        B * H * T * (3 * E * itemsize + (4 if flash else T * itemsize)),
+                    "half of the scores are masked, and kept all the same":
+                        lambda B, H, T, E, itemsize, flash: B * H * T * (
+                        4 * E * itemsize + 4 if flash else (3 * E + (T + 1) / 2) * itemsize)})
+def attention_kept_bytes(B: int, H: int, T: int, E: int, itemsize: int, flash: bool) -> int:
+    if flash:
+        return B * H * T * (4 * E * itemsize + 4)
+    return B * H * T * (3 * E + T) * itemsize
+
+
+def _causal(T: int, tile: int) -> int:
+    return math.ceil(T / tile) * (math.ceil(T / tile) + 1) // 2
+
+
+@exercise("12.tiles", (128, 128, 128), (256, 128, 256), (300, 128, 300), (512, 128, 128),
+          (512, 128, 129), (512, 128, 1),
+          draw=lambda r: (r.randint(1, 3000), r.choice((16, 64, 128)), r.randint(1, 3000)),
+          minutes=8, stars=2,
+          mistakes={"the window is that of the tile's first query, and its last sees more keys":
+                        lambda T, tile, window: sum(math.ceil(min(window, first + 1) / tile)
+                                                    for first in range(0, T, tile)),
+                    "the future is skipped": lambda T, tile, window: math.ceil(T / tile) ** 2,
+                    "what the window leaves out is skipped, too":
+                        lambda T, tile, window: _causal(T, tile),
+                    "the last tile may be short, and is visited":
+                        lambda T, tile, window: visited_tiles(T // tile * tile, tile, window)})
+def visited_tiles(T: int, tile: int, window: int) -> int:
+    visited = 0
+    for first in range(0, T, tile):
+        last = min(first + tile, T)                     # of the queries; no key lies beyond
+        begin = max(0, first - window + 1)              # the oldest key that the first one sees
+        visited += math.ceil((last - begin) / tile)
+    return visited
+
+
 EXERCISES |= tensor_exercises.EXERCISES | kernel_exercises.PUZZLES

@@ -560,3 +560,113 @@ def micro_batch(state_bytes: int, sequence_bytes: int, device_bytes: int, batch:
     fits = [n for n in range(1, batch + 1)
             if batch % n == 0 and state_bytes + n * sequence_bytes <= device_bytes]
     return max(fits, default=0)
+
+
+# 12, flash attention: one tile, two partial answers, and backward from a number for each query.
+
+def _tile(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n, keys, E = r.randint(1, 4), r.randint(1, 5), r.randint(1, 4)
+    m, l, acc = normal(r, n, size=3), 0.1 + normal(r, n).abs(), normal(r, n, E)
+    if r.random() < 0.3:        # the first tile
+        m, l, acc = torch.full((n,), -math.inf), torch.zeros(n), torch.zeros(n, E)
+    scores = normal(r, n, keys, size=r.choice((1, 5, 60)))
+    return m, l, acc, scores, normal(r, keys, E)
+
+
+def _kept_its_size(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+                   ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new = torch.maximum(m, scores.amax(1))
+    p = (scores - m_new[:, None]).exp()
+    return m_new, l + p.sum(1), acc + p @ v
+
+
+def _sum_alone_shrinks(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+                       ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new, l_new, _ = step(m, l, acc, scores, v)
+    return m_new, l_new, acc + (scores - m_new[:, None]).exp() @ v
+
+
+def _largest_of_the_tile(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+                         ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new = scores.amax(1)
+    p, shrink = (scores - m_new[:, None]).exp(), (m - m_new).exp()
+    return m_new, l * shrink + p.sum(1), acc * shrink[:, None] + p @ v
+
+
+@exercise("12.step",
+          (torch.tensor([-math.inf]), torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0]]),
+           torch.tensor([[3.0]])),
+          (torch.zeros(1), torch.ones(1), torch.tensor([[3.0]]), torch.tensor([[0.0, -1.0]]),
+           torch.tensor([[1.0], [2.0]])),
+          (torch.zeros(1), torch.ones(1), torch.tensor([[3.0]]), torch.tensor([[1.0]]),
+           torch.tensor([[1.0]])), draw=_tile, tolerance=1e-5, stars=2, minutes=12,
+          mistakes={"when m grows, what was added so far shrinks by exp(m - m_new)": _kept_its_size,
+                    "acc shrinks as l does": _sum_alone_shrinks,
+                    "m never falls: a tile may have no larger score": _largest_of_the_tile})
+def step(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+         ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new = torch.maximum(m, scores.amax(1))
+    shrink, p = (m - m_new).exp(), (scores - m_new[:, None]).exp()
+    return m_new, l * shrink + p.sum(1), acc * shrink[:, None] + p @ v
+
+
+def _halves(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, E, size = r.randint(1, 4), r.randint(1, 4), r.choice((1, 5, 300))
+    lse = [normal(r, n, size=size) for _ in range(2)]
+    lse[0][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf      # saw nothing
+    return normal(r, n, E) * lse[0].isfinite()[:, None], lse[0], normal(r, n, E), lse[1]
+
+
+def _overflows(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    total = lse_a.exp() + lse_b.exp()
+    return ((a * lse_a.exp()[:, None] + b * lse_b.exp()[:, None]) / total[:, None], total.log())
+
+
+@exercise("12.merge",
+          (torch.tensor([[1.0]]), torch.tensor([0.0]), torch.tensor([[3.0]]), torch.tensor([0.0])),
+          (torch.tensor([[1.0]]), torch.tensor([1.0]), torch.tensor([[3.0]]), torch.tensor([0.0])),
+          (torch.tensor([[1.0]]), torch.tensor([900.0]), torch.tensor([[3.0]]),
+           torch.tensor([900.0])),
+          (torch.tensor([[0.0]]), torch.tensor([-math.inf]), torch.tensor([[3.0]]),
+           torch.tensor([1.0])), draw=_halves, tolerance=1e-4, stars=2, minutes=10,
+          mistakes={"whoever saw the larger sum counts more":
+                        lambda a, lse_a, b, lse_b: ((a + b) / 2, torch.logaddexp(lse_a, lse_b)),
+                    "exp overflows: subtract the larger of the two first": _overflows,
+                    "logs do not add up, what they are logs of does":
+                        lambda a, lse_a, b, lse_b: (merge(a, lse_a, b, lse_b)[0], lse_a + lse_b)})
+def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    top = torch.maximum(lse_a, lse_b)
+    of_a, of_b = (lse_a - top).exp(), (lse_b - top).exp()
+    total = of_a + of_b
+    return (a * of_a[:, None] + b * of_b[:, None]) / total[:, None], top + total.log()
+
+
+def _attended(r: Random) -> tuple[Tensor, ...]:
+    T, E = r.randint(1, 5), r.randint(1, 4)
+    q, k, v, d_out = (normal(r, T, E) for _ in range(4))
+    scores = q @ k.T / math.sqrt(E)
+    return q, k, v, scores.softmax(1) @ v, scores.logsumexp(1), d_out
+
+
+def _without_the_rows_sum(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                          d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(q, k, v, torch.zeros_like(out), lse, d_out)
+
+
+def _unscaled(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+              ) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = backward(q, k, v, out, lse, d_out)
+    return dq * math.sqrt(q.shape[1]), dk * math.sqrt(q.shape[1]), dv
+
+
+@exercise("12.backward", _attended(Random(1)), _attended(Random(2)), draw=_attended, tolerance=1e-4,
+          stars=3, minutes=20,
+          mistakes={"of dp, what all of a row have in common goes: the sum of d_out times out":
+                        _without_the_rows_sum,
+                    "scores were divided by sqrt(E), and so are their gradients": _unscaled})
+def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+             ) -> tuple[Tensor, Tensor, Tensor]:
+    scale = q.shape[1] ** -0.5
+    p = (q @ k.T * scale - lse[:, None]).exp()      # the softmax, without looking for a maximum
+    ds = p * (d_out @ v.T - (d_out * out).sum(1, keepdim=True)) * scale
+    return ds @ k, ds.T @ q, p.T @ d_out

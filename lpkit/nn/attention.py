@@ -16,6 +16,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.blocked_attention import BlockedAttention
+from lpkit.kernels.tiled_attention import TiledAttention
 from lpkit.techniques.attention import KINDS, Rule
 from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention, why_not
 
@@ -55,6 +56,12 @@ def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
         return scores.softmax(-1)
     sink = sinks.type_as(scores)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+    """FlashAttention, to be read; see `kernels.tiled_attention`."""
+    return TiledAttention.apply(q, k, v, documents, sinks, rule)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,

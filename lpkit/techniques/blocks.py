@@ -26,6 +26,7 @@ FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
 BLOCKED_CONTEXT = 1024      # tokens; beyond, the saved probabilities cost too much memory
 QUERY_BLOCK = 128           # queries that blocked attention takes at a time
 CHUNK = 64                  # tokens between two states of attention without softmax
+TILE = 128                  # queries, and keys, that tiled attention takes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +352,25 @@ def sdpa(s: MicroBatch) -> Op:
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
+def tiled(s: MicroBatch) -> Op:
+    """Keeps what sdpa keeps. Backward holds three tiles of scores, and one that the next tile will
+    free, beside those of queries and keys, and sums gradients of k and v, all in float32."""
+    m, T, views = s.model, int(s.model.T), _given(s)
+    sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
+    side = min(TILE, T)
+    copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4    # of queries and keys
+    wide = FP32 // s.compute_bytes
+    at_work = s.batch * m.H * side * FP32 * ((3 + (T >= 2 * TILE)) * side + copied * m.E)
+    summed = 2 * s.tokens * m.G * m.E * FP32 if s.compute_bytes < FP32 else 0
+    rule = m.attention.rule(T)
+    pairs = sum((min(first + TILE, T) - first) * (end - begin) for first in range(0, T, TILE)
+                for begin, end in rule.spans(first, min(first + TILE, T)))
+    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums, out=grads,
+                      work=grads + summed + at_work, saves_result=True,
+                      pairs_share=pairs / T**2, backward_pairs=2.5,
+                      score_passes=(8 * wide, 14 * wide))
+
+
 def plain(s: MicroBatch) -> Op:
     """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the
     probabilities; and the heads' output, copied for the product after it."""
@@ -598,6 +618,9 @@ MASKS = ("window", "global_tokens", "blocks", "documents")
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=plain,
                      implementation="lpkit.nn.attention:plain"),
+    "tiled": Backend(why="tiles of queries and keys, in PyTorch: FlashAttention, to be read",
+                     operations=tiled, implementation="lpkit.nn.attention:tiled",
+                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=sdpa,
                     implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),

@@ -1,0 +1,165 @@
+"""FlashAttention in PyTorch, to be read: attention over tiles of queries and keys that never holds
+the (T, T) scores.
+
+Forward: a tile of queries meets the keys tile by tile. For each query it knows the largest score so
+far, m, the sum of exp(score - m), l, and that sum with values, acc. When a tile has a larger score,
+what was added shrinks by exp(m - m_new), and goes on: an online softmax. At the end acc / l is the
+answer, and m + log(l), one number of a query, is kept instead of its T scores.
+
+Backward: from that number a tile of probabilities is made again, p = exp(score - lse), which costs
+one product more and saves T^2 numbers. With o the answer, and do its gradient:
+
+    dv = p^T do     dp = do v^T     ds = p (dp - sum(do o))     dq = ds k     dk = ds^T q
+
+with q divided by sqrt(E) before all else, and dq at the end.
+
+Sources: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867 (the softmax); Dao et al.
+2022, https://arxiv.org/abs/2205.14135, and Dao 2023, https://arxiv.org/abs/2307.08691 (the rest).
+
+Shapes: q (B, H, T, E), k and v (B, G, T, E). The queries of the H / G heads of a group lie below
+each other in a tile, (B, G, H / G * queries, E), and share its keys. A tile is calculated in
+float32, or wider, whatever it comes in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.blocks import TILE
+
+
+def tiles(rule: Rule, T: int, tile: int = TILE) -> Iterator[tuple[slice, list[slice]]]:
+    """Each tile of queries, and the tiles of keys of which it sees any."""
+    for first in range(0, T, tile):
+        last = min(first + tile, T)
+        yield slice(first, last), [slice(start, min(start + tile, end))
+                                   for begin, end in rule.spans(first, last)
+                                   for start in range(begin, end, tile)]
+
+
+class Tiles:
+    """What forward and backward share: how a tile is loaded, stored and scored."""
+
+    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
+        self.G, self.scale = k.shape[1], 1 / math.sqrt(q.shape[-1])
+        self.documents, self.rule = documents, rule
+        self.wide = torch.promote_types(q.dtype, torch.float32)
+        self.places = torch.arange(q.shape[2], device=q.device)
+
+    def rows(self, t: Tensor, queries: slice) -> Tensor:
+        """(B, H, T, X) -> (B, G, H / G * queries, X), in the dtype that is calculated in."""
+        return t[:, :, queries].to(self.wide).unflatten(1, (self.G, -1)).flatten(2, 3)
+
+    def heads(self, tile: Tensor, queries: slice) -> Tensor:
+        """And back: (B, H, queries, X)."""
+        return tile.unflatten(2, (-1, queries.stop - queries.start)).flatten(1, 2)
+
+    def keys(self, t: Tensor, keys: slice) -> Tensor:
+        return t[:, :, keys].to(self.wide)
+
+    def scores(self, q_tile: Tensor, k_tile: Tensor, queries: slice, keys: slice) -> Tensor:
+        """(B, G, H / G * queries, keys), capped, and -inf where the rule hides a key."""
+        scores = q_tile @ k_tile.mT
+        cap, rule = self.rule.soft_cap, self.rule
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        ends = queries.start, queries.stop, keys.start, keys.stop
+        if not (rule.documents or rule.hides(*ends)):
+            return scores
+        i, j = self.places[queries], self.places[keys]
+        hidden = ~rule.sees(i[:, None], j[None])
+        if rule.documents:
+            ours, theirs = self.documents[:, queries, None], self.documents[:, None, keys]
+            hidden = (hidden | (ours != theirs))[:, None, None]
+        heads = scores.unflatten(2, (-1, len(i)))
+        return heads.masked_fill_(hidden, -torch.inf).flatten(2, 3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
+           rule: Rule, tile: int = TILE) -> tuple[Tensor, Tensor]:
+    """The answer, like q, and the log of each query's sum, (B, H, T) in float32: +inf where it sees
+    nothing, and the answer is zeros."""
+    B, H, T, E = q.shape
+    at = Tiles(q, k, documents, rule)
+    out = q.new_empty(B, T, H, E).transpose(1, 2)       # heads side by side, as they are read
+    lse = q.new_empty(B, H, T, dtype=at.wide)
+    for queries, seen in tiles(rule, T, tile):
+        q_tile = at.rows(q, queries) * at.scale
+        acc = torch.zeros_like(q_tile)
+        l = acc.new_zeros(*acc.shape[:3], 1)
+        m = torch.full_like(l, torch.finfo(at.wide).min)
+        if sinks is not None:       # a score that comes first, and has no value
+            m = at.rows(sinks[:, None, None].expand(B, -1, T, 1), queries)
+            l = torch.ones_like(m)
+        for keys in seen:
+            scores = at.scores(q_tile, at.keys(k, keys), queries, keys)
+            m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+            p = scores.sub_(m_new).exp_()
+            shrink = (m - m_new).exp_()
+            l = l * shrink + p.sum(-1, keepdim=True)
+            acc = acc * shrink + p @ at.keys(v, keys)
+            m = m_new
+        nothing = l == 0
+        out[:, :, queries] = at.heads(acc / l.masked_fill(nothing, 1), queries)
+        log_sum = (m + l.log()).masked_fill(nothing, torch.inf)     # exp(score - inf) is 0
+        lse[:, :, queries] = at.heads(log_sum, queries)[..., 0]
+    return out, lse
+
+
+def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+              documents: Tensor | None, sinks: Tensor | None, rule: Rule
+              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of q, k, v and sinks. Those of k and v are sums over tiles of queries, in float32."""
+    at = Tiles(q, k, documents, rule)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))
+    d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=at.wide)
+    for queries, seen in tiles(rule, q.shape[2]):
+        q_tile, dy, y = (at.rows(t, queries) for t in (q, d_out, out))
+        q_tile = q_tile * at.scale
+        of_sum = at.rows(lse[..., None], queries)
+        weight = (dy * y).sum(-1, keepdim=True)         # sum(do o) = sum(p dp)
+        dq_tile = torch.zeros_like(q_tile)
+        for keys in seen:
+            k_tile = at.keys(k, keys)
+            scores = at.scores(q_tile, k_tile, queries, keys)
+            p = (scores - of_sum).exp_()
+            dv[:, :, keys] += p.mT @ dy
+            ds = (dy @ at.keys(v, keys).mT).sub_(weight).mul_(p)
+            if rule.soft_cap is not None:   # tanh' = 1 - tanh^2; what is hidden is -inf, and p is 0
+                ds.mul_(1 - (scores / rule.soft_cap).clamp_(min=-1).square_())
+            dq_tile += ds @ k_tile
+            dk[:, :, keys] += ds.mT @ q_tile
+        dq[:, :, queries] = at.heads(dq_tile * at.scale, queries)
+        if sinks is not None:
+            p = (sinks[:, None].to(at.wide) - lse[:, :, queries]).exp()
+            d_sinks -= (p * at.heads(weight, queries)[..., 0]).sum((0, 2))
+    d_sinks = d_sinks if sinks is None else d_sinks.to(sinks.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), d_sinks
+
+
+class TiledAttention(torch.autograd.Function):
+    """`TiledAttention.apply(q, k, v, documents, sinks, rule)`. Keeps q, k, v, the answer, and a
+    number for each query and head."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+                sinks: Tensor | None, rule: Rule) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = attend(q, k, v, documents, sinks, rule)
+        ctx.save_for_backward(q, k, v, out, lse, documents, sinks)
+        ctx.rule = rule
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(d_out.device.type, enabled=False):
+            dq, dk, dv, d_sinks = gradients(d_out, *ctx.saved_tensors, ctx.rule)
+        return dq, dk, dv, None, d_sinks, None
