@@ -15,6 +15,7 @@ from lpkit.errors import ConfigError
 from lpkit.kernels import rotary
 from lpkit.nn.attention import last_token, sdpa
 from lpkit.nn.layers import add_norm, linear
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
 
 
@@ -113,6 +114,8 @@ class Transformer(nn.Module):
             raise ConfigError(f"{start + T} tokens do not fit model.context={self.config.T}")
         if start and T != 1:
             raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
+        if documents is None and KINDS[self.config.attention.name].reads_ids:
+            documents = torch.zeros_like(tokens)        # one, as a prompt is
         x = self.positions.add(self.embed(tokens), start)
         rotation = self.positions.rotation(T, start, x)
         for layer, block in enumerate(self.blocks):

@@ -143,7 +143,10 @@ class Documents(Softmax):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind(Row):
-    """`settings` has `rule(context)`, the Rule of every softmax kind."""
+    """`settings` has `rule(context)`, the Rule of every softmax kind. `reads_ids`: of documents,
+    which come with each batch."""
+
+    reads_ids: bool = False
 
 
 KINDS: dict[str, AttentionKind] = {
@@ -156,6 +159,6 @@ KINDS: dict[str, AttentionKind] = {
                          settings=BlockSparse(),
                          source="Child et al. 2019, https://arxiv.org/abs/1904.10509"),
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
-                      settings=Documents(),
+                      settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
 }

@@ -1,0 +1,67 @@
+"""Tasks that need memory and nothing else, drawn anew at each step: what a kind of attention can
+carry over a distance, a few hundred steps of a tiny model tell.
+
+    CopyTask    a b c 0 a b c 0 a b c   a string again and again, after the marker 0
+    RecallTask  k 7 m 4 n 9 m k k n     pairs of a key and a value, then keys: what was the value?
+
+Answers have weight 1 in the loss, and all else 0. Copying: Graves et al. 2014,
+https://arxiv.org/abs/1410.5401. Multi-query associative recall: Arora et al. 2023,
+https://arxiv.org/abs/2312.04927; as there, a question's target is no token of the sequence.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lpkit.contracts import Batch, DataPolicy
+
+
+class Drawn(DataPolicy):
+    """Batches that follow from the seed and the step; `tokens` of a corpus are not read."""
+
+    def __init__(self, *, batch: int, context: int, seed: int = 0, tokens: object = None):
+        self.B, self.T, self.seed = batch, context, seed
+
+
+class CopyTask(Drawn):
+    """Each token of a copy stands `length` + 1 after the same token."""
+
+    def __init__(self, *, length: int, symbols: int, **settings):
+        super().__init__(**settings)
+        self.length, self.symbols = length, symbols
+
+    def batch(self, step: int) -> Batch:
+        rng = np.random.default_rng((self.seed, step))
+        strings = rng.integers(1, self.symbols + 1, (self.B, self.length))
+        periods = np.tile(np.pad(strings, ((0, 0), (0, 1))), self.T // (self.length + 1) + 1)
+        rows = torch.from_numpy(periods[:, :self.T + 1])
+        copies = (torch.arange(self.T + 1) > self.length) & (rows > 0)
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(),
+                     weights=copies[:, 1:].float())
+
+
+class RecallTask(Drawn):
+    """Keys are 1 to `symbols`, values those after them; what is not asked for is any key."""
+
+    def __init__(self, *, pairs: int, symbols: int, **settings):
+        super().__init__(**settings)
+        self.pairs, self.symbols = pairs, symbols
+
+    def batch(self, step: int) -> Batch:
+        rng, P, S = np.random.default_rng((self.seed, step)), self.pairs, self.symbols
+        keys = rng.permuted(np.tile(np.arange(1, S + 1), (self.B, 1)), axis=1)[:, :P]
+        values = rng.integers(S + 1, 2 * S + 1, (self.B, P))
+        asked = rng.integers(P, size=(self.B, self.T - 2 * P))
+        pairs = np.stack((keys, values), axis=-1).reshape(self.B, -1)
+        rows = np.arange(self.B)[:, None]
+        tokens = np.concatenate((pairs, keys[rows, asked]), axis=1)
+        targets = np.concatenate((np.roll(pairs, -1, axis=1), values[rows, asked]), axis=1)
+        ahead = np.arange(self.T) >= 2 * P
+        return Batch(*map(torch.from_numpy, (tokens, targets)),
+                     weights=torch.from_numpy(ahead).float().expand(self.B, -1).contiguous())
+
+    def distances(self, batch: Batch) -> Tensor:
+        """(B, T) int64: how many places before a question its value stands; 0 where none is."""
+        same = batch.tokens[:, :, None] == batch.tokens[:, None, :2 * self.pairs:2]
+        value = 2 * same.long().argmax(-1) + 1
+        return (torch.arange(self.T) - value) * (batch.weights > 0)
