@@ -2,11 +2,11 @@
 carry over a distance, a few hundred steps of a tiny model tell.
 
     CopyTask    a b c 0 a b c 0 a b c   a string again and again, after the marker 0
-    RecallTask  k 7 m 4 n 9 m k k n     pairs of a key and a value, then keys: what was the value?
+    RecallTask  k 7 m 4 0 0 m 4 k 7     pairs of a key and a value, then each once more, somewhere
 
 Answers have weight 1 in the loss, and all else 0. Copying: Graves et al. 2014,
 https://arxiv.org/abs/1410.5401. Multi-query associative recall: Arora et al. 2023,
-https://arxiv.org/abs/2312.04927; as there, a question's target is no token of the sequence.
+https://arxiv.org/abs/2312.04927.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ class CopyTask(Drawn):
 
 
 class RecallTask(Drawn):
-    """Keys are 1 to `symbols`, values those after them; what is not asked for is any key."""
+    """Keys are 1 to `symbols`, values those after them."""
 
     def __init__(self, *, pairs: int, symbols: int, **settings):
         super().__init__(**settings)
@@ -51,14 +51,18 @@ class RecallTask(Drawn):
         rng, P, S = np.random.default_rng((self.seed, step)), self.pairs, self.symbols
         keys = rng.permuted(np.tile(np.arange(1, S + 1), (self.B, 1)), axis=1)[:, :P]
         values = rng.integers(S + 1, 2 * S + 1, (self.B, P))
-        asked = rng.integers(P, size=(self.B, self.T - 2 * P))
-        pairs = np.stack((keys, values), axis=-1).reshape(self.B, -1)
-        rows = np.arange(self.B)[:, None]
-        tokens = np.concatenate((pairs, keys[rows, asked]), axis=1)
-        targets = np.concatenate((np.roll(pairs, -1, axis=1), values[rows, asked]), axis=1)
-        ahead = np.arange(self.T) >= 2 * P
-        return Batch(*map(torch.from_numpy, (tokens, targets)),
-                     weights=torch.from_numpy(ahead).float().expand(self.B, -1).contiguous())
+        pairs = np.stack((keys, values), axis=-1)
+        # the rest in places for a pair: each is asked for in one of them, others hold markers
+        count = (self.T + 1) // 2 - P
+        places = rng.permuted(np.tile(np.arange(count), (self.B, 1)), axis=1)[:, :P]
+        asked = np.zeros((self.B, count, 2), np.int64)
+        asked[np.arange(self.B)[:, None], places] = pairs
+        rows = np.zeros((self.B, self.T + 1), np.int64)
+        rows[:, :2 * (P + count)] = np.concatenate((pairs, asked), axis=1).reshape(self.B, -1)
+        rows = torch.from_numpy(rows)
+        answers = (torch.arange(self.T + 1) >= 2 * P) & (rows > S)
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(),
+                     weights=answers[:, 1:].float())
 
     def distances(self, batch: Batch) -> Tensor:
         """(B, T) int64: how many places before a question its value stands; 0 where none is."""

@@ -58,7 +58,7 @@ class Recall(Task):
 
     @property
     def context(self) -> int:
-        return 2 * self.pairs + 1
+        return 4 * self.pairs - 1
 
 
 @dataclass(frozen=True, kw_only=True)
