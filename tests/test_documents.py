@@ -98,7 +98,7 @@ def test_a_prompt_is_one_document():
     ({"model.attention": "documents"}, "model.attention=documents reads which document a token is of, and data.policy=random-windows does "
      "not say; set data.policy=random-documents"),
     ({"data.policy": "recall", "model.vocab": 64}, "data.policy=recall has 65 tokens, but model.vocab=64; set model.vocab=65 or more"),
-    ({"data.policy": "recall", "model.context": 15}, "in 17 tokens, but model.context=15; set model.context=17 or more"),
+    ({"data.policy": "recall", "model.context": 30}, "in 31 tokens, but model.context=30; set model.context=31 or more"),
     ({"data.policy": "copy", "data.policy.length": 40}, "in 80 tokens, but model.context=64; set model.context=80 or more"),
     ({"data.policy": "recall", "data.policy.pairs": 33}, "data.policy.pairs=33 want as many keys, and there are data.policy.symbols=32; set "
      "data.policy.symbols=33 or more"),
@@ -118,20 +118,25 @@ def test_copy_repeats_a_string_and_asks_for_nothing_else():
     strings = rows[:, :5]
     assert strings.min() == 1 and strings.max() == 9 and len(strings.unique(dim=0)) == 50
     assert torch.equal(batch.weights > 0, (torch.arange(1, 21) > 5) & (batch.targets > 0))
+    asked, far = batch.weights > 0, CopyTask(length=5, symbols=9, batch=50, context=20).distances(batch)
+    places = torch.arange(20).expand(50, 20)
+    assert torch.equal(batch.tokens.gather(1, places - far)[asked], batch.targets[asked]) and (far[~asked] == 0).all()
 
 
-def test_recall_asks_for_the_values_of_its_keys():
+def test_recall_asks_each_key_once_for_its_value():
     pairs, symbols = 6, 10
     task = RecallTask(pairs=pairs, symbols=symbols, batch=40, context=37, seed=3)
     batch = task.batch(2)
     for tokens, targets, weights, far in zip(*batch.tensors, task.distances(batch)):
         known = dict(zip(tokens[:2 * pairs:2].tolist(), tokens[1:2 * pairs:2].tolist()))
         assert len(known) == pairs and set(known) <= set(range(1, symbols + 1)) and set(known.values()) <= set(range(symbols + 1, 2 * symbols + 1))
-        assert weights.nonzero().flatten().tolist() == list(range(2 * pairs, 37)) and (far[weights == 0] == 0).all()
-        for place in range(2 * pairs, 37):
+        asked = weights.nonzero().flatten().tolist()
+        assert sorted(tokens[asked].tolist()) == sorted(known) and min(asked) >= 2 * pairs and (far[weights == 0] == 0).all()
+        for place in asked:
             assert targets[place] == known[tokens[place].item()]
             assert tokens[place - far[place]] == targets[place] and tokens[place - far[place] - 1] == tokens[place]
             assert place - far[place] < 2 * pairs
+        assert torch.equal(targets[:-1], tokens[1:])
 
 
 @pytest.mark.parametrize("task", [CopyTask(length=5, symbols=9, batch=4, context=20), RecallTask(pairs=4, symbols=9, batch=4, context=20)])

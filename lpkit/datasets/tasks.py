@@ -9,6 +9,8 @@ https://arxiv.org/abs/1410.5401. Multi-query associative recall: Arora et al. 20
 https://arxiv.org/abs/2312.04927.
 """
 
+from abc import abstractmethod
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,9 +24,14 @@ class Drawn(DataPolicy):
     def __init__(self, *, batch: int, context: int, seed: int = 0, tokens: object = None):
         self.B, self.T, self.seed = batch, context, seed
 
+    @abstractmethod
+    def distances(self, batch: Batch) -> Tensor:
+        """(B, T) int64: how many places before a question its answer stands; 0 where none is
+        asked."""
+
 
 class CopyTask(Drawn):
-    """Each token of a copy stands `length` + 1 after the same token."""
+    """Each token of a copy stands `length` + 1 places after the same token."""
 
     def __init__(self, *, length: int, symbols: int, **settings):
         super().__init__(**settings)
@@ -38,6 +45,9 @@ class CopyTask(Drawn):
         copies = (torch.arange(self.T + 1) > self.length) & (rows > 0)
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(),
                      weights=copies[:, 1:].float())
+
+    def distances(self, batch: Batch) -> Tensor:
+        return (self.length * batch.weights).long()
 
 
 class RecallTask(Drawn):
@@ -65,7 +75,6 @@ class RecallTask(Drawn):
                      weights=answers[:, 1:].float())
 
     def distances(self, batch: Batch) -> Tensor:
-        """(B, T) int64: how many places before a question its value stands; 0 where none is."""
         same = batch.tokens[:, :, None] == batch.tokens[:, None, :2 * self.pairs:2]
         value = 2 * same.long().argmax(-1) + 1
         return (torch.arange(self.T) - value) * (batch.weights > 0)
