@@ -68,6 +68,7 @@ ROWS = {
 WORKING = ("temporaries", "attention workspace", "recomputed block")
 IN_FLIGHT = (*WORKING, "communication buffers")
 SAVED = ("activations", "logits and loss", "low-precision weights", "scales")
+BUFFERS = {"amax_history": "amax histories", "features": "weights"}     # others: scales
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # where no module is at work
 
@@ -156,7 +157,7 @@ class Tracker(TorchDispatchMode):
 
     def _hold_states(self) -> None:
         for name, buffer in self.model.named_buffers():
-            self.hold([buffer], "amax histories" if name.endswith("amax_history") else "scales")
+            self.hold([buffer], BUFFERS.get(name.rpartition(".")[2], "scales"))
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
                 if not self.place.in_memory:

@@ -2,6 +2,7 @@
 
 `lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.blocks.ATTENTION` those of
 the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition, does.
+Here are the softmax kinds; `lpkit.nn.linear_attention` has those without.
 """
 
 import math
@@ -9,14 +10,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Choice
-from lpkit.errors import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.kernels.blocked_attention import BlockedAttention
-from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, choose_attention
+from lpkit.techniques.attention import KINDS, Rule
+from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention, why_not
 
 CAUSAL = Rule()
 
@@ -74,10 +75,26 @@ def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
+class Softmax(nn.Module):
+    """What a softmax kind has beside q, k and v: the sinks' scores (H,), where it has sinks."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        sinks = getattr(config.attention, "sinks", False)
+        self.sinks = nn.Parameter(torch.zeros(config.H)) if sinks else None
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        return self.sinks
+
+
 def backend(name: str, model: ModelConfig) -> Attend:
-    """What `model` attends by. Raises ConfigError for an unknown name."""
-    call, rule = pick(ATTENTION, name, "system.attention").load(), model.attention.rule(model.T)
-    return call if rule == CAUSAL else partial(call, rule=rule)
+    """What `model` attends by. Raises ConfigError for one that cannot, or is unknown."""
+    row, rule = pick(ATTENTION, name, "system.attention"), model.attention.rule(model.T)
+    if rule is None or not row.implementation:
+        if problem := why_not(name, Attending(model=model)):
+            raise ConfigError(f"system.attention={name} {problem}")
+        return getattr(KINDS[model.attention.name].load(), name)
+    return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)
 
 
 def choose(asked: str, *, device_type: str, recipe: str, model: ModelConfig) -> Choice:

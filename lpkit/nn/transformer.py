@@ -26,7 +26,17 @@ class KVCache:
                  device: torch.device | str):
         shape = (config.L, batch, config.G, config.T, config.E)
         self.k, self.v = torch.empty(2, *shape, dtype=dtype, device=device)
+        self.states: dict[int, Tensor] = {}     # by layer, of kinds without softmax
         self.length = 0
+
+    def step(self, layer: int, kind: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        """What `kind` makes of these tokens after those before."""
+        state = self.states.get(layer)
+        if state is None:
+            state = kind.state(len(q), k.shape[1], k.shape[-1], k.dtype, k.device)
+        out, self.states[layer] = kind.extend(q, k, v, state, own)
+        return out
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.shape[2]
@@ -48,9 +58,8 @@ class Attention(nn.Module):
         super().__init__()
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
         self.qkv, self.out = linear(config, "attention.qkv"), linear(config, "attention.out")
-        self.q_norm = self.k_norm = self.sinks = None
-        if getattr(config.attention, "sinks", False):
-            self.sinks = nn.Parameter(torch.zeros(config.H))
+        self.kind = KINDS[config.attention.name].load()(config)
+        self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
@@ -66,10 +75,14 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if rotation is not None:
             q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
+        own = self.kind(x)
+        if cache is not None and hasattr(self.kind, "extend"):
+            out = cache.step(layer, self.kind, q, k, v, own)
+            return self.out(out.transpose(1, 2).reshape(B, T, -1))
         if cache is not None:
             k, v = cache.extend(layer, k, v)
         if cache is None or cache.length == 0:
-            out = self.attend(q, k, v, documents, self.sinks)
+            out = self.attend(q, k, v, documents, own)
         else:
             out = last_token(q, k, v)
         return self.out(out.transpose(1, 2).reshape(B, T, -1))

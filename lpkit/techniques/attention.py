@@ -6,15 +6,18 @@ same numbers in another way and belongs to the machine (`system.attention`). Eac
 
     softmax kinds   weights = softmax(cap(q k^T / sqrt(E)) over the keys that the rule lets through,
                     and over a learned score that belongs to no key, where there are sinks)
+    others          have no rule: the past is a state of constant size, and each names the backends
+                    that compute it
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lpkit.techniques.row import Row, Settings
-from lpkit.values import Count, CountOrZero, Positive
+from lpkit.values import Count, CountOrZero, Positive, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +145,38 @@ class Documents(Softmax):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionKind(Row):
-    """`settings` has `rule(context)`, the Rule of every softmax kind. `reads_ids`: of documents,
-    which come with each batch."""
+class WithoutSoftmax(Settings):
+    where = "model.attention."
 
+    def rule(self, T: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures(WithoutSoftmax):
+    features: Count = 256
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind(Row):
+    """`settings` has `rule(context)`: the Rule of a softmax kind, else None.
+
+    implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
+                    softmax it has a method for each backend that computes it, and `state` and
+                    `step` for one token after the other (`lpkit.nn.linear_attention`)
+    operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
+    products        of what the module itself does: f(MicroBatch), Ops
+    reads_ids       of documents, which come with each batch
+    """
+
+    implementation: str = "lpkit.nn.attention:Softmax"
+    operations: Mapping[str, str] = field(default_factory=dict)
+    products: str = ""
     reads_ids: bool = False
 
+
+OPERATIONS = "lpkit.techniques.blocks:"
 
 KINDS: dict[str, AttentionKind] = {
     "full": AttentionKind(why="every token so far", settings=Softmax(),
@@ -161,4 +190,21 @@ KINDS: dict[str, AttentionKind] = {
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
                       settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
+    "linear": AttentionKind(
+        why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
+        settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Linear",
+        operations={"plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"},
+        source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236"),
+    "performer": AttentionKind(
+        why="as linear, with random features whose products are softmax's weights in the mean",
+        settings=RandomFeatures(), implementation="lpkit.nn.linear_attention:Performer",
+        operations={"plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"},
+        source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794"),
+    "delta": AttentionKind(
+        why="a state from keys to values, where each token replaces a learned share of its key's",
+        settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",
+        operations={"plain": OPERATIONS + "delta_steps", "chunked": OPERATIONS + "delta_chunks"},
+        products=OPERATIONS + "delta_gates",
+        source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "
+               "https://arxiv.org/abs/2406.06484"),
 }

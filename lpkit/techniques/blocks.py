@@ -13,16 +13,18 @@ to a measured step, to the byte.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
-from lpkit.techniques.attention import Rule
+from lpkit.techniques.attention import KINDS, Rule
 from lpkit.techniques.row import Row
 
 FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
 BLOCKED_CONTEXT = 1024      # tokens; beyond, the saved probabilities cost too much memory
 QUERY_BLOCK = 128           # queries that blocked attention takes at a time
+CHUNK = 64                  # tokens between two states of attention without softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +145,15 @@ class Attending:
     device: Literal["cpu", "gpu"] = "cpu"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> Rule | None:
+        """None: a kind without softmax, which `why_not` answers for."""
         return self.model.attention.rule(self.model.T)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(Kind):
-    """`why_not`: why it cannot, in one clause, and the nearest that can; empty: it can."""
+    """`why_not`: why it cannot, in one clause, and the nearest that can; empty: it can. Asked of
+    softmax kinds alone. No `implementation`: computes none of these."""
 
     why_not: Callable[[Attending], str] = lambda asked: ""
 
@@ -235,8 +239,10 @@ def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
 # are copied. One view keeps the whole product alive.
 
 def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: float, out: float,
-               saves_result: bool = False, **facts: Any) -> Op:
-    """`numbers` are saved for each token, `views` of them with q, k and v. Backward holds `work`,
+               saves_result: bool = False, pairs: tuple[Pairs, ...] = (), gates: int = 0,
+               **facts: Any) -> Op:
+    """`numbers` are saved for each token, `views` of them with q, k and v, and `gates` besides.
+    Backward holds `work`,
     and makes `out` bytes of gradients of q, k and v; they are turned back in float32, with halves
     exchanged; then their parts and the whole lie side by side."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
@@ -247,10 +253,11 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
     if s.attends_again:
         work += held - tokens * views * compute
         held, saves_result = tokens * _given(s) * compute, False
+    held += tokens * gates * compute
     return Op(name="attention", part="attention", saved_itemsize=compute, saved_bytes=held,
               saves_result=saves_result,
-              pairs=(Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
-                     Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
+              pairs=pairs or (Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
+                              Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
               moved_bytes=2 * tokens * (m.H + m.G) * m.E * compute if turned else 0,
               backward=(Hold(nbytes=work, frees=1.0, grows=out - given),
                         Hold(nbytes=turn, grows=whole - out)), **facts)
@@ -300,6 +307,98 @@ def blocked(s: MicroBatch) -> Op:
                       saved=s.batch * m.H * pairs * s.compute_bytes,
                       work=3 * given + at_work * scores + given * queries / T, out=3 * given,
                       pairs_share=pairs / T**2, score_passes=passes)
+
+
+# Attention without softmax. What is over pairs of tokens is over pairs in a chunk; with the state,
+# (F, E), each token meets F x E numbers twice.
+
+def chunk_of(T: int) -> tuple[int, int]:
+    """Tokens of a chunk, and of all chunks: the last is filled up."""
+    C = max(1, min(CHUNK, T))
+    rest = T % C
+    return C, T - rest + C if rest else T
+
+
+def _chunk_pairs(s: MicroBatch, *products: tuple[str, int, Any, Any, Any]) -> tuple[Pairs, ...]:
+    """Of products by name, how many there are in a chunk, M, N, K."""
+    C, padded = chunk_of(s.model.T)
+    return tuple(Pairs(name=name, M=M, N=N, K=K, group=s.batch * padded // C * count)
+                 for name, count, M, N, K in products)
+
+
+def _in_chunks(s: MicroBatch, *, features: Any, columns: Any, pairs: tuple[Pairs, ...],
+               numbers: Any, saved: float, **facts: Any) -> Op:
+    """An operator that saves what it is given and `saved` bytes more, and works in float32: q, k
+    and their features, values of `columns` numbers, scores of chunks, states; and their
+    gradients."""
+    m, (C, padded) = s.model, chunk_of(s.model.T)
+    grads = s.tokens * _qkv(m) * s.compute_bytes
+    mapped = s.batch * padded * ((m.H + m.G) * features + (m.H + m.G) * columns)
+    inside = FP32 * (mapped + s.batch * m.H * padded * C
+                     + s.batch * m.G * (padded // C) * features * columns)
+    op = _attention(s, numbers=numbers, views=_given(s), saved=saved, work=2 * inside + grads,
+                    out=grads, pairs=pairs, score_passes=(4, 8), **facts)
+    return replace(op, moved_bytes=op.moved_bytes + grads + 2 * FP32 * mapped)
+
+
+def linear_chunks(s: MicroBatch) -> Op:
+    """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
+    query, which is the sum of a column of ones beside the values."""
+    m, C = s.model, chunk_of(s.model.T)[0]
+    features, columns = getattr(m.attention, "features", m.E), m.E + 1
+    pairs = _chunk_pairs(s, ("scores", m.H, C, C, features), ("values", m.H, C, columns, C),
+                         ("states", m.G, features, columns, C),
+                         ("read", m.H, C, columns, features))
+    sums = s.tokens * m.H * FP32
+    return _in_chunks(s, features=features, columns=columns, pairs=pairs, saves_result=True,
+                      numbers=_given(s) + m.H * m.E, saved=sums, backward_pairs=2.5,
+                      result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
+
+
+def delta_chunks(s: MicroBatch) -> Op:
+    """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
+    and the gates."""
+    m, C = s.model, chunk_of(s.model.T)[0]
+    pairs = _chunk_pairs(s, ("scores", m.H, C, C, m.E), ("values", m.H, C, m.E, C),
+                         ("overlaps", m.G, C, C, m.E), ("system", m.G, C, 2 * m.E, C),
+                         ("read", m.H, C, m.E, m.E), ("replaced", m.G, C, m.E, m.E),
+                         ("states", m.G, m.E, m.E, C))
+    return _in_chunks(s, features=m.E, columns=2 * m.E, pairs=pairs, numbers=_given(s), saved=0,
+                      gates=m.G, backward_pairs=2.75)
+
+
+def quadratic(s: MicroBatch) -> Op:
+    """The definition of kinds that sum over the past: features, and the weights of all pairs, in
+    float32."""
+    m = s.model
+    features = getattr(m.attention, "features", m.E)
+    pairs = s.batch * m.H * m.T * m.T * FP32
+    mapped = 2 * s.tokens * m.H * (2 * features + m.E) * FP32
+    given = s.tokens * m.H * m.E * s.compute_bytes
+    return _attention(s, numbers=_given(s), views=_given(s), saved=pairs + mapped, out=3 * given,
+                      work=2 * pairs + mapped, score_passes=(6, 8), pairs=(
+                          Pairs(name="scores", M=m.T, N=m.T, K=features, group=s.batch * m.H),
+                          Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)))
+
+
+def delta_steps(s: MicroBatch) -> Op:
+    """The delta rule token by token: each keeps the state that it leaves, in float32."""
+    m, grads = s.model, s.tokens * _qkv(s.model) * s.compute_bytes
+    states = s.tokens * m.G * m.E * m.E * FP32
+    mapped = 6 * s.tokens * _qkv(m) * FP32
+    return _attention(s, numbers=_given(s), views=_given(s), saved=states + mapped, gates=m.G,
+                      work=grads, out=grads, score_passes=(5, 8), pairs=(
+                          Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
+                          Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),
+                          Pairs(name="read", M=m.T, N=m.E, K=m.E, group=s.batch * m.H)))
+
+
+def delta_gates(s: MicroBatch) -> Iterator[Op]:
+    """One number for each token and key/value head, of the input that q, k and v are made of."""
+    m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
+    yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))    # both are added up
+    yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,
+                 input_is_saved=not s.mixed)
 
 
 def _qkv(m: Any) -> int:
@@ -352,8 +451,14 @@ def rope(s: MicroBatch) -> Op:
 
 def pre_norm(s: MicroBatch) -> Iterator[Op]:
     m = s.model
-    norm, attend = NORMS[m.norm].operations, ATTENTION[s.attention].operations(s)
+    kind, norm = KINDS[m.attention.name], NORMS[m.norm].operations
+    attend = ATTENTION[s.attention].operations
+    if kind.operations:     # the last, where the backend does not matter
+        attend = resolve_name(kind.operations.get(s.attention, [*kind.operations.values()][-1]))
+    attend = attend(s)
     yield norm("norm1", s, residual=True)
+    if kind.products:
+        yield from resolve_name(kind.products)(s)
     yield linear("attention.qkv", s, m.D, _qkv(m), cut="column", bias=m.biased_qkv)
     parts = Hold(nbytes=s.tokens * _qkv(m) * s.compute_bytes)      # beside the whole, in backward
     yield Op(name="attention.split", part="", backward=(parts,))
@@ -399,7 +504,24 @@ ATTENTION: dict[str, Backend] = {
                        implementation="lpkit.nn.attention:blocked",
                        why_not=lambda asked: "" if asked.rule == Rule() else
                        "computes full attention alone; plain computes every kind"),
+    "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
+                       operations=linear_chunks,
+                       why_not=lambda asked: "computes kinds without softmax alone; plain computes "
+                       "every kind"),
 }
+
+
+def why_not(name: str, asked: Attending) -> str:
+    """Why a backend cannot, in one clause, and the nearest that can; empty: it can."""
+    kind = asked.model.attention.name
+    able = KINDS[kind].operations
+    if not able:
+        return ATTENTION[name].why_not(asked)
+    if name in able:
+        return ""
+    return f"computes softmax attention alone; {' and '.join(able)} compute {kind} attention"
+
+
 BLOCKS: dict[str, Kind] = {
     "pre-norm": Kind(operations=pre_norm, why="a norm before attention and before the MLP, whose "
                      "results are added", implementation="lpkit.nn.transformer:Block",
@@ -474,12 +596,12 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
     given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
                       device="cpu" if device == "cpu" else "gpu")
     if asked != "auto":
-        problem = pick(ATTENTION, asked, "system.attention").why_not(given)
-        if problem:
+        pick(ATTENTION, asked, "system.attention")
+        if problem := why_not(asked, given):
             raise ConfigError(f"system.attention={asked} {problem}")
         return asked, "asked for"
     if given.rule != Rule():
-        able = [name for name, row in ATTENTION.items() if not row.why_not(given)]
+        able = [name for name in ATTENTION if not why_not(name, given)]
         return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
     if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT:
         return "blocked", ("PyTorch's CPU flash kernel computes in float32 whatever it is given; "
