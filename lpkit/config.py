@@ -21,7 +21,7 @@ from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import blocks, layouts, memory
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
-from lpkit.techniques.data import POLICIES
+from lpkit.techniques.data import POLICIES, cannot_train
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
@@ -215,6 +215,8 @@ class Config(Group):
             raise ConfigError(f"global_batch={self.global_batch} does not split into "
                               f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "
                               f"grad_accum_steps may be {_divisors(self.global_batch)}")
+        if why := cannot_train(self.model, self.data.policy):
+            raise ConfigError(why)
         if self.parallel.devices > 1:
             layouts.check(self, self.parallel)
 

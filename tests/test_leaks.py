@@ -56,6 +56,8 @@ FITS = {    # what else a row wants
     "fp8-blockwise-pow2": {"model.width": 128, "model.context": 128},
     "nvfp4": {"model.layers": 2},       # the last one stays in 16 bits
     "sgd": {"memory.moment_format": "float32"},
+    "copy": {"model.context": 32},
+    "recall": {"model.context": 32},
 }
 
 
@@ -67,7 +69,7 @@ def cases() -> dict[str, dict]:
     found += [{"schedule": name} for name in schedules.SCHEDULES]
     found += [{"system.attention": name} for name, row in blocks.ATTENTION.items()
               if not row.why_not(blocks.Attending(model=Config().model))]
-    found += [{"data.policy": name} for name in data.POLICIES]
+    found += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():
         table = field.metadata["table"]
         found += [{f"memory.{key}": name} | FITS.get(name, {}) for name, row in table.items() if not row.needs_compile]

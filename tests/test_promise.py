@@ -156,7 +156,7 @@ TOYS = {    # family: the table, its row, what a Config says
     "memory": (techniques.RECOMPUTE, techniques.Recompute(
         implementation=HERE + "first_blocks", settings=FirstHalf(), repeats=frozenset({"products", "attention", "pointwise"}),
         every=lambda settings: 2, why="every second block"), {"memory.recompute": "toy", "memory.recompute.blocks": 2}),
-    "data": (data.POLICIES, Row(implementation=HERE + "Again"), {"data.policy": "toy"}),
+    "data": (data.POLICIES, data.Policy(implementation=HERE + "Again"), {"data.policy": "toy"}),
     "transform": (changes.MODEL_TRANSFORMS, Row(implementation=HERE + "scale_head", settings=Scale()),
                   {"transforms": [{"name": "toy", "by": 0.25}]}),
     "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),

@@ -456,6 +456,17 @@ def visited_tiles(T: int, tile: int, window: int) -> int:
         begin = max(0, first - window + 1)              # the oldest key that the first one sees
         visited += math.ceil((last - begin) / tile)
     return visited
+# 13, efficient attention: what a query sees.
+
+@exercise("13.window_pairs", (4, 8), (4, 2), (1, 1), (4096, 256),
+          draw=lambda r: (r.randint(1, 9000), r.randint(1, 600)), minutes=5,
+          mistakes={"the first queries have not so many keys yet": lambda T, window: T * window,
+                    "a window may be longer than the sequence": lambda T, window:
+                        window * (window + 1) // 2 + (T - window) * window,
+                    "that is full attention": lambda T, window: T * (T + 1) // 2})
+def window_pairs(T: int, window: int) -> int:
+    window = min(window, T)
+    return window * (window + 1) // 2 + (T - window) * window   # the first ones, then all others
 
 
 EXERCISES |= tensor_exercises.EXERCISES | kernel_exercises.PUZZLES

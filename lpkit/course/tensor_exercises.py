@@ -670,3 +670,60 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: T
     p = (q @ k.T * scale - lse[:, None]).exp()      # the softmax, without looking for a maximum
     ds = p * (d_out @ v.T - (d_out * out).sum(1, keepdim=True)) * scale
     return ds @ k, ds.T @ q, p.T @ d_out
+# 13, efficient attention: a mask, and a state in place of one.
+
+def _lengths(r: Random) -> tuple[Tensor]:
+    return (torch.tensor([r.randint(1, 5) for _ in range(r.randint(1, 5))]),)
+
+
+def _ids(lengths: Tensor) -> Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+
+@exercise("13.document_mask", (torch.tensor([1, 2]),), (torch.tensor([3]),), draw=_lengths,
+          tolerance=0, minutes=8,
+          mistakes={"a token does not see the future of its document": lambda lengths:
+                        _ids(lengths)[:, None] == _ids(lengths)[None],
+                    "a document does not see the one before it": lambda lengths:
+                        torch.ones(int(lengths.sum()), int(lengths.sum())).tril().bool(),
+                    "a token sees itself": lambda lengths: document_mask(lengths).tril(-1)})
+def document_mask(lengths: Tensor) -> Tensor:
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return (ids[:, None] == ids[None]).tril()
+
+
+def _mapped(r: Random) -> tuple[Tensor, Tensor, Tensor]:
+    T, features = r.randint(1, 6), r.randint(1, 4)
+    return (normal(r, T, features).exp(), normal(r, T, features).exp(),
+            normal(r, T, r.randint(1, 4)))
+
+
+def _unnormalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.T).tril() @ v
+
+
+def _of_the_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ (k.T @ v) / (q @ k.sum(0))[:, None]
+
+
+def _after_reading(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.T).tril(-1)
+    return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+@exercise("13.linear_attention",
+          (torch.ones(2, 1), torch.ones(2, 1), torch.tensor([[1.0], [3.0]])),
+          (torch.tensor([[1.0, 2.0], [0.5, 1.0], [2.0, 1.0]]),
+           torch.tensor([[1.0, 1.0], [3.0, 0.5], [0.5, 2.0]]),
+           torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])), draw=_mapped, tolerance=1e-4,
+          minutes=12, stars=2,
+          mistakes={"weights add up to 1: divide by their sum": _unnormalised,
+                    "a token sees its past alone": _of_the_whole,
+                    "a token sees itself: add it to the state before you read": _after_reading})
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, total, out = torch.zeros(k.shape[1], v.shape[1]), torch.zeros(k.shape[1]), []
+    for t in range(len(q)):
+        state = state + k[t][:, None] * v[t]
+        total = total + k[t]
+        out.append(q[t] @ state / (q[t] @ total))
+    return torch.stack(out)

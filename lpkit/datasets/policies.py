@@ -9,6 +9,7 @@ generator for each step costs as much as the batch.
 
 import math
 from abc import abstractmethod
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -97,6 +98,29 @@ class SpreadWindows(SequentialWindows):
         self.stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
         while math.gcd(self.stride, self.count) > 1:    # coprime, so one pass meets every window
             self.stride += 1
+
+
+class Documents(Windows):
+    """Windows that know their documents. A document is closed by the tokenizer's `end` token, which
+    is the last of each split; what a window cuts off its first one is not there for any query. The
+    token after an `end` is another document's, and nothing of this one tells it: weight 0."""
+
+    def __init__(self, *, tokens: np.ndarray, **settings):
+        super().__init__(tokens=tokens, **settings)
+        self.end = int(tokens[-1])
+
+    def batch(self, step: int) -> Batch:
+        found = super().batch(step)
+        ends = found.tokens == self.end
+        return replace(found, document_ids=ends.cumsum(1) - ends.long(), weights=(~ends).float())
+
+
+class RandomDocuments(Documents, RandomWindows):
+    pass
+
+
+class SpreadDocuments(Documents, SpreadWindows):
+    pass
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:

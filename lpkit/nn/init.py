@@ -27,3 +27,14 @@ def gpt2(model: nn.Module) -> None:
 def llama(model: nn.Module) -> None:
     """N(0, 0.02) everywhere, as transformers' Llama (initializer_range)."""
     _normal(model, std=0.02, residual_std=0.02)
+
+
+@torch.no_grad()
+def fan_in(model: nn.Module) -> None:
+    """N(0, 1 / inputs) everywhere, so that a narrow model's scores are not all alike at the start.
+    (LeCun et al. 1998, Efficient BackProp, section 4.6)."""
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            nn.init.constant_(p, not name.endswith("bias"))
+        else:
+            nn.init.normal_(p, std=p.shape[-1] ** -0.5)

@@ -148,8 +148,6 @@ class KeysValues(Cache):
                documents: Tensor | None, own: Tensor | None) -> Tensor:
         for stored, t in zip(self.layers[layer], (k, v)):
             stored.put(self.at, t[:, :, self.kept])
-        if self.rule.documents and documents is None:
-            documents = torch.zeros(len(q), q.shape[2], dtype=torch.int64, device=q.device)
         return attention.attend(q, k, v, documents, own)
 
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,

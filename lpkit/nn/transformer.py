@@ -5,6 +5,7 @@ What it is given decides which technique sits where; it does not know what is qu
 
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -97,6 +98,8 @@ class Transformer(nn.Module):
         if T > self.config.T:
             raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
         start = 0 if cache is None else cache.begin(T)
+        if documents is None and KINDS[self.config.attention.name].reads_ids:
+            documents = torch.zeros_like(tokens)        # one, as a prompt is
         x = self.positions.add(self.embed(tokens), start)
         rotation = self.positions.rotation(T, start, x)
         for layer, block in enumerate(self.blocks):

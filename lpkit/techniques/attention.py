@@ -169,6 +169,7 @@ class AttentionKind(Row):
     products        of what the module itself does: f(MicroBatch), Ops
     cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
     state_bytes     f(ModelConfig): what it keeps of a layer and a sequence in place of k and v
+    reads_ids       of documents, which come with each batch
     """
 
     implementation: str = "lpkit.nn.attention:Softmax"
@@ -176,6 +177,7 @@ class AttentionKind(Row):
     products: str = ""
     cache: str = "lpkit.nn.kv_cache:KeysValues"
     state_bytes: Callable[[Any], int] | None = None
+    reads_ids: bool = False
 
 
 def _sums(m: Any) -> int:
@@ -201,7 +203,7 @@ KINDS: dict[str, AttentionKind] = {
                          settings=BlockSparse(),
                          source="Child et al. 2019, https://arxiv.org/abs/1904.10509"),
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
-                      settings=Documents(),
+                      settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
     "linear": AttentionKind(
         why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",

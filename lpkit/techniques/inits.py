@@ -7,4 +7,7 @@ INITS = {
                 source="Radford et al. 2019, section 2.3", implementation="lpkit.nn.init:gpt2"),
     "llama": Row(why="N(0, 0.02) everywhere", source="initializer_range of transformers' Llama",
                  implementation="lpkit.nn.init:llama"),
+    "fan-in": Row(why="N(0, 1 / inputs), for models that are narrow",
+                  source="LeCun et al. 1998, Efficient BackProp",
+                  implementation="lpkit.nn.init:fan_in"),
 }

@@ -29,13 +29,16 @@ from lpkit.optim import stepper
 from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.data import EVALUATION, POLICIES
+from lpkit.techniques.data import POLICIES
 from lpkit.techniques.memory import rows_of
+from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build
 from lpkit.training.ahead import prefetched
 from lpkit.training.build import Decisions
 from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import LossScaler, Phases, accumulate
+
+VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
 
 
 class RandomTokens(DataPolicy):
@@ -100,10 +103,13 @@ class Training:
             files = prepare(config.data, vocab=config.model.vocab)
             tokenizer = files.tokenizer.to_dict()
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
-            data = prefetched(_policy(config, config.data.policy.name, files.train,
-                                      config.global_batch), decisions.device)
+            asked = config.data.policy
+            data = prefetched(_policy(config, asked, files.train, config.global_batch,
+                                      config.seed), decisions.device)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-            val = _policy(config, EVALUATION, files.val, config.micro_batch)
+            other = POLICIES[asked.name].evaluation
+            val = _policy(config, asked if other == asked.name else chosen(POLICIES, other),
+                          files.val, config.micro_batch, config.seed + VALIDATION)
         rows, device, m = rows_of(config), decisions.device, config.memory
         kernels = build.kernels(config, decisions)
         model = build.build_model(config, decisions, (*more, kernels))
@@ -262,9 +268,10 @@ class Training:
                 t.copy_(state[name])
 
 
-def _policy(config: Config, name: str, tokens: Any, batch: int) -> DataPolicy:
-    return POLICIES[name].load()(tokens=tokens, batch=batch, context=config.model.context,
-                                 seed=config.seed)
+def _policy(config: Config, asked: Settings, tokens: Any, batch: int, seed: int) -> DataPolicy:
+    settings = {key: value for key, value in vars(asked).items() if key != "name"}
+    return POLICIES[asked.name].load()(tokens=tokens, batch=batch, context=config.model.context,
+                                       seed=seed, **settings)
 
 
 def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@ from importlib import import_module
 
 _NAMES = {
     "lpkit.tables": "html_table",
-    "lpkit.ui.attention": "held_figure steps_view traffic_figure",
+    "lpkit.ui.attention": "cost_figure mask_view recall_figure",
+    "lpkit.ui.tiles": "held_figure steps_view traffic_figure",
     "lpkit.ui.calibration": "progress_figure",
     "lpkit.ui.case": "Accusation case_figure search_figure",
     "lpkit.ui.comparison": "comparison_figure roofline_figure",

@@ -1,0 +1,225 @@
+"""What a kind of attention costs over the context, and what it forgets.
+
+    at = Layer(kind=KINDS["window"].settings, context=1024)
+    at.needed_flops, at.computed_flops, at.saved_bytes      # by formula: of the kind, of its backend
+    seconds([at, ...], rounds=5)                            # forward and backward, measured
+    learned = learn(kind, Recall(pairs=8, symbols=8), context=40, steps=150, seed=0)
+    learned.by_distance(8)                                  # share of right answers
+
+One layer's attention alone is timed, as its model calls it: from q, k and v to the heads' output.
+The models that learn have two layers and a width of 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lpkit.config import Config, ModelConfig
+from lpkit.measure import saved_bytes
+from lpkit.nn import attention
+from lpkit.nn.transformer import Attention, Transformer, cross_entropy
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.blocks import MicroBatch, Op, choose_attention, operations
+from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.row import Settings
+from lpkit.timing import Watch, interleaved_seconds
+from lpkit.training.training import Training
+
+FLASH_PRODUCTS = 3.5        # forward 2 products over pairs, backward 5: the scores once more
+LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_width": 64,
+            "model.position": "rope", "model.norm": "rmsnorm", "model.bias": False,
+            "model.tied": False, "model.init": "fan-in", "schedule.warmup_steps": 20,
+            "optimizer.lr": 5e-3, "precision.recipe": "fp32", "system.device": "cpu",
+            "system.threads": 1, "global_batch": 32}
+ASKED = 10**6               # the first step of the questions, after those that were trained on
+QUESTIONS = 4               # batches of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's attention, in float32 on a CPU: a sequence of `context` tokens. `document`: the
+    length of the documents in it, for a kind that reads them."""
+
+    kind: Settings
+    context: int
+    heads: int = 2
+    head_dim: int = 64
+    document: int = 0
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return ModelConfig(layers=1, width=self.heads * self.head_dim, heads=self.heads, vocab=16,
+                           mlp_width=16, context=self.context, attention=self.kind, bias=False)
+
+    @cached_property
+    def backend(self) -> str:
+        """The one that `system.attention=auto` means here."""
+        return choose_attention("auto", device="cpu", low_precision=False, model=self.model)[0]
+
+    @cached_property
+    def op(self) -> Op:
+        s = MicroBatch(model=self.model, attention=self.backend)
+        return next(op for op in operations(s).block if op.name == "attention")
+
+    @cached_property
+    def pairs(self) -> int | None:
+        """Of a query and a key that it sees; None: the kind has no such thing, but a state."""
+        rule = self.model.attention.rule(self.context)
+        if rule is None:
+            return None
+        if not rule.documents:
+            return rule.pairs(self.context)
+        whole, rest = divmod(self.context, self.document or self.context)
+        return sum(n * (n + 1) // 2 for n in [*[self.document or self.context] * whole, rest])
+
+    @property
+    def computed_flops(self) -> float:
+        """Forward and backward, as the backend goes about it."""
+        forward = sum(2 * one.M * one.N * one.K * one.group for one in self.op.pairs)
+        return forward * self.op.pairs_share * (1 + self.op.backward_pairs)
+
+    @property
+    def needed_flops(self) -> float:
+        """Of the pairs that are seen: four for each number of a head, 3.5 times."""
+        if self.pairs is None:
+            return self.computed_flops
+        return 4 * self.pairs * self.heads * self.head_dim * FLASH_PRODUCTS
+
+    @property
+    def saved_bytes(self) -> float:
+        """Kept for backward, by formula: q, k, v and what belongs to them."""
+        return self._of_attention({op.name: op.saved_bytes for op in operations(
+            MicroBatch(model=self.model, attention=self.backend)).block})
+
+    def measured_bytes(self) -> int:
+        """The same, as autograd kept it."""
+        model = Transformer(self.model, attend=attention.backend(self.backend, self.model))
+        tokens, ids = torch.zeros(1, self.context, dtype=torch.int64), self._documents
+        kept = saved_bytes(model, lambda: cross_entropy(model(tokens, documents=ids), tokens),
+                           ignore=[tokens] if ids is None else [tokens, ids])
+        return self._of_attention(kept.operations)
+
+    @staticmethod
+    def _of_attention(held: Mapping[str, float]) -> float:
+        return sum(nbytes for name, nbytes in held.items()
+                   if name in ("attention", "attention.qkv", "attention.out"))
+
+    @property
+    def _documents(self) -> Tensor | None:
+        if not KINDS[self.kind.name].reads_ids:
+            return None
+        return (torch.arange(self.context) // (self.document or self.context))[None]
+
+    def runner(self) -> Callable[[], None]:
+        """Forward and backward, of what the layer gives to `Attend`."""
+        given: list = []
+
+        def record(*args: object) -> Tensor:
+            given.extend(args)
+            return args[0]
+
+        torch.manual_seed(0)
+        x = torch.randn(1, self.context, self.model.D)
+        Attention(self.model, record)(x, None, None, 0, self._documents)
+        args = [one.detach().contiguous().requires_grad_(one.is_floating_point())
+                if isinstance(one, Tensor) else one for one in given]
+        attend, dy = attention.backend(self.backend, self.model), torch.randn_like(args[0])
+
+        def run() -> None:
+            attend(*args).backward(dy)
+            for one in args:
+                if isinstance(one, Tensor):
+                    one.grad = None
+
+        return run
+
+
+def seconds(layers: Sequence[Layer], *, rounds: int, watch: Watch = iter) -> list[float]:
+    """Median over the rounds, in which all take turns."""
+    return [median(times) for times in interleaved_seconds([layer.runner() for layer in layers],
+                                                           rounds=rounds, watch=watch)]
+
+
+def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float) -> float:
+    """The context from which on `kind` stays at or below `share` of `full`, both by context;
+    between two contexts on the line between their logarithms. Infinite: it has not begun."""
+    log = [(math.log(T), math.log(kind[T] / (share * full[T]))) for T in sorted(kind)]
+    above = [i for i, (_, over) in enumerate(log) if over > 0]
+    if not above:
+        return min(kind)
+    if above[-1] == len(log) - 1:
+        return math.inf
+    (left, high), (right, low) = log[above[-1]:above[-1] + 2]
+    return math.exp(left + (right - left) * high / (high - low))
+
+
+def reach(kind: Settings, layers: int) -> float:
+    """How far back a last token can be told anything: a window less one, as often as there are
+    layers."""
+    size = getattr(kind, "size", None)
+    return math.inf if size is None or kind.global_tokens else layers * (size - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    losses: tuple[float, ...]           # nats per answer, of each step
+    distances: Tensor                   # of questions that it was not trained on
+    right: Tensor                       # bool
+
+    @property
+    def accuracy(self) -> float:
+        return self.right.double().mean().item()
+
+    def beyond(self, distance: float) -> float:
+        """Of the questions whose answers stand farther back."""
+        return self.right[self.distances > distance].double().mean().item()
+
+    def within(self, distance: float) -> float:
+        return self.right[self.distances <= distance].double().mean().item()
+
+    def by_distance(self, bin: int) -> dict[float, float]:
+        """Share of right answers, by the middle of a stretch of `bin` places."""
+        of = self.distances // bin
+        return {(b + 0.5) * bin: self.right[of == b].double().mean().item()
+                for b in of.unique().tolist()}
+
+
+def learn(kind: Settings, task: Task, *, context: int, steps: int, seed: int) -> Learned:
+    """A tiny model of `kind` learns `task`, and is asked what it was not trained on."""
+    config = Config().replace(LEARNING | {
+        "model.vocab": task.vocab, "model.context": context, "steps": steps, "seed": seed})
+    config = replace(config, model=replace(config.model, attention=kind))
+    settings = {key: value for key, value in vars(task).items() if key != "name"}
+    data = POLICIES[task.name].load()(batch=config.global_batch, context=context, seed=seed,
+                                      **settings)
+    training = Training.build(config, data=data)
+    losses = torch.stack([training.update(step).loss for step in range(steps)])
+    far, right = [], []
+    for step in range(ASKED, ASKED + QUESTIONS):
+        batch = data.batch(step)
+        with torch.no_grad():
+            said = training.logits(batch.tokens).argmax(-1)
+        asked = batch.weights > 0
+        far.append(data.distances(batch)[asked])
+        right.append((said == batch.targets)[asked])
+    return Learned(losses=tuple(losses.tolist()), distances=torch.cat(far), right=torch.cat(right))
+
+
+def read(kind: Settings, config: Config, *, steps: int, seed: int) -> float:
+    """Nats per token of text that a tiny model of `kind` was not trained on, after `steps`."""
+    config = config.replace(LEARNING | {"steps": steps, "seed": seed, "model.vocab": 256,
+                                        "global_batch": config.global_batch})
+    policy = "random-documents" if KINDS[kind.name].reads_ids else "random-windows"
+    config = replace(config, model=replace(config.model, attention=kind),
+                     data=replace(config.data, policy=policy))
+    training = Training.build(config)
+    for step in range(steps):
+        training.update(step)
+    return training.evaluate()
