@@ -23,6 +23,7 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES, cannot_train
 from lpkit.techniques.inits import INITS
+from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
@@ -171,12 +172,17 @@ class SystemConfig(Group):
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
     # auto: on GPUs; true: block by block
     compile: bool | Literal["auto", "blocks", "model"] = "auto"
-    # of the kernels that a layer calls; auto: on GPUs the fastest that is right, verified and raced
-    kernels: Literal["auto", "reference", "pytorch", "compile", "triton", "cuda"] = "auto"
+    # of the kernels that a layer calls, of all or by name: triton, or rms-norm:triton,swiglu:auto;
+    # auto: on GPUs the fastest that is right, verified and raced
+    kernels: Annotated[str, check_asked] = "auto"
+    products: Literal["auto", "bf16", "float32"] = "auto"   # that multiply bf16 on a CPU
     attention: str = "auto"         # who computes it: a row of blocks.ATTENTION
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
 
     def __post_init__(self):
+        if isinstance(self.kernels, Mapping):
+            each = ",".join(f"{name}:{version}" for name, version in self.kernels.items())
+            object.__setattr__(self, "kernels", each or "auto")
         super().__post_init__()
         pick({"auto": None, **blocks.ATTENTION}, self.attention, "system.attention")
 

@@ -73,10 +73,10 @@ def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert cli.main(words) == 0
     said = json.loads(capsys.readouterr().out)
     errors = {case: line["error"] for name in evidence.PIECES for case, line in evidence._lines(tmp_path, name).items() if "error" in line}
-    assert all("1x128" in case for case in errors), errors
+    assert not errors
     assert [case["ratio"] for case in said["cases"]] == [1, 1, 1]
     [train] = evidence._lines(tmp_path, "train").values()
-    assert train["summary"]["status"] == "complete" and len(train["step_seconds"]) == 3
+    assert train["said"]["status"] == "complete"
     [update] = [line for case, line in evidence._lines(tmp_path, "steps").items() if case == "eager"]
     assert len(update["losses"]) == 2 and update["tokens_per_second"] > 0 and update["chosen"]["compile"]["used"] == "off"
     ceilings = evidence._lines(tmp_path, "products")["ceilings"]
@@ -95,6 +95,7 @@ def test_every_piece_ends_within_eight_minutes_and_has_cases():
     assert all(len(keys) == len(set(keys)) for keys in found.values())
     assert {"bf16, auto, eager", "mxfp8, emulated, eager", "fp8-delayed, scaled_mm, eager"} <= set(found["recipes"])
     assert {"test_gpu", "test_memory"} <= set(found["tests"])
+    assert {"rms-norm", "linear-cross-entropy"} <= set(found["kernels"])
 
 
 @pytest.mark.parametrize("words", [["ledger", "--seconds", "3"], ["evidence", "--configs", "3"], ["evidence", "--seconds", "0"]])

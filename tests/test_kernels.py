@@ -140,6 +140,18 @@ def test_the_page_shows_what_the_compiler_makes(built):
     assert page([Compiled(**one) for one in built]) == there
 
 
+def test_the_page_has_a_bar_for_each_share_of_a_roofline(tmp_path):
+    from lpkit.kernels.targets import measured
+
+    cases = [{"case": "rms-norm, 16384x4096, triton, forward", "peer": peer, "ratio": 0.87} for peer in ("a copy of as many bytes", "liger")]
+    record = {"device": "NVIDIA H200", "cpu": "a CPU", "date": "2026-11-22T01:02:03", "commit": "abc", "cases": cases}
+    (tmp_path / "kernels-nvidia-h200.json").write_text(json.dumps(record))
+    (tmp_path / "kernels-a-cpu.json").write_text(json.dumps(record | {"device": "a CPU"}))
+    first, *_, row = list(measured(tmp_path))[:-1]
+    assert first == "NVIDIA H200, 2026-11-22, at commit abc."
+    assert row == f"| rms-norm, 16384x4096, triton, forward | a copy of as many bytes | 0.87 | {17 * chr(0x2588)} |"
+
+
 def test_casts_move_the_bytes_that_they_must():
     """Of bfloat16, both layouts: 6 an element with the tensor's own amax, 4 with a history; today's compiled casts move 8."""
     each = {}
@@ -264,6 +276,27 @@ def test_a_recipe_s_casts_are_kernels_that_were_asked_for(tiny, tmp_path, monkey
     assert fused == {KERNELS["cast-tensor"].load().versions["triton"]}
     assert not vars(BACKENDS["scaled_mm"]), "another model has its own"
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+
+
+def test_each_kernel_may_be_asked_for_by_name(tiny, tmp_path, monkeypatch):
+    """A mapping and a text say the same; the others keep PyTorch's own on a CPU. What is not there is one sentence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = Config.from_dict({**tiny.to_dict(), "system": {"device": tiny.system.device, "kernels": {"rms-norm": "reference", "swiglu": "pytorch"}}})
+    assert asked == tiny.replace({"system.kernels": "rms-norm:reference, swiglu:pytorch"}).replace({"system.kernels": asked.system.kernels})
+    assert Config.from_yaml(asked.to_yaml()) == asked
+    training, got = two_losses(asked)
+    used = {key: choice.used for key, choice in training.decisions.choices.items() if key.startswith("kernel:")}
+    assert {"kernel:rms-norm": "reference", "kernel:swiglu": "pytorch"}.items() <= used.items()
+    assert len(used) == 2 or DEVICE.type == "cuda"
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(two_losses(tiny)[1]), rtol=1e-5, atol=0)
+    for text, says in {"rms-nrom:triton": "there is no kernel of system.kernels 'rms-nrom'; did you mean 'rms-norm'", "tritn": "did you mean 'triton'",
+                       "triton,compile": "more than one version for the same"}.items():
+        with pytest.raises(ConfigError, match=says):
+            tiny.replace({"system.kernels": text})
+    for text, says in {"layer-norm:reference": "no layer of this model calls layer-norm; its kernels: .*swiglu",
+                       "rotary:cuda": "there is no version of the kernel rotary 'cuda'"}.items():
+        with pytest.raises(ConfigError, match=says):
+            two_losses(tiny.replace({"system.kernels": text}))
 
 
 def test_where_a_kernel_has_no_such_version_it_says_so(tiny, tmp_path, monkeypatch):

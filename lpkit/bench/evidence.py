@@ -18,28 +18,27 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from lpkit import hardware
+from lpkit.bench import fused
 from lpkit.bench.fp8 import runs_here
-from lpkit.bench.harness import Result, paired, provenance
+from lpkit.bench.harness import Result, paired, provenance, summary
 from lpkit.bench.nanogpt import Peer
 from lpkit.config import Config, flat
 from lpkit.files import append_lines
+from lpkit.precision.backends import BACKENDS
 from lpkit.presets import preset
 from lpkit.techniques.recipes import RECIPES
 from lpkit.timing import interleaved_seconds
-from lpkit.training.loop import fit
 from lpkit.training.training import RandomTokens, Training
 
 NAME, FOLDER, PIECE_SECONDS = "evidence", Path("runs/evidence"), 470
@@ -55,6 +54,9 @@ SMALL: Found = {"model.layers": 2, "model.width": 768, "model.heads": 12, "model
                 "global_batch": 8}
 TINY: Found = {"model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 128,
                "model.vocab": 512, "global_batch": 1}
+RUN = ("global_batch=16", "grad_accum_steps=1", "model.context=1024",
+       "eval_every=0", "eval_batches=1", "checkpoint_every=0")      # 16 x 1024 tokens, and its log
+ACCUMULATED = {True: "fast accumulation", False: "full accumulation"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _command(*words: str) -> Found:
 
 def _lpkit(*words: str, on_cpu: tuple[str, ...] = (), seconds: int = PIECE_SECONDS) -> Piece:
     def cases(on: torch.device) -> Iterator[Case]:
-        yield words[-1], partial(_command, "lpkit", *words, "--json",
+        yield " ".join(words[:2]), partial(_command, "lpkit", *words, "--json",
                                  *(on_cpu if on.type == "cpu" else ()))
 
     return Piece(cases, seconds)
@@ -133,44 +135,36 @@ def _updates(changes: Found, on: torch.device, count: int,
 
 def _products(on: torch.device) -> Iterator[Case]:
     yield "ceilings", lambda: vars(hardware.machine(str(on)))
+    kinds = {RECIPES[name].products["y"]: name for name in runs_here(on)}       # each product once
     for M, K, N in SHAPES if on.type == "cuda" else ((64, 128, 256),):
-        for product, (m, k, n) in (("y", (M, K, N)), ("dx", (M, N, K)), ("dw", (N, M, K))):
-            plain = partial(hardware.product, (m, k), (k, n))
-            kinds = {"bf16": partial(plain, "bf16", on), "int8": partial(plain, "int8", on),
-                     "fp8 1x128": partial(_blocks, m, k, n, on)}
-            for words, fast in (("fast", True), ("full", False)):
-                kinds[f"fp8 a tensor, {words} accumulation"] = partial(plain, "fp8", on, fast=fast)
-                kinds[f"fp8 a row, {words} accumulation"] = partial(_rows, m, k, n, on, fast)
-            for kind, make in kinds.items():
-                yield f"{product} {m}x{k}x{n}, {kind}", partial(_product, make, 2 * m * n * k)
+        for product, shape in (("y", (M, K, N)), ("dx", (M, N, K)), ("dw", (N, M, K))):
+            for name, fast in itertools.product(("bf16", *kinds.values()), (True, False)):
+                yield (f"{product} {'x'.join(map(str, shape))}, {name}, {ACCUMULATED[fast]}",
+                       partial(_product, name, shape, on, fast))
 
 
-def _product(make: Callable[[], Callable[[], object]], flops: int) -> Found:
-    (seconds,) = interleaved_seconds([make()], rounds=30, warm_up=3, within_seconds=2)
+def _product(name: str, shape: tuple[int, int, int], on: torch.device, fast: bool) -> Found:
+    (m, k, n), by = shape, BACKENDS["scaled_mm"]
+    a, b = (torch.randn(rows, k, device=on, dtype=torch.bfloat16) for rows in (m, n))
+    run: Callable[[], object] = partial(torch.mm, a, b.T)
+    if name != "bf16":
+        a, b = (by.cast(t, replace(cast, rounding="nearest-even"), t.dtype, amax=None, noise=None)
+                for t, cast in zip((a, b), RECIPES[name].products["y"]))
+        run = partial(by.product, a, b, torch.bfloat16, fast=fast)
+    (seconds,) = interleaved_seconds([hardware.synchronised(run, on)], rounds=30, warm_up=3,
+                                     within_seconds=0.5)
     return {"seconds": statistics.median(seconds), "best": min(seconds),
-            "flops_per_second": flops / statistics.median(seconds)}
+            "flops_per_second": 2 * m * n * k / statistics.median(seconds)}
 
 
-def _fp8(m: int, k: int, n: int, on: torch.device) -> Iterator[torch.Tensor]:
-    return (torch.randn(shape, device=on).to(torch.float8_e4m3fn) for shape in ((m, k), (n, k)))
+# ---- kernels, each a case
+
+def _kernels(on: torch.device) -> Iterator[Case]:
+    for name in fused.kernels():
+        yield name, lambda name=name: {"said": summary(fused.of(name))}
 
 
-def _rows(m: int, k: int, n: int, on: torch.device, fast: bool) -> Callable[[], object]:
-    a, b = _fp8(m, k, n, on)
-    rows, columns = torch.rand(m, 1, device=on) + 1, torch.rand(1, n, device=on) + 1
-    return hardware.synchronised(lambda: torch._scaled_mm(
-        a, b.T, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=fast), on)
-
-
-def _blocks(m: int, k: int, n: int, on: torch.device) -> Callable[[], object]:
-    (a, b), kind = _fp8(m, k, n, on), F.ScalingType.BlockWise1x128
-    left, right = (torch.rand(k // 128, size, device=on).T + 1 for size in (m, n))
-    # the sum with 1 keeps the strides: column by column, as cuBLASLt wants them
-    return hardware.synchronised(lambda: F.scaled_mm(a, b.T, left, kind, right, kind,
-                                                     output_dtype=torch.bfloat16), on)
-
-
-# ---- a whole update, and a run
+# ---- a whole update
 
 def _gpt2(on: torch.device) -> Found:
     """16 x 1024 tokens a micro-batch, as changes of the plain Config."""
@@ -200,21 +194,6 @@ def _steps(on: torch.device) -> Iterator[Case]:
                                partial(Peer, compiled=compiled))
 
 
-def _run(on: torch.device) -> Iterator[Case]:
-    """Updates by the loop, with its data, its log and its energy."""
-    def run() -> Found:
-        config = Config().replace({**_gpt2(on), "system.device": str(on), "eval_every": 0,
-                                   "eval_batches": 1, "checkpoint_every": 0,
-                                   "steps": 60 if on.type == "cuda" else 3})
-        with tempfile.TemporaryDirectory(prefix="lpkit-evidence-") as folder:
-            done = fit(Training.build(config), Path(folder) / "run")
-            return {"summary": {key: value for key, value in done.summary.items()
-                                if key != "run_dir"},
-                    "step_seconds": [line["step_seconds"] for line in done.metrics]}
-
-    yield "train", run
-
-
 PIECES: dict[str, Piece] = {        # in order of value
     "tests": Piece(_tests, 240),
     "recipes": Piece(_recipes, 300),
@@ -222,8 +201,10 @@ PIECES: dict[str, Piece] = {        # in order of value
     "steps": Piece(_steps),
     "products": Piece(_products, 240),
     "linear": _lpkit("bench", "fp8-linear", seconds=240),
-    "kernels": _lpkit("bench", "kernels"),
-    "train": Piece(_run, 240),
+    "kernels": Piece(_kernels),
+    "train": _lpkit("train", "gpt2-124m", "steps=60", *RUN, seconds=240,
+                    on_cpu=("steps=3", "data.tokenizer=bytes",
+                            *(f"{key}={value}" for key, value in TINY.items()))),
     "fp8-step": _lpkit("bench", "fp8-step"),
     "ledger": _lpkit("bench", "ledger", on_cpu=("--configs", "2")),
 }

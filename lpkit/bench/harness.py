@@ -8,6 +8,7 @@ target it is ours / peer, the share of the peer's cost.
 
 import functools
 import itertools
+import math
 import platform
 import shlex
 import statistics
@@ -152,9 +153,11 @@ def recorded(result: Mapping[str, Any], how: str = "") -> list[str]:
             f"{result['commit']} with {versions}{how}: `{result['command']}`.", ""]
 
 
-def steps_in_turns(runs: Mapping[str, Any], steps: int, *, warm_up: int = 1
+def steps_in_turns(runs: Mapping[str, Any], steps: int, *, warm_up: int = 1,
+                   within_seconds: float = math.inf
                    ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds and losses by name, when each `Training` takes a step before any takes the next.
+    """Seconds and losses by name, when each `Training` takes a step before any takes the next; no
+    more steps once `within_seconds` are over.
 
     The first `warm_up` steps compile and touch the memory: they are taken besides, and not timed.
     Their losses come first.
@@ -168,7 +171,7 @@ def steps_in_turns(runs: Mapping[str, Any], steps: int, *, warm_up: int = 1
             sys.modules["torch"].cuda.synchronize()
 
     seconds = interleaved_seconds([partial(step, name) for name in runs], rounds=steps,
-                                  warm_up=warm_up, shuffle=True)
+                                  warm_up=warm_up, shuffle=True, within_seconds=within_seconds)
     return dict(zip(runs, seconds)), losses
 
 

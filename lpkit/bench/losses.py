@@ -5,6 +5,9 @@ pieces (its own choice of pieces on a CPU takes several times as long).
 Seconds are those of a forward and its gradients, in float32, with one thread and with two. Memory
 is what a loss takes beside its inputs, the weight's gradient included: by the kit's own count of
 bytes, without computing, and by the most that a process of its own had resident.
+
+On a GPU it is one of the kernels of `lpkit bench kernels` (`KERNEL`), beside Liger's and QuACK's,
+and beside its three products alone.
 """
 
 import subprocess
@@ -18,9 +21,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lpkit.bench.harness import ROUNDS, Result, paired, race
+from lpkit.kernels.kernel import Kernel, liger
 from lpkit.machine_facts import status_bytes
 from lpkit.measure.tracking import Tracker
-from lpkit.memory.loss import linear_cross_entropy
+from lpkit.memory.loss import gradients_in_pieces, linear_cross_entropy
 
 WIDTH, VOCAB, CHUNK = 384, 50_304, 128
 TOKENS, TOKENS_HELD = 1024, 4096        # of the race, and where memory is counted
@@ -119,3 +123,52 @@ def resident_bytes(name: str) -> int:
     before = status_bytes("VmRSS")
     gradients(LOSSES[name], *given)
     return status_bytes("VmHWM") - before
+
+
+# Of a GPU: h (M, D), the head's weight (V, D), targets (M,), all in bf16.
+
+PIECE = 4096            # tokens, on a GPU
+
+
+def _shaped(rng: torch.Generator, device: torch.device):
+    M, D, V = (256, 64, 1000) if device.type == "cpu" else (32_768, 4096, 128_256)
+    h, w = (torch.randn(shape, generator=rng).mul_(0.02 if i else 1).to(device, torch.bfloat16)
+            for i, shape in enumerate(((M, D), (V, D))))
+    yield h, w, torch.randint(V, (M,), generator=rng).to(device)
+
+
+def _ligers(h: Tensor, w: Tensor, y: Tensor, *, implementation: str = "") -> Tensor:
+    function = liger("fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction",
+                     implementation)
+    return function.apply(h, w, y)[0]
+
+
+def _quacks(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(h, w, y, chunk_size=PIECE)
+
+
+def _torchs(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.linear_cross_entropy(h, w, y)
+
+
+def products(h: Tensor, w: Tensor, y: Tensor) -> None:
+    """The floor: three products a piece, and nothing between them."""
+    dw = torch.zeros_like(w)
+    for part in h.split(PIECE):
+        logits = part @ w.T
+        logits @ w
+        dw.addmm_(logits.T, part)
+
+
+def _in_pieces(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return gradients_in_pieces(h, w, y, PIECE)
+
+
+KERNEL = Kernel(
+    definition=lambda h, w, y: F.cross_entropy((h @ w.T).float(), y), gradients=(0, 1),
+    versions={"cpu": _in_pieces, "triton": _in_pieces}, timed=_shaped, examples=_shaped,
+    moved_bytes=lambda h, w, y: 2 * h.nbytes + 2 * w.nbytes + y.nbytes,
+    peers={"F.linear_cross_entropy": _torchs, "liger": _ligers, "quack": _quacks,
+           "liger, cutedsl": partial(_ligers, implementation="cutedsl")})

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ from lpkit.timing import interleaved_seconds
 REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
 TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in between
 ROUNDS, WARM_UP = 7, 2
+WRONG = ("differs from its definition", "fails")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,9 @@ def _compiled(definition: Version) -> Version:
 
 
 def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
-           cache: Path | None = None) -> Chosen:
-    """The version for `arguments`, tensors like those of a step. asked: "auto" or a version's name.
+           cache: Path | None = None, setting: str = "system.kernels") -> Chosen:
+    """The version for `arguments`, tensors like those of a step. asked: "auto" or a version's name,
+    by `setting`.
 
     Raises ConfigError for an unknown version, and for one that differs or cannot run here.
     """
@@ -66,7 +69,7 @@ def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
         call = pick(offered, asked, f"version of the kernel {name}")
         why = why_not(asked, arguments)
         if why or (asked not in TRUSTED and (why := _wrong(kernel, call, arguments))):
-            raise ConfigError(f"system.kernels={asked}: {name} {why}; the nearest that is right: "
+            raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{REFERENCE}")
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
@@ -124,9 +127,9 @@ def _wrong(kernel: Kernel, call: Version, arguments: tuple) -> str:
     for example in itertools.chain(examples, [arguments]):
         try:
             if said := difference(kernel, call, example):
-                return f"differs from its definition: {said}"
+                return f"{WRONG[0]}: {said}"
         except Exception as error:
-            return f"fails: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            return f"{WRONG[1]}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     return ""
 
 
@@ -148,17 +151,33 @@ def _kept(path: Path) -> dict | None:
     return found if {"seconds", "refused"} <= found.keys() else None
 
 
+def refused_here() -> dict[str, dict[str, str]]:
+    """Why, by kernel and version, of all that were tried on this machine and found wrong."""
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(cache_dir("kernels-raced").glob(f"*-{_machine()}-*.json")):
+        for version, why in (_kept(path) or {"refused": {}})["refused"].items():
+            if why.startswith(WRONG):
+                found.setdefault(path.name.partition(f"-{_machine()}-")[0], {})[version] = why
+    return found
+
+
 def _key(name: str, kernel: Kernel, arguments: tuple) -> str:
-    device = _device(arguments)
-    if device.type == "cuda":
-        made = torch.cuda.get_device_properties(device)
-        machine = [made.name, made.major, made.minor, torch.version.cuda, _driver()]
-    else:
-        machine = [cpu_name(), *sorted(cpu_flags()), torch.get_num_threads()]
-    shapes = [(tuple(a.shape), str(a.dtype), a.stride()) if torch.is_tensor(a) else a
+    shapes = [(tuple(a.shape), str(a.dtype), a.stride(), a.device.type) if torch.is_tensor(a) else a
               for a in arguments]
-    said = [machine, versions(("torch", "triton")), _source(kernel), shapes]
-    return f"{name}-{hashlib.sha256(repr(said).encode()).hexdigest()[:20]}"
+    return f"{name}-{_machine()}-{_short((_source(kernel), shapes))}"
+
+
+def _machine() -> str:
+    """With its libraries."""
+    machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), torch.get_num_threads()]
+    if torch.cuda.is_available():
+        made = torch.cuda.get_device_properties()
+        machine += [made.name, made.major, made.minor, torch.version.cuda, _driver()]
+    return _short((machine, versions(("torch", "triton"))))
+
+
+def _short(said: object) -> str:
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, matrix
+from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PIECE, WARPS = 8192, 16
@@ -173,9 +172,8 @@ def _timed(rng: torch.Generator, device: torch.device):
         yield logits, torch.randint(V, (M,), generator=rng).to(device)
 
 
-def _liger(logits: Tensor, targets: Tensor, module: str = "ops") -> tuple[Tensor, Tensor]:
-    """By its module: what LIGER_KERNEL_IMPL selects shows in `liger_kernel.ops` alone."""
-    forward = resolve_name(f"liger_kernel.{module}.cross_entropy:cross_entropy_forward")
+def _liger(logits: Tensor, targets: Tensor, implementation: str = "") -> tuple[Tensor, Tensor]:
+    forward = liger("cross_entropy:cross_entropy_forward", implementation)
     # without requires_grad it makes no gradient
     nats, *_, gradient = forward(logits.clone().requires_grad_(), targets, None, -100, 0.0, 0.0,
                                  "none", None, False)
@@ -192,7 +190,7 @@ CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"cpu": on_cpu, "triton": in_triton},
     examples=_examples, timed=_timed,
     typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-    peers={"liger": _liger, "liger, cutedsl": partial(_liger, module="ops.cutedsl.ops"),
+    peers={"liger": _liger, "liger, cutedsl": partial(_liger, implementation="cutedsl"),
            "quack": _quack},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -143,6 +144,14 @@ def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
     """Of no special shape, the same each time, the same in every dtype: -1, -0.75 ... 1."""
     return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
             .to(one.dtype) for one in results]
+
+
+def liger(name: str, implementation: str = "") -> Any:
+    """Of Liger's operators, `module:name`; of `implementation`, what LIGER_KERNEL_IMPL would select
+    for a whole process. Raises ImportError."""
+    module, _, what = name.partition(":")
+    return resolve_name(f"liger_kernel.ops.{f'{implementation}.ops' if implementation else module}"
+                        f":{what}")
 
 
 def far(got: list[Tensor], want: list[Tensor]) -> str:

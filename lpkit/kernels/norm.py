@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, Version, matrix, row_length, timed_rows
+from lpkit.kernels.kernel import Build, Kernel, Version, liger, matrix, row_length, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -254,22 +254,19 @@ def _typical(add: bool, bias: bool) -> tuple:
     return matrix(), *([matrix()] if add else []), w, *([w] if bias else []), 1e-5
 
 
-def _liger_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    return LigerRMSNormFunction.apply(x, w, eps, 0.0, "gemma", False)     # all of it in float32
+def _liger_rms(x: Tensor, w: Tensor, eps: float, implementation: str = "") -> Tensor:
+    # all of it in float32, and dx in a place of its own
+    return liger("rms_norm:LigerRMSNormFunction", implementation).apply(x, w, eps, 0.0, "gemma",
+                                                                        False)
 
 
 def _liger_layer(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-
-    return LigerLayerNormFunction.apply(x, w, b, eps)
+    return liger("layer_norm:LigerLayerNormFunction").apply(x, w, b, eps)
 
 
 def _liger_add_rms(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-
-    y, s = LigerFusedAddRMSNormFunction.apply(x, delta, w, eps, 0.0, "gemma", False)
+    y, s = liger("fused_add_rms_norm:LigerFusedAddRMSNormFunction").apply(
+        x, delta, w, eps, 0.0, "gemma", False)
     return s, y
 
 
@@ -277,6 +274,13 @@ def _quack_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     from quack.rmsnorm import rmsnorm
 
     return rmsnorm(x, w, eps=eps)
+
+
+def _quack_add_rms(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from quack.rmsnorm import rmsnorm
+
+    y, s = rmsnorm(delta, w, residual=x, eps=eps, prenorm=True)
+    return s, y
 
 
 def _moved_bytes(x: Tensor, *others: Tensor | float | None) -> int:
@@ -308,9 +312,10 @@ def _kernel(definition, pytorch, *, bias: bool, add: bool, peers=(), **others) -
 
 
 RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False,
-                   peers={"liger": _liger_rms, "quack": _quack_rms})
+                   peers={"liger": _liger_rms, "quack": _quack_rms,
+                          "liger, cutedsl": partial(_liger_rms, implementation="cutedsl")})
 LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, bias=True, add=False,
                      peers={"liger": _liger_layer})
 ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, bias=False, add=True,
-                       cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms})
+                       cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms, "quack": _quack_add_rms})
 ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, bias=True, add=True)

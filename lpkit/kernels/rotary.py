@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, matrix
+from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 ROWS = 16           # of E numbers, that a program turns
@@ -103,9 +103,22 @@ def _timed(rng: torch.Generator, device: torch.device):
     yield torch.randn(shape, generator=rng).to(device, torch.bfloat16), cos, sin
 
 
+def _liger(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """It turns q and k together, in place: k is one head here."""
+    function = liger("rope:LigerRopeFunction")
+    return function.apply(x.clone(), x[:, :1].clone(), cos[None], sin[None])[0]
+
+
+def _quack(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from quack.rotary import apply_rotary_emb
+
+    half = x.shape[-1] // 2         # tokens before heads, and an angle for each pair
+    return apply_rotary_emb(x.transpose(1, 2), cos[:, :half], sin[:, :half]).transpose(1, 2)
+
+
 ROTARY = Kernel(
     definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
-    examples=_examples, gradients=(0,),
+    examples=_examples, gradients=(0,), peers={"liger": _liger, "quack": _quack},
     timed=_timed, typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
     moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
     builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},

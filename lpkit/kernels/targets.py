@@ -25,6 +25,8 @@ from lpkit.kernels.jit import triton
 from lpkit.kernels.kernel import Build
 from lpkit.techniques.kernels import KERNELS
 
+MEASURED = Path(__file__).parents[2] / "data" / "measured"
+FLOORS = ("a copy of as many bytes", "its products alone")      # peers in `lpkit.bench.fused`
 TARGETS = {"sm_90": 90, "sm_100": 100}      # Hopper, Blackwell
 WARP = 32
 
@@ -124,7 +126,12 @@ loads and stores of 128 bits, `narrow` those of 16 or less, `fp8` conversions by
 instruction, `calls` slow paths. `way`: what is switched on, and what a program takes at a time.
 
 {compiled}
+
+## What was measured on a GPU
+
+{measured}
 """
+NONE = "No GPU was measured yet: `lpkit bench kernels --out data/measured` on one fills this in."
 COLUMNS = ("kernel", "function", "way", "target", "registers", "stack", "shared", "warps", "wide",
            "narrow", "fp8", "calls")
 
@@ -142,10 +149,27 @@ def moved() -> Iterator[str]:
             yield _row((f"`{name}`", what, case, f"{each:.2f}"))
 
 
+def measured(folder: Path = MEASURED) -> Iterator[str]:
+    """By recorded `lpkit bench kernels`: the share of the roofline, which is a copy of as many
+    bytes or products alone, that each kernel reaches at each size; 20 blocks are all of it."""
+    for path in sorted(folder.glob("kernels-*.json")):
+        found = json.loads(path.read_text())
+        if found["device"] == found["cpu"]:
+            continue
+        yield from (f"{found['device']}, {found['date'][:10]}, at commit {found['commit']}.", "",
+                    _row(("case", "beside", "share", "")), _row(["---"] * 4))
+        for case in found["cases"]:
+            if case["peer"] in FLOORS:
+                bar = "\N{FULL BLOCK}" * round(20 * min(case["ratio"], 1))
+                yield _row((case["case"], case["peer"], f"{case['ratio']:.2f}", bar))
+        yield ""
+
+
 def page(rows: list[Compiled]) -> str:
     table = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(astuple(one)) for one in rows)]
     return PAGE.format(version=triton.__version__, moved="\n".join(moved()),
-                       compiled="\n".join(table))
+                       compiled="\n".join(table),
+                       measured="\n".join(measured()).rstrip() or NONE)
 
 
 def main() -> None:

@@ -3,21 +3,24 @@
 A bf16 product is defined as exact products, sums in float32 and one rounding, which is what a
 float32 product of the same operands gives before it is rounded. On a Xeon without AMX, oneDNN's
 bf16 product runs at 75 GFLOP/s a core and float32's at 130, its casts included at 115; without
-AVX512-BF16 bf16 runs at 28, with AVX2 at 8. With AMX it is the other way round, so it is tried.
+AVX512-BF16 bf16 runs at 28, with AVX2 at 8. With AMX it is the other way round, so it is tried:
+held against PyTorch's own, and raced, once for a machine (`kernels.choose`).
 """
 
 import functools
+import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from lpkit.contracts import Choice
+from lpkit.kernels.choose import REFERENCE, choose
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import operator
-from lpkit.timing import interleaved_seconds
 
 ROWS = 1024             # widened at a time: they stay in a core's cache
-SIZE, ROUNDS = 512, 50  # of the race
-FASTER = 1.15           # times, or the processor's own product stays
+SIZE = 512              # of the race
 # of a product; below either, casts and calls take what is won
 SMALL_FLOPS, SMALL_SIDE = 5e7, 256
 
@@ -60,31 +63,63 @@ class WideProduct(torch.autograd.Function):
                 g.sum(0) if needs_bias else None)
 
 
+def large(M: int, K: int, N: int) -> bool:
+    """Enough for a wide product of (M, K) and (K, N) to win more than its casts take."""
+    return 2 * M * K * N >= SMALL_FLOPS and min(M, N) >= SMALL_SIDE
+
+
 def wins(a: Tensor, b: Tensor) -> bool:
-    """Whether a @ b.T, on this machine and of this size, is faster so."""
-    large = _flops(a.shape, b.shape) >= SMALL_FLOPS and min(len(a), len(b)) >= SMALL_SIDE
-    return (large and a.device.type == "cpu" and not torch.compiler.is_compiling()
-            and choice(torch.get_num_threads()).used == "float32")
+    """Whether a @ b.T is of a kind and a size that a wide product may serve."""
+    return (a.device.type == "cpu" and large(*a.shape, len(b))
+            and not torch.compiler.is_compiling())
+
+
+def _own(a: Tensor, b: Tensor, bias: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
+    """PyTorch's."""
+    start = a.new_zeros(()) if bias is None else bias
+    return torch.addmm(start, a, b.T, beta=float(bias is not None),
+                       alpha=1.0 if alpha is None else alpha.item())
+
+
+def _examples(rng: torch.Generator, device: torch.device) -> Iterable[tuple]:
+    for M, N, K in ((1, 1, 1), (5, 3, 7), (ROWS + 1, 33, 64)):
+        a, b, bias = (torch.randn(shape, generator=rng).to(device, torch.bfloat16)
+                      for shape in ((M, K), (N, K), (N,)))
+        yield a, b, None, None
+        yield a, b, bias, torch.tensor(0.37)
+
+
+KERNEL = Kernel(definition=_own, versions={"float32": multiply_now}, examples=_examples,
+                moved_bytes=lambda a, b, *_: a.nbytes + b.nbytes + 2 * len(a) * len(b))
+NAMES = {"bf16": REFERENCE, "float32": "float32"}       # of `system.products`, there
+
+
+def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = None) -> Choice:
+    """For a model of whose products the largest has these sizes, in any order. `before`: of a run
+    that goes on."""
+    if asked == "auto" and before in NAMES:
+        return Choice(asked=asked, used=before, why="as this run was begun")
+    if asked == "auto" and not any(large(*each) for each in itertools.permutations(sizes)):
+        return Choice(asked=asked, used="bf16", why=f"no product of this model has "
+                      f"{SMALL_FLOPS / 1e6:.0f} MFLOP, {SMALL_SIDE} rows and columns")
+    return choice(asked, torch.get_num_threads())
 
 
 @functools.cache
-def choice(threads: int) -> Choice:
-    """Which products multiply bf16 operands here, "bf16" or "float32", by a race of both; the best
-    of many short rounds counts."""
-    a, b = torch.ones(2, SIZE, SIZE, dtype=torch.bfloat16)
-    own, wide = interleaved_seconds((lambda: a @ b.T, lambda: multiply_now(a, b, None, None)),
-                                    rounds=ROUNDS, within_seconds=0.25)
-    ratio = min(own) / min(wide)
-    return Choice(asked="auto", used="float32" if ratio > FASTER else "bf16",
-                  why=f"{SIZE} x {SIZE} bf16 operands, widened, multiplied, the result rounded: "
-                      f"{ratio:.2f}x the speed of this CPU's bf16 product with {threads} threads; "
-                      f"taken above {FASTER}x, by products of {SMALL_FLOPS / 1e6:.0f} MFLOP "
-                      f"and more, {SMALL_SIDE} rows and columns and more")
+def choice(asked: str, threads: int) -> Choice:
+    """Which products multiply bf16 operands here, "bf16" or "float32": right ones, and of two the
+    faster. Raises ConfigError for those that were asked for and are wrong."""
+    rng = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(SIZE, SIZE, generator=rng).bfloat16() for _ in range(2))
+    found = choose("product", KERNEL, NAMES.get(asked, asked), (a, b, None, None),
+                   setting="system.products").choice
+    (used,) = (name for name, version in NAMES.items() if version == found.used)
+    return Choice(asked=asked, used=used, why=found.why.replace(f"of {REFERENCE}", "of bf16"))
 
 
 class WideLinear(nn.Linear):
-    """nn.Linear under bf16 autocast on a CPU, by whichever products are faster. A wide one's copy of
-    the weight lives until its backward, where autocast's own stays to the end of forward too."""
+    """nn.Linear under bf16 autocast on a CPU where wide products are faster. A copy of the weight
+    lives until its backward, where autocast's own stays to the end of forward too."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])

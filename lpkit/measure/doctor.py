@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lpkit.kernels import defects
+from lpkit.kernels.choose import refused_here
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.nn.attention import plain
 from lpkit.precision.backends import BACKENDS
@@ -206,6 +207,15 @@ def _interpreter(device: torch.device) -> str:
     return "; ".join(defects.defects()) or "right wherever it was tried"
 
 
+def _versions(device: torch.device) -> str:
+    """What `lpkit.kernels.choose` found in the runs so far; trying anew would take seconds each."""
+    if wrong := refused_here():
+        raise UnavailableError("refused here: " + "; ".join(
+            f"{version} of {name} {why}" for name, each in wrong.items()
+            for version, why in each.items()))
+    return "no version of a kernel that a run has tried here is wrong"
+
+
 def _fp8_stores(device: torch.device) -> str:
     _need(device, "cuda", "Triton's stores are tried, and nothing compiles with Triton for a CPU")
     _installed("triton")
@@ -359,6 +369,7 @@ CHECKS: tuple[Check, ...] = (
     Check("triton", "compiler", _triton,
           "plain PyTorch, which every kernel of the kit has beside it"),
     Check("triton interpreter", "compiler", _interpreter, "the definition in PyTorch"),
+    Check("kernels", "compiler", _versions, "what is right runs in its place"),
     Check("fp8 stores", "compiler", _fp8_stores,
           "system.compile=false, or precision.recipe=bf16"),
     Check("gloo", "parallel", partial(_processes, "all-reduce", "gloo"), "one process"),

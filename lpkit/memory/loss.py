@@ -75,6 +75,13 @@ def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
     return _mean(nats, weights)
 
 
+def gradients_in_pieces(h: Tensor, w: Tensor, y: Tensor, chunk: int) -> Tensor:
+    """`linear_cross_entropy` under a head that is no module, w (V, D)."""
+    head = nn.Linear(*w.T.shape, bias=False, device="meta")
+    head.weight = nn.Parameter(w.detach(), requires_grad=False)
+    return _LinearCrossEntropy.apply(h, y, None, head, chunk, w)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,

@@ -22,6 +22,7 @@ from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.optim import rules
 from lpkit.optim.rounding import DROPPED, drawn, noise
+from lpkit.techniques.kernels import asked_of
 from lpkit.techniques.optimizers import AdamWSettings, LionSettings, OptimizerSettings
 
 BLOCK, WARPS = 1024, 4
@@ -174,6 +175,7 @@ def chosen(name: str, asked: str,
     p = max(parameters, key=Tensor.numel, default=None)
     if name not in RULES or p is None or isinstance(p, FakeTensor) or triton is None:
         return None, {}
+    asked = asked_of(asked, name)
     if asked == "auto" and not p.is_cuda:
         return None, {}
     rule, w = RULES[name], p.detach().clone()

@@ -42,6 +42,19 @@ from lpkit.techniques.recipes import ALL, MX_BLOCK, RECIPES, Cast, Recipe
 
 class Backend(ABC):
     alignment = 0
+    wide: bool | None = None    # whether large bf16 products on a CPU are float32's; None: not asked
+
+    def by(self, products: Choice | None) -> Backend:
+        """With the products that a run has chosen."""
+        if products is None:
+            return self
+        made = copy(self)
+        made.wide = products.used == "float32"
+        return made
+
+    def plain(self, linear: nn.Linear) -> nn.Linear:
+        """What stands for a Linear whose operands are not cast."""
+        return sharing(WideLinear, linear) if self.wide else linear
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether `auto` may take it, where nothing speaks against it."""
@@ -61,6 +74,8 @@ class Backend(ABC):
 
 
 class PyTorch(Backend):
+    wide = False
+
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return not _slow_float16(recipe, device)
 
@@ -70,12 +85,12 @@ class PyTorch(Backend):
         return ""
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        wide = recipe.compute == "bfloat16" and linear.weight.device.type == "cpu"
-        return sharing(WideLinear, linear) if wide else linear
+        return self.plain(linear)
 
 
 class Emulated(Backend):
     layouts = 1     # a view turns an operand
+    wide = False
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return True
@@ -103,7 +118,7 @@ class Emulated(Backend):
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:
-        return scaled.product(a, b, dtype, bias)
+        return scaled.product(a, b, dtype, bias, wide=self.wide)
 
 
 def _slow_float16(recipe: Recipe, device: torch.device) -> bool:

@@ -46,15 +46,17 @@ class LowPrecision(Transform):
             layers = ",".join(self.recipe.high_precision_layers)
             raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear "
                               f"to the recipe; name fewer, or choose precision.recipe=bf16")
-        for name in [name for name in linears if name not in stay]:
-            linear = linears[name]
-            sizes = {"K": linear.in_features, "N": linear.out_features}
-            if self.tokens:
-                sizes["M"] = self.tokens
-            problem = untiled(self.recipe, sizes, self.backend.alignment)
-            if problem and not self.recipe.pad:
-                refuse(name, problem, sizes, self.backend.alignment)
+        for name, linear in linears.items():
             parent, _, leaf = name.rpartition(".")
-            new = self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)
+            new = self.backend.plain(linear) if name in stay else self._cast(name, linear)
             setattr(model.get_submodule(parent), leaf, new)
         return self.backend.around(model)
+
+    def _cast(self, name: str, linear: nn.Linear) -> nn.Module:
+        sizes = {"K": linear.in_features, "N": linear.out_features}
+        if self.tokens:
+            sizes["M"] = self.tokens
+        problem = untiled(self.recipe, sizes, self.backend.alignment)
+        if problem and not self.recipe.pad:
+            refuse(name, problem, sizes, self.backend.alignment)
+        return self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)

@@ -106,16 +106,18 @@ def reference(a: Scaled, b: Scaled) -> Tensor:
     return a.dequantise(torch.float64) @ b.dequantise(torch.float64).T
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,)."""
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+            wide: bool = False) -> Tensor:
+    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). `wide`: large products in
+    bf16 by float32's (`kernels.wide_product`)."""
     if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:  # scales inside the sum that did not fold
-        return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype)
+        return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype, wide)
     scales = [s for s in (a.scale, b.scale, a.tensor, b.tensor) if s is not None]
     single = [s.reshape(()) for s in scales if s.numel() == 1]
     alpha = torch.stack(single).prod() if single else None
     if len(single) == len(scales):
-        return _matmul(a.data, b.data, alpha, bias, dtype)
-    y = _matmul(a.data, b.data, None, None, dtype).float()
+        return _matmul(a.data, b.data, alpha, bias, dtype, wide)
+    y = _matmul(a.data, b.data, None, None, dtype, wide).float()
     if a.scale.numel() > 1:
         y *= spread(a.scale, (y.shape[0], 1))
     if b.scale.numel() > 1:
@@ -135,10 +137,10 @@ _addmm = operator("addmm(Tensor start, Tensor a, Tensor b, Tensor? alpha, float 
 
 
 def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
-            dtype: torch.dtype) -> Tensor:
+            dtype: torch.dtype, wide: bool) -> Tensor:
     """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
     if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
-        if a.dtype == torch.bfloat16 and wide_product.wins(a, b):
+        if wide and a.dtype == torch.bfloat16 and wide_product.wins(a, b):
             return wide_product.multiply(a, b, bias, alpha).to(dtype)
         start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
         # a graph has no numbers of the host; without one an operator more is 7 us, and hides addmm

@@ -1,7 +1,10 @@
 """Kernels: functions that the kit computes in more than one way. A row's implementation is a
 `lpkit.kernels.kernel.Kernel`: the definition, the other versions, and what judges them."""
 
+from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row
+
+VERSIONS = ("auto", "reference", "pytorch", "compile", "triton", "cuda")
 
 KERNELS: dict[str, Row] = {
     "rms-norm": Row(
@@ -63,3 +66,31 @@ KERNELS: dict[str, Row] = {
         why="the same with one slot, by the same kernel",
         source="https://arxiv.org/abs/2302.06675", implementation="lpkit.optim.one_pass:LION"),
 }
+
+
+def asked_of(asked: str, kernel: str) -> str:
+    """The version of `kernel` that `system.kernels` asks for: its own, else that of all."""
+    each = by_name(asked)
+    return each.get(kernel, each.get("", "auto"))
+
+
+def by_name(asked: str) -> dict[str, str]:
+    """Versions by the kernels that `asked` names; "": of all others. Raises ConfigError for one
+    that is named twice."""
+    parts = [part.rpartition(":") for part in asked.split(",")]
+    each = {name.strip(): version.strip() for name, _, version in parts}
+    if len(each) < len(parts):
+        raise ConfigError(f"system.kernels={asked} has more than one version for the same; give "
+                          f"one for all, and one for each kernel that differs")
+    return each
+
+
+def check_asked(key: str, asked: str) -> None:
+    """A version of all kernels, and of single ones by name, with commas between. Raises
+    ConfigError."""
+    for name, version in by_name(asked).items():
+        if name:
+            pick(KERNELS, name, f"kernel of {key}")
+        if version not in VERSIONS:
+            raise ConfigError(f"{key}: there is no version {shown(version)}; "
+                              f"{nearest(version, VERSIONS)}")

@@ -97,8 +97,15 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
-    if device.type == "cpu" and recipe.compute == "bfloat16" and compiled.used == OFF:
-        chosen["products"] = wide_product.choice(torch.get_num_threads())
+    if (device.type == "cpu" and recipe.compute == "bfloat16" and compiled.used == OFF
+            and backends.BACKENDS[backend.used].wide is not None):
+        chosen["products"] = wide_product.choose_for(
+            (tokens, m.D, max(m.F, m.V)), config.system.products, before=begun.get("products"))
+    elif config.system.products != "auto":
+        raise ConfigError(f"system.products={config.system.products} is for bf16 on a CPU without "
+                          f"compiling, and this is {name} by {backend.used} on a "
+                          f"{device.type.upper()}, compile {compiled.used}; use system.products="
+                          f"auto")
     if config.precision.cache_weight_casts:
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
@@ -115,7 +122,8 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
 
 def kernels(config: Config, decisions: Decisions) -> Kernels:
     """The transform that chooses the model's kernels; its `choices` belong to those of the run."""
-    return Kernels(asked=config.system.kernels, before=decisions.kernels,
+    return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
+                   before=decisions.kernels,
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
@@ -123,8 +131,9 @@ def build_model(config: Config, decisions: Decisions,
                 more: tuple[Transform, ...] = ()) -> nn.Module:
     """Initialised, moved to its device, changed by its techniques' transforms and by `more`."""
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
-    precision = LowPrecision(recipe=recipe, backend=backends.BACKENDS[choices["backend"].used],
-                             seed=config.seed, tokens=config.micro_batch * config.model.context)
+    backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
+    precision = LowPrecision(recipe=recipe, backend=backend, seed=config.seed,
+                             tokens=config.micro_batch * config.model.context)
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)

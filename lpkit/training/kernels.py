@@ -19,18 +19,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.kernels.choose import candidates, choose
-from lpkit.techniques.kernels import KERNELS
+from lpkit.techniques.kernels import KERNELS, asked_of, by_name
 
 OF_KERNEL = "kernel:"       # before its name, among a run's choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Transform):
-    """asked: "auto" or a version; before: what a run that goes on was begun with, by kernel;
-    batch: a micro-batch's sequences and tokens. `choices` fills up when it is called."""
+    """asked: `system.kernels`; besides: a kernel that is chosen elsewhere, the optimizer's; before:
+    what a run that goes on was begun with, by kernel; batch: a micro-batch's sequences and tokens.
+    `choices` fills up when it is called. Raises ConfigError for a kernel that no layer calls."""
 
     asked: str
+    besides: str = ""
     batch: tuple[int, int]
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
@@ -38,14 +41,21 @@ class Kernels(Transform):
     stage = Stage.KERNELS
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        first = next(model.parameters())
+        first, named = next(model.parameters()), by_name(self.asked)
+        on_cpu = first.device.type != "cuda"
         # a trace runs nothing that could be raced
-        if isinstance(first, FakeTensor) or (self.asked == "auto" and first.device.type != "cuda"):
+        if isinstance(first, FakeTensor) or (on_cpu and set(named.values()) == {"auto"}):
             return model
-        for name, arguments in self._at_hand(model).items():
+        at_hand = self._at_hand(model)
+        for name in named.keys() - at_hand.keys() - {"", self.besides}:
+            raise ConfigError(f"system.kernels={self.asked}: no layer of this model calls {name}; "
+                              f"its kernels: {', '.join(at_hand)}")
+        for name, arguments in at_hand.items():
             kernel = KERNELS[name].load()
-            asked = self.before.get(name, self.asked)
-            known = asked == "auto" or asked in candidates(kernel)
+            asked = self.before.get(name, asked_of(self.asked, name))
+            if on_cpu and asked == "auto":
+                continue
+            known = asked == "auto" or asked in candidates(kernel) or name in named
             chosen = choose(name, kernel, asked if known else "auto", arguments)
             choice = replace(chosen.choice, asked=self.asked)
             if not known:
