@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ from lpkit.timing import interleaved_seconds
 
 REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
 TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in between
-ROUNDS, WARM_UP = 7, 2
+ROUNDS, WARM_UP = 7, 1
+HOPELESS = 3.0      # times the fastest, after one call each: raced no further
+LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash_attn_3", "transformer-engine")
 WRONG = ("differs from its definition", "fails")
 
 
@@ -58,25 +61,30 @@ def _compiled(definition: Version) -> Version:
 
 
 def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
-           cache: Path | None = None, setting: str = "system.kernels") -> Chosen:
+           offered: Mapping[str, Version] | None = None, raced: tuple | None = None,
+           within_seconds: float = math.inf, setting: str = "system.kernels",
+           cache: Path | None = None) -> Chosen:
     """The version for `arguments`, tensors like those of a step. asked: "auto" or a version's name,
     by `setting`.
 
+    offered:  the candidates, the definition first; None: the kernel's.
+    raced:    arguments of the race, which takes `within_seconds` or one round; None: `arguments`.
     Raises ConfigError for an unknown version, and for one that differs or cannot run here.
     """
-    offered = candidates(kernel)
+    offered = offered or candidates(kernel)
+    raced = arguments if raced is None else raced
     if asked != "auto":
         call = pick(offered, asked, f"version of the kernel {name}")
         why = why_not(asked, arguments)
-        if why or (asked not in TRUSTED and (why := _wrong(kernel, call, arguments))):
+        if why or (asked not in TRUSTED and (why := wrong(kernel, call, arguments))):
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
-                              f"{REFERENCE}")
+                              f"{next(iter(offered))}")
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
-    path = (cache or cache_dir("kernels-raced")) / f"{_key(name, kernel, arguments)}.json"
+    path = (cache or cache_dir("kernels-raced")) / f"{_key(name, kernel, offered, raced)}.json"
     found = _kept(path)
     if found is None:
-        found = _find(kernel, offered, arguments)
+        found = _find(kernel, offered, arguments, raced, within_seconds)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         records.write(path, found)
     seconds: dict[str, float] = found["seconds"]
@@ -90,21 +98,31 @@ def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
                   choice=Choice(asked=asked, used=used, why=why))
 
 
-def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> dict:
+def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple, raced: tuple,
+          within_seconds: float) -> dict:
     refused, right = {}, {}
     for key, call in offered.items():
         why = why_not(key, arguments)
-        if not why and key not in TRUSTED:
-            why = _wrong(kernel, call, arguments)
+        if not why and key not in TRUSTED and call is not kernel.definition:
+            why = wrong(kernel, call, arguments)
         if why:
             refused[key] = why
         else:
             right[key] = call
-    seconds = {REFERENCE: 0.0}
-    if len(right) > 1:
-        runners = [functools.partial(_step, kernel, call, arguments) for call in right.values()]
-        raced = interleaved_seconds(runners, rounds=ROUNDS, warm_up=WARM_UP, shuffle=True)
-        seconds = dict(zip(right, map(statistics.median, raced)))
+    if len(right) == 1:
+        return {"seconds": dict.fromkeys(right, 0.0), "refused": refused}
+    runners, seconds = {}, {}
+    for key, call in right.items():
+        runners[key] = functools.partial(_step, kernel, call, raced)
+        try:        # what is right on small tensors may not fit
+            runners[key]()
+            [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
+        except Exception as error:
+            refused[key] = _failed(error)
+    close = [key for key, one in seconds.items() if one <= HOPELESS * min(seconds.values())]
+    times = interleaved_seconds([runners[key] for key in close], rounds=ROUNDS, warm_up=WARM_UP,
+                                shuffle=True, within_seconds=within_seconds)
+    seconds |= dict(zip(close, map(statistics.median, times), strict=True))
     return {"seconds": seconds, "refused": refused}
 
 
@@ -120,7 +138,7 @@ def why_not(version: str, arguments: tuple) -> str:
     return "needs a GPU" if version == "cuda" and on_cpu else ""
 
 
-def _wrong(kernel: Kernel, call: Version, arguments: tuple) -> str:
+def wrong(kernel: Kernel, call: Version, arguments: tuple) -> str:
     """What is wrong with it on the examples and at hand; whatever it raises is wrong."""
     device = _device(arguments)
     examples: Iterable[tuple] = kernel.examples(torch.Generator().manual_seed(0), device)
@@ -129,8 +147,12 @@ def _wrong(kernel: Kernel, call: Version, arguments: tuple) -> str:
             if said := difference(kernel, call, example):
                 return f"{WRONG[0]}: {said}"
         except Exception as error:
-            return f"{WRONG[1]}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            return _failed(error)
     return ""
+
+
+def _failed(error: Exception) -> str:
+    return f"{WRONG[1]}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 def _step(kernel: Kernel, call: Version, arguments: tuple) -> None:
@@ -161,10 +183,11 @@ def refused_here() -> dict[str, dict[str, str]]:
     return found
 
 
-def _key(name: str, kernel: Kernel, arguments: tuple) -> str:
+def _key(name: str, kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> str:
     shapes = [(tuple(a.shape), str(a.dtype), a.stride(), a.device.type) if torch.is_tensor(a) else a
               for a in arguments]
-    return f"{name}-{_machine()}-{_short((_source(kernel), shapes))}"
+    said = _source(kernel.definition, *offered.values()), list(offered), shapes
+    return f"{name}-{_machine()}-{_short(said)}"
 
 
 def _machine() -> str:
@@ -173,7 +196,7 @@ def _machine() -> str:
     if torch.cuda.is_available():
         made = torch.cuda.get_device_properties()
         machine += [made.name, made.major, made.minor, torch.version.cuda, _driver()]
-    return _short((machine, versions(("torch", "triton"))))
+    return _short((machine, versions(LIBRARIES)))
 
 
 def _short(said: object) -> str:
@@ -188,8 +211,9 @@ def _driver() -> str:
         return ""
 
 
-def _source(kernel: Kernel) -> str:
-    """Of the files that its versions are in."""
-    calls: list[Callable] = [kernel.definition, *kernel.versions.values()]
-    files = {inspect.getsourcefile(inspect.unwrap(one)) for one in calls}
-    return "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest() for one in sorted(files))
+def _source(*calls: Callable) -> str:
+    """Of the files that they are in, and what they are told."""
+    files = {inspect.getsourcefile(inspect.unwrap(getattr(one, "func", one))) for one in calls}
+    told = repr([getattr(one, "keywords", {}) for one in calls])
+    return told + "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest()
+                          for one in sorted(files))

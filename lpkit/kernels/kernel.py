@@ -55,6 +55,8 @@ class Kernel:
 
     examples:    of arguments, for a generator and a device: random, awkward and adversarial ones.
     gradients:   places of the arguments that have a gradient.
+    slack:       times as far from float64 as the definition, all together and the farthest; grain:
+                 of numbers that cancel, relative to the largest result.
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
     moved_bytes: that any version must read and write, for given arguments, forward.
     timed:       arguments like those of a training step, for a generator and a device.
@@ -67,6 +69,8 @@ class Kernel:
     versions: Mapping[str, Version] = field(default_factory=dict)
     examples: Callable[[torch.Generator, torch.device], Iterable[tuple]]
     gradients: tuple[int, ...] = ()
+    slack: tuple[float, float] = (SLACK, SLACK)
+    grain: float = GRAIN
     exact: bool = False
     moved_bytes: Callable[..., int]
     timed: Callable[[torch.Generator, torch.device], Iterable[tuple]] | None = None
@@ -114,7 +118,7 @@ def difference(kernel: Kernel, version: Version, arguments: tuple) -> str:
         true = gradients_of(kernel, kernel.definition, _wide(arguments))
         # a gradient may be the small difference of large terms
         scale = max((_farthest(one) for one in true), default=0.0)
-        said = [_differs(*three, scale) for three in zip(got, want, true)]
+        said = [_differs(kernel, *three, scale) for three in zip(got, want, true)]
     return next((f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one), "")
 
 
@@ -185,7 +189,7 @@ def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
     return _first(ours, theirs, wrong)
 
 
-def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
+def _differs(kernel: Kernel, ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
     if unlike := _unlike(ours, theirs):
         return unlike
     wrong = ours.isnan() != theirs.isnan()
@@ -194,9 +198,10 @@ def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
         return _first(ours, theirs, wrong)
     keep = theirs.isfinite()
     ours, theirs, true = (t[keep].double() for t in (ours, theirs, true))
-    for name, size in (("all together", _length), ("the farthest", _farthest)):
+    sizes = {"all together": _length, "the farthest": _farthest}
+    for (name, size), slack in zip(sizes.items(), kernel.slack, strict=True):
         mine, its = size(ours - true), size(theirs - true)
-        if mine > SLACK * max(its, size(true) * GRAIN, scale * GRAIN):
+        if mine > slack * max(its, size(true) * kernel.grain, scale * kernel.grain):
             return f"{name} {mine:.3g} from float64's {size(true):.3g}, the definition {its:.3g}"
     return ""
 

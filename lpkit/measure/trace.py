@@ -148,21 +148,20 @@ def _decide(config: Config, device: str) -> Decisions:
     if asked == "auto":
         used = "bf16"       # a run decides by a race, which a trace cannot hold
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
-                                       "system.kernels": "auto",
+                                       "system.kernels": "auto", "system.attention": "plain",
                                        "system.threads": torch.get_num_threads(),
                                        "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
     if asked == "auto":
         chosen["precision"] = Choice(asked=asked, used=used,
                                      why="assumed: a run decides by a race where it runs")
-    if device == "cuda":
-        chosen["attention"] = attention.choose(
-            config.system.attention, device_type=device, model=config.model,
-            recipe=decisions.recipe.compute or "fp32")
-        if config.precision.backend == "auto":
-            chosen["backend"] = Choice(asked="auto",
-                                       used="scaled_mm" if decisions.recipe.products else "pytorch",
-                                       why="assumed: a GPU that multiplies these formats")
+    chosen["attention"] = attention.choose(
+        config.system.attention, device_type=device, model=config.model,
+        recipe="bf16" if decisions.recipe.compute == "bfloat16" else "fp32")
+    if device == "cuda" and config.precision.backend == "auto":
+        chosen["backend"] = Choice(asked="auto",
+                                   used="scaled_mm" if decisions.recipe.products else "pytorch",
+                                   why="assumed: a GPU that multiplies these formats")
     return replace(decisions, device=torch.device(device), choices=chosen)
 
 

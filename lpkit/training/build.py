@@ -31,6 +31,7 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
+from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training.compiled import OFF, Compile
 from lpkit.training.kernels import OF_KERNEL, Kernels
@@ -111,9 +112,9 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisi
         chosen["weight_casts"] = weight_cache.choose(
             name, recipe, backends.BACKENDS[backend.used], device,
             compiled=compiled.used != OFF, forwards=forwards)
-    chosen["attention"] = attention.choose(
-        config.system.attention, device_type=device.type, model=config.model,
-        recipe="bf16" if recipe.compute == "bfloat16" else "fp32")
+    chosen["attention"] = attending.choose(
+        config.system.attention, config, device, before=begun.get("attention"),
+        low_precision=recipe.compute == "bfloat16")
     chosen |= memory.choose(config, recipe, device)
     kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
                if key.startswith(OF_KERNEL)}

@@ -1,0 +1,161 @@
+"""Which attention backend a run uses: `system.attention`.
+
+Asked for by name, one that needs a library is held against the definition before it is used. With
+auto, on a GPU or for a long run, every backend that can is verified and those that are right are
+raced (`lpkit.kernels.choose`); else the rule that predictions have (`blocks.choose_attention`)
+stands: a race costs up to a second of a CPU, which a short run does not get back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from lpkit.config import Config, ModelConfig
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError
+from lpkit.kernels.choose import choose as raced
+from lpkit.kernels.kernel import Kernel
+from lpkit.nn.attention import sees
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention
+
+RACE_FLOPS = 1e13       # of a run's attention, which take a CPU minutes
+RACED_FLOPS = 4e9       # of one forward and backward of a race on a CPU: some 0.05 s
+CPU_SECONDS, GPU_SECONDS = 0.3, 10.0
+AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of one group of heads: scores in float64 are small
+SLACK = 3.0, 6.0        # online softmax rounds other sums: right ones were seen at 1.6 and 2.5
+GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
+WHERE = "system.attention"
+
+
+def choose(asked: str, config: Config, device: torch.device, *, low_precision: bool,
+           before: str | None = None) -> Choice:
+    """`before`: what a run that goes on was begun with. Raises ConfigError for what cannot be."""
+    model, on_gpu = config.model, device.type != "cpu"
+    used, why = choose_attention(asked, device=device.type, low_precision=low_precision,
+                                 model=model)
+    given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,
+                      dtype="bfloat16" if low_precision else "float32",
+                      capability=torch.cuda.get_device_capability(device) if on_gpu else None)
+    if asked == "auto" and before in ATTENTION and not ATTENTION[before].why_not(given):
+        return Choice(asked=asked, used=before, why="as this run was begun")
+    if problem := ATTENTION[used].why_not(given):
+        raise ConfigError(f"{WHERE}={used} {problem}")
+    if asked == "auto" and model.attention.rule(model.T) is not None and (
+            on_gpu or flops(model) * config.global_batch * config.steps >= RACE_FLOPS):
+        return race(given, config.micro_batch, device)
+    if asked != "auto" and not ATTENTION[asked].assumed and not ATTENTION[asked].rounding:
+        verified(asked, given, device)
+        why = "asked for, and verified here"
+    if used == "sdpa":
+        why += ran(given, config.micro_batch, device, refuse=asked != "auto")
+    return Choice(asked=asked, used=used, why=why)
+
+
+def flops(model: ModelConfig) -> float:
+    """Of a sequence, forward and backward, causal."""
+    return 6 * model.L * model.H * model.E * model.T**2
+
+
+def race(given: Attending, batch: int, device: torch.device) -> Choice:
+    """The fastest of those that are right, forward and backward at a run's shapes. On a CPU of few
+    enough heads and sequences that it stays cheap."""
+    m, within = given.model, GPU_SECONDS
+    groups = m.G
+    if given.device == "cpu":
+        room = RACED_FLOPS / (flops(m) / m.L / m.G)
+        batch, groups, within = 1, max(1, min(m.G, int(room))), CPU_SECONDS
+    kernel, offered = of_backends(given), candidates(given)
+    found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
+                  raced=drawn(given, device, batch=batch, groups=groups, T=m.T),
+                  within_seconds=within, where=WHERE)
+    choice = found.choice
+    if choice.used == "sdpa":
+        choice = Choice(asked="auto", used="sdpa", why=choice.why + ran(given, batch, device))
+    return choice
+
+
+def verified(name: str, given: Attending, device: torch.device) -> None:
+    """Raises ConfigError where `name` differs from the definition, or fails."""
+    raced(_name(given), of_backends(given), name, at_hand(given, device),
+          offered=candidates(given) | {name: _told(name, given.rule)}, where=WHERE)
+
+
+def candidates(given: Attending) -> dict[str, Any]:
+    """The definition, and all that may be the fastest."""
+    rows = {name: row for name, row in ATTENTION.items()
+            if name == "plain" or not (row.rounding or row.why_not(given))}
+    return {name: _told(name, given.rule) for name in rows}
+
+
+def _told(name: str, rule: Rule) -> Any:
+    call = ATTENTION[name].load()
+    return call if rule == Rule() else partial(call, rule=rule)
+
+
+def _name(given: Attending) -> str:
+    return "attention-" + hashlib.sha256(repr(given.rule).encode()).hexdigest()[:8]
+
+
+def of_backends(given: Attending) -> Kernel:
+    """Attention under a rule as a kernel: arguments q, k, v, documents, sinks."""
+    return Kernel(definition=_told("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
+                  grain=GRAIN, examples=lambda draw, device: examples(given, draw, device),
+                  moved_bytes=lambda *arguments: 0)
+
+
+def examples(given: Attending, draw: torch.Generator, device: torch.device) -> Iterator[tuple]:
+    """One token, a few more than kernels' tiles have, and where the rule has an edge; each twice in
+    other numbers, so that nothing stale is right; and large scores."""
+    most = min(given.model.T, AT_HAND[given.device])
+    for T in sorted({1, min(65, most), min(130, most), min((given.rule.window or 1) + 1, most)}):
+        for scale in (1.0, 1.0, 8.0)[:3 if T == 65 else 2]:
+            q, *others = drawn(given, device, batch=2, groups=1, T=T, draw=draw)
+            yield q * scale, *others
+
+
+def at_hand(given: Attending, device: torch.device) -> tuple:
+    return drawn(given, device, batch=1, groups=1, T=min(given.model.T, AT_HAND[given.device]))
+
+
+def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T: int,
+          draw: torch.Generator | None = None) -> tuple:
+    """q, k, v as they lie in a model, documents and sinks, if the rule has them."""
+    m, rule = given.model, given.rule
+    draw = draw or torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(device, getattr(torch, given.dtype))
+
+    heads = m.H // m.G * groups
+    q, k, v = (normal(batch, T, n, m.E).transpose(1, 2) for n in (heads, groups, groups))
+    begins = torch.rand(batch, T, generator=draw) < 4 / T       # a few documents, of any length
+    documents = begins.cumsum(1).to(device) if rule.documents else None
+    return q, k, v, documents, normal(heads) if rule.sinks else None
+
+
+def ran(given: Attending, batch: int, device: torch.device, *, refuse: bool = False) -> str:
+    """What PyTorch's own choice of kernel is here. Raises ConfigError if `refuse` and it falls to
+    its formula, which holds all scores, where it was to be a fused kernel."""
+    m, rule = given.model, given.rule
+    q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G, T=min(m.T, AT_HAND[given.device]))
+    mask = None
+    if rule != Rule():
+        places = torch.arange(q.shape[2], device=device)
+        mask = sees(rule, places, places, documents)
+    kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None,
+                                                enable_gqa=m.G != m.H))
+    name = kernel.name.lower().removesuffix("_attention")
+    if refuse and kernel == SDPBackend.MATH:
+        able = [key for key in candidates(given) if key not in ("plain", "sdpa", "sdpa-math")]
+        raise ConfigError(f"{WHERE}=sdpa would fall to PyTorch's formula here, which holds all "
+                          f"scores; {', '.join(able) or 'sdpa-math'} can, by name")
+    return f"; here {name}"
+

@@ -1,0 +1,169 @@
+"""`system.attention=auto`: what is wrong is refused and named, what is right is raced, and small runs pay for neither."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.kernels.choose import choose, wrong
+from lpkit.nn.attention import plain, sdpa
+from lpkit.techniques import blocks
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.blocks import ATTENTION, Attending, Backend
+from lpkit.training import attention, build
+
+CPU = torch.device("cpu")
+KINDS = {"full": "full", "window": {"name": "window", "size": 24}, "global": {"name": "window", "size": 24, "global_tokens": 3},
+         "blocks": {"name": "block-sparse", "block": 32}, "documents": "documents"}
+
+
+def asked(kind="full", dtype="float32", **changes):
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 160, "attention": KINDS[kind], **changes}
+    return Attending(model=Config().replace({f"model.{key}": value for key, value in sizes.items()}).model, dtype=dtype)
+
+
+# ---- planted
+
+def scaled(q, k, v, documents, sinks, *, rule):
+    return 1.01 * plain(q, k, v, documents, sinks, rule=rule)
+
+
+def zeros(q, k, v, documents, sinks, *, rule):
+    """As FlashAttention 4 returned for causal: https://github.com/NVIDIA/TransformerEngine/issues/3528"""
+    return plain(q, k, v, documents, sinks, rule=rule) * 0
+
+
+def nan_row(q, k, v, documents, sinks, *, rule):
+    out = plain(q, k, v, documents, sinks, rule=rule).clone()
+    out[:, :, -1] = torch.nan
+    return out
+
+
+def off_by_one(q, k, v, documents, sinks, *, rule):
+    """A query sees the next token too."""
+    T, E = q.shape[-2:]
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    seen = torch.ones(T, T, dtype=torch.bool).tril(1)
+    return (q @ k.mT / E**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def edge(q, k, v, documents, sinks, *, rule, more=1):
+    """A window as wide as left + right without its own token."""
+    return plain(q, k, v, documents, sinks, rule=Rule(window=rule.window + more, global_tokens=rule.global_tokens))
+
+
+def wrong_backward(q, k, v, documents, sinks, *, rule):
+    """Right forward; keys have no gradient of the last block."""
+    return plain(q, torch.cat((k[:, :, :-1], k[:, :, -1:].detach()), dim=2), v, documents, sinks, rule=rule)
+
+
+class Stale:
+    """Right the first time that it sees a shape."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def __call__(self, q, k, v, documents, sinks, *, rule):
+        key = tuple(q.shape)
+        if key not in self.kept:
+            self.kept[key] = [t.detach().clone() for t in (q, k, v)]
+        old = [(t * 0 + o) if t.requires_grad else o for t, o in zip((q, k, v), self.kept[key])]
+        return plain(*old, documents, sinks, rule=rule)
+
+
+PLANTED = {"scaled": lambda: scaled, "zeros": lambda: zeros, "a NaN": lambda: nan_row, "stale": Stale, "off by one": lambda: off_by_one,
+           "too wide": lambda: edge, "too narrow": lambda: partial(edge, more=-1), "no gradient": lambda: wrong_backward}
+
+
+def test_a_hundred_planted_backends_are_refused():
+    """In turns through kinds, dtypes, widths and heads; and what is right passes where each of them is refused."""
+    draw, refused, passed = random.Random(0), [], {}
+    for i in range(100):
+        name = list(PLANTED)[i % len(PLANTED)]
+        kind = "window" if name.startswith("too") else draw.choice(list(KINDS))
+        given = asked(kind, draw.choice(("float32", "float32", "bfloat16")), head_dim=draw.choice((8, 16, 40)),
+                      kv_heads=draw.choice((1, 2, 4)), context=draw.choice((70, 130, 160)))
+        kernel, hand = attention.of_backends(given), attention.at_hand(given, CPU)
+        said = wrong(kernel, partial(PLANTED[name](), rule=given.rule), hand)
+        refused += [said.startswith("differs from its definition")]
+        assert refused[-1], (name, kind, given.dtype, given.model.E, said)
+        if i % 5 == 0:
+            for right in attention.candidates(given):
+                passed[right] = passed.get(right, "") or wrong(kernel, attention._told(right, given.rule), hand)
+    assert sum(refused) == 100
+    assert set(passed) >= {"plain", "sdpa", "sdpa-flash", "sdpa-math"} and not any(passed.values()), passed
+
+
+# ---- the race
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """A wrong backend that would win, in the table."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(ATTENTION, "planted", Backend(operations=blocks.sdpa, implementation=f"{__name__}:zeros_", assumed=False))
+
+
+def zeros_(q, k, v, documents=None, sinks=None, *, rule=Rule()):
+    return sdpa(q, k, v, documents, rule=rule) * 0
+
+
+def test_a_race_refuses_names_and_remembers(planted, monkeypatch):
+    given = asked("window")
+    choice = attention.race(given, 2, CPU)
+    assert choice.used in attention.candidates(given) and choice.used != "planted"
+    assert "planted: differs from its definition: result 1 of 4" in choice.why and "verified" in choice.why
+    calls = []
+    monkeypatch.setattr("lpkit.kernels.choose._find", lambda *a: calls.append(a))
+    assert attention.race(given, 2, CPU) == choice and not calls, "raced again"
+
+
+def test_what_is_asked_for_by_name_is_verified(planted):
+    with pytest.raises(ConfigError, match=r"^system\.attention=planted: .* differs from its definition: .*; the nearest that is right: plain$"):
+        build.decide(Config().replace({"system.attention": "planted", "system.device": "cpu", "precision.recipe": "fp32"}))
+    chosen = build.decide(Config().replace({"system.attention": "sdpa-math", "system.device": "cpu", "precision.recipe": "fp32"}))
+    assert chosen.choices["attention"].why == "asked for, and verified here"
+    with pytest.raises(ConfigError, match="system.attention=flex has no backward on a CPU; sdpa can"):
+        build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
+
+
+def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
+    config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32"})
+    races = []
+    monkeypatch.setattr(attention, "race", lambda *a: races.append(a) or attention.Choice(asked="auto", used="sdpa", why="raced"))
+    start = time.perf_counter()
+    assert build.decide(config).choices["attention"].used == "sdpa" and not races
+    assert time.perf_counter() - start < 1
+    assert build.decide(config.replace({"steps": 10**7})).choices["attention"].why == "raced" and len(races) == 1
+    begun = {"chosen": {"attention": {"asked": "auto", "used": "blocked", "why": "raced"}}}
+    again = build.decide(config.replace({"steps": 10**7}), before=begun).choices["attention"]
+    assert (again.used, again.why) == ("blocked", "as this run was begun") and len(races) == 1
+
+
+def test_fp8_is_never_raced():
+    assert "fp8" not in attention.candidates(asked()) and not ATTENTION["fp8"].why_not(asked())
+
+
+def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
+    given = asked("documents")
+    assert attention.ran(given, 2, CPU) == "; here flash"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: 0)
+    with pytest.raises(ConfigError, match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; blocked|sdpa-flash"):
+        attention.ran(given, 2, CPU, refuse=True)
+
+
+def test_one_that_fails_in_the_race_is_refused(tmp_path):
+    given = asked()
+    kernel = attention.of_backends(given)
+
+    def small(q, *others):
+        if len(q) == 3:
+            raise MemoryError("does not fit")
+        return sdpa(q, *others)
+
+    found = choose("attention-test", kernel, "auto", attention.at_hand(given, CPU), offered={"plain": kernel.definition, "small": small},
+                   raced=attention.drawn(given, CPU, batch=3, groups=2, T=160), cache=tmp_path)
+    assert found.choice.used == "plain" and found.refused == {"small": "fails: MemoryError: does not fit"}
