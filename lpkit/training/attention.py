@@ -24,7 +24,7 @@ from lpkit.kernels.choose import choose as raced
 from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention
+from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention, why_not
 
 RACE_FLOPS = 1e13       # of a run's attention, which take a CPU minutes
 RACED_FLOPS = 4e9       # of one forward and backward of a race on a CPU: some 0.05 s
@@ -44,9 +44,9 @@ def choose(asked: str, config: Config, device: torch.device, *, low_precision: b
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,
                       dtype="bfloat16" if low_precision else "float32",
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
-    if asked == "auto" and before in ATTENTION and not ATTENTION[before].why_not(given):
+    if asked == "auto" and before in ATTENTION and not why_not(before, given):
         return Choice(asked=asked, used=before, why="as this run was begun")
-    if problem := ATTENTION[used].why_not(given):
+    if problem := why_not(used, given):
         raise ConfigError(f"{WHERE}={used} {problem}")
     if asked == "auto" and model.attention.rule(model.T) is not None and (
             on_gpu or flops(model) * config.global_batch * config.steps >= RACE_FLOPS):
@@ -75,7 +75,7 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
     kernel, offered = of_backends(given), candidates(given)
     found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
                   raced=drawn(given, device, batch=batch, groups=groups, T=m.T),
-                  within_seconds=within, where=WHERE)
+                  within_seconds=within, setting=WHERE)
     choice = found.choice
     if choice.used == "sdpa":
         choice = Choice(asked="auto", used="sdpa", why=choice.why + ran(given, batch, device))
@@ -85,7 +85,7 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
 def verified(name: str, given: Attending, device: torch.device) -> None:
     """Raises ConfigError where `name` differs from the definition, or fails."""
     raced(_name(given), of_backends(given), name, at_hand(given, device),
-          offered=candidates(given) | {name: _told(name, given.rule)}, where=WHERE)
+          offered=candidates(given) | {name: _told(name, given.rule)}, setting=WHERE)
 
 
 def candidates(given: Attending) -> dict[str, Any]:
