@@ -106,8 +106,9 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
 
 @functools.lru_cache(maxsize=256)
 def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
-    T, total = model.T, 0
-    pairs = model.attention.rule(T).pairs(T) if attention == "causal" else T * T
+    T, total, rule = model.T, 0, model.attention.rule(model.T)
+    # without softmax, products over pairs are those that a backend does
+    pairs = rule.pairs(T) if attention == "causal" and rule else T * T
     for p in products(model, batch=1):
         total += p.flops * pairs // T**2 if p.pairs else p.flops
     return total
