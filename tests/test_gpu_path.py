@@ -26,7 +26,7 @@ from lpkit.presets import PRESETS
 from lpkit.techniques.blocks import MicroBatch, operations
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
-from tests.compiled_bytes import of_recipe
+from tests.compiled_bytes import forward_per_element, of_recipe
 from tests.strict_cuda import RefusedError, strict
 
 GPUS = {9: "Hopper", 10: "Blackwell"}
@@ -243,6 +243,27 @@ def test_fused_casts_move_what_they_must(recipe, most):
     """The rest is a history of three times 1024, and scales."""
     mend()
     assert of_recipe(recipe, version="triton") <= most + 0.05
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), 1e-5)
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.slow
+def test_the_compiler_quantises_a_norm_without_its_16_bits_in_between():
+    """An element of a bf16 result that is written would be 2 bytes, and read 2 each by the amax and the cast. A Linear alone casts x.T
+    in forward, behind these it is cast in backward."""
+    alone, norm, swiglu = forward_per_element(nn.Identity(), 512), forward_per_element(RMSNorm(512), 512), forward_per_element(SwiGLU(), 1024)
+    assert alone == pytest.approx(8, abs=0.1), "amax 2, cast 2 + 1, transposed 2 + 1"
+    assert norm == pytest.approx(7, abs=0.1), "sums of squares 2, amax 2, cast 2 + 1: nothing of 16 bits is written"
+    assert swiglu == pytest.approx(11, abs=0.1), "4 + 2, then amax 2, cast 2 + 1: its result is"
 
 
 # ---- what counts and keeps products knows these

@@ -33,7 +33,7 @@ from lpkit.bench import fused
 from lpkit.bench.fp8 import runs_here
 from lpkit.bench.harness import Result, paired, provenance, summary
 from lpkit.bench.nanogpt import Peer
-from lpkit.config import Config, flat
+from lpkit.config import Config
 from lpkit.files import append_lines
 from lpkit.precision.backends import BACKENDS
 from lpkit.presets import preset
@@ -107,13 +107,13 @@ def _recipes(on: torch.device) -> Iterator[Case]:
             changes = {"precision.recipe": recipe, "precision.backend": backend,
                        "system.compile": compiled}
             yield (f"{recipe}, {backend}, {'compiled' if compiled else 'eager'}",
-                   partial(_updates, {**base, **changes}, on, 3))
+                   partial(_updates, Config(), {**base, **changes}, on, 3))
 
 
-def _updates(changes: Found, on: torch.device, count: int,
+def _updates(base: Config, changes: Found, on: torch.device, count: int,
              of: Callable[[Training], Any] = lambda training: training) -> Found:
     """Of one Training on random tokens: losses, seconds, the most memory. `of`: who takes them."""
-    config = Config().replace({**changes, "system.device": str(on)})
+    config = base.replace({**changes, "system.device": str(on)})
     torch.manual_seed(0)
     training = Training.build(config, data=RandomTokens(config, on))
     run, done, seconds = of(training), [], []
@@ -166,18 +166,13 @@ def _kernels(on: torch.device) -> Iterator[Case]:
 
 # ---- a whole update
 
-def _gpt2(on: torch.device) -> Found:
-    """16 x 1024 tokens a micro-batch, as changes of the plain Config."""
-    if on.type == "cpu":
-        return dict(TINY)
-    there, plain = flat(preset("gpt2-124m")), flat(Config())
-    return {**{key: value for key, value in there.items() if value != plain.get(key)},
-            "global_batch": 16, "grad_accum_steps": 1, "model.context": 1024}
-
-
 def _steps(on: torch.device) -> Iterator[Case]:
     """GPT-2 124M by the trainer itself, and by nanoGPT from the same weights."""
-    base, count = {**_gpt2(on), "precision.recipe": "bf16"}, 34 if on.type == "cuda" else 2
+    gpu = on.type == "cuda"
+    base = (preset("gpt2-124m").replace(dict(setting.split("=") for setting in RUN)) if gpu
+            else Config().replace(TINY))
+    step = partial(_updates, base.replace({"precision.recipe": "bf16"}), on=on,
+                   count=34 if gpu else 2)
     blocks = {"system.compile": "blocks"}
     hows: dict[str, Found] = {
         "blocks": blocks, "model": {"system.compile": "model"},
@@ -186,12 +181,11 @@ def _steps(on: torch.device) -> Iterator[Case]:
                                  "memory.cross_entropy.chunk_tokens": 4096},
         **{f"blocks, {name}": {**blocks, "precision.recipe": name} for name in runs_here(on)}}
     for how, changes in hows.items():
-        if on.type == "cuda" or changes["system.compile"] is False:
-            yield how, partial(_updates, {**base, **changes}, on, count)
+        if gpu or changes["system.compile"] is False:
+            yield how, partial(step, changes)
     for how, compiled in (("nanoGPT", False), ("nanoGPT, compiled", True)):
-        if on.type == "cuda" or not compiled:
-            yield how, partial(_updates, {**base, "system.compile": False}, on, count,
-                               partial(Peer, compiled=compiled))
+        if gpu or not compiled:
+            yield how, partial(step, hows["eager"], of=partial(Peer, compiled=compiled))
 
 
 PIECES: dict[str, Piece] = {        # in order of value
@@ -223,14 +217,15 @@ def run(rounds: int = 1, *, out: Path | None = None, seconds: int | None = None)
     for name, piece in PIECES.items():
         _piece(name, min(piece.seconds, end - time.monotonic()), folder)
     rows, results = [("piece", "cases", "errors", "the first")], []
+    facts = {"breakdown": rows, "folder": str(folder)}
     for name, piece in PIECES.items():
         count, lines = sum(1 for _ in piece.cases(_device())), _lines(folder, name)
         bad = [f"{case}: {line['error']}"[:100] for case, line in lines.items() if "error" in line]
         rows.append((name, f"{len(lines)} of {count}", str(len(bad)), next(iter(bad), "")))
         if count:
-            results.append(partial(paired, NAME, ours=[len(lines)], peer=[count], case=name,
-                                   peer_name="all cases", better="lower", unit="cases", device=gpu))
-    return [result(facts={"breakdown": rows, "folder": str(folder)}) for result in results]
+            results.append(paired(NAME, ours=[len(lines)], peer=[count], case=name, better="lower",
+                                  peer_name="all cases", unit="cases", device=gpu, facts=facts))
+    return results
 
 
 def _piece(name: str, seconds: float, folder: Path) -> None:

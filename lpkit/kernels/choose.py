@@ -11,6 +11,7 @@ A wrong backend is worse than a slow one, and its numbers look like numbers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -63,9 +64,9 @@ def _compiled(definition: Version) -> Version:
 def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
            offered: Mapping[str, Version] | None = None, raced: tuple | None = None,
            within_seconds: float = math.inf, setting: str = "system.kernels",
-           cache: Path | None = None) -> Chosen:
+           definition: str = "", cache: Path | None = None) -> Chosen:
     """The version for `arguments`, tensors like those of a step. asked: "auto" or a version's name,
-    by `setting`.
+    by `setting`, where `definition` is the definition's.
 
     offered:  the candidates, the definition first; None: the kernel's.
     raced:    arguments of the race, which takes `within_seconds` or one round; None: `arguments`.
@@ -78,15 +79,16 @@ def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
         why = why_not(asked, arguments)
         if why or (asked not in TRUSTED and (why := wrong(kernel, call, arguments))):
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
-                              f"{next(iter(offered))}")
+                              f"{definition or next(iter(offered))}")
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
     path = (cache or cache_dir("kernels-raced")) / f"{_key(name, kernel, offered, raced)}.json"
     found = _kept(path)
     if found is None:
         found = _find(kernel, offered, arguments, raced, within_seconds)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        records.write(path, found)
+        with contextlib.suppress(OSError):      # no room, or read-only: found out anew next time
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            records.write(path, found)
     seconds: dict[str, float] = found["seconds"]
     used = min(seconds, key=seconds.__getitem__)
     why = f"the fastest of {', '.join(seconds)} here, and verified"
@@ -186,13 +188,14 @@ def refused_here() -> dict[str, dict[str, str]]:
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> str:
     shapes = [(tuple(a.shape), str(a.dtype), a.stride(), a.device.type) if torch.is_tensor(a) else a
               for a in arguments]
-    said = _source(kernel.definition, *offered.values()), list(offered), shapes
+    said = (_source(kernel.definition, *offered.values()), list(offered), shapes,
+            torch.get_num_threads())
     return f"{name}-{_machine()}-{_short(said)}"
 
 
 def _machine() -> str:
     """With its libraries."""
-    machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), torch.get_num_threads()]
+    machine: list[Any] = [cpu_name(), *sorted(cpu_flags())]
     if torch.cuda.is_available():
         made = torch.cuda.get_device_properties()
         machine += [made.name, made.major, made.minor, torch.version.cuda, _driver()]

@@ -118,6 +118,13 @@ Bytes that any version must read and write forward, for each element of a bfloat
 |---|---|---|---|
 {moved}
 
+A norm that writes FP8 is none of them. Where `system.compile` is on and a Linear's cast is its
+definition, the compiler computes the norm inside the amax and inside the cast: no 16-bit result is
+written. By its own count, of the graph that a GPU has, forward moves 7 bytes an element (sums of
+squares 2, amax 2, cast 2 + 1), and backward casts x.T anew from the norm's input; norm and cast by
+kernels move 8, x.T included. A SwiGLU's result is written: 11 bytes forward (4 + 2, amax 2, cast
+2 + 1), where kernels move 10, x.T included. `tests/test_gpu_path.py` holds the compiler to that.
+
 ## What the compiler makes of them
 
 By Triton {version}, for Hopper (sm_90) and Blackwell (sm_100), without a GPU: registers of a
