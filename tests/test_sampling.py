@@ -21,7 +21,7 @@ from lpkit.techniques.caches import CACHES, slots
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
 
-SMALL = dict(layers=2, width=32, heads=4, vocab=61, context=24)
+SMALL = dict(layers=2, width=32, heads=4, vocab=61, context=24, tied=False)
 ROPE = dict(kv_heads=2, position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True)
 KINDS = {
     "full": "full", "window": {"name": "window", "size": 5}, "documents": "documents",
@@ -48,8 +48,12 @@ def model_of(config: ModelConfig, seed: int = 0) -> Transformer:
     """Its attention is far from even, so that a key too many or too few shows."""
     torch.manual_seed(seed)
     model = Transformer(config, backend("plain", config)).double().eval()
-    for p in model.parameters():
-        p.copy_(torch.randn_like(p) * (0.4 if p.ndim > 1 else 0.2) + (p.ndim == 1))
+    return drawn_anew(model)
+
+
+def drawn_anew(model: torch.nn.Module) -> torch.nn.Module:
+    for name, p in model.named_parameters():
+        p.copy_(torch.randn_like(p) * (0.4 if p.ndim > 1 else 0.2) + ("norm" in name and name.endswith("weight")))
     return model
 
 
@@ -182,9 +186,7 @@ def training_of(kind="full", **more) -> Training:
     config = Config().replace({**changed, "system.device": "cpu", "precision.recipe": "fp32", "system.attention": "plain"})
     torch.manual_seed(0)
     training = Training.build(config, data=RandomTokens(config))
-    training.model.double().eval()
-    for p in training.model.parameters():
-        p.copy_(torch.randn_like(p) * (0.4 if p.ndim > 1 else 0.2) + (p.ndim == 1))
+    drawn_anew(training.model.double().eval())
     return training
 
 
@@ -237,14 +239,11 @@ def test_draws_are_those_of_each_alone():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sampling")
-    (folder / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
-    config = Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(folder / "a.py"),
-                               "data.val_fraction": 0.4, "steps": 2, "global_batch": 2, "eval_batches": 1, "system.device": "cpu",
-                               "schedule.warmup_steps": 1})
+def run(corpus, tmp_path_factory):
+    config = Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
+                               "steps": 2, "global_batch": 2, "eval_batches": 1, "system.device": "cpu", "schedule.warmup_steps": 1})
     with torch.enable_grad():
-        return lpkit.train(config, out=folder / "run")
+        return lpkit.train(config, out=tmp_path_factory.mktemp("sampling") / "run")
 
 
 def test_a_run_answers_one_prompt_or_several(run, capsys):

@@ -12,6 +12,7 @@ Nothing but the command line imports this room.
 BENCHES = {     # module of this folder, and function
     "attention-cpu": "kernels:attention",
     "course": "course:run",
+    "decode": "decode:run",
     "evidence": "evidence:run",
     "fp8-linear": "fp8:linear",
     "fp8-step": "fp8:step",

@@ -217,22 +217,29 @@ def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tens
     queries of one product, so that no key is repeated. On a CPU in float32, because products of
     16-bit numbers are slow where it has no instructions for them."""
     grouped, dtype = q.view(len(q), k.shape[1], -1, q.shape[-1]), q.dtype
-    if q.device.type == "cpu" and dtype != torch.float64:
+    if dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":
         grouped, k, v = grouped.float(), k.float(), v.float()
-    with torch.autocast(q.device.type, enabled=False):
-        if soft_cap is None and sinks is None:
-            out = F.scaled_dot_product_attention(grouped, k, v, mask)
-        else:
-            scores = grouped @ k.mT / math.sqrt(q.shape[-1])
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            if mask is not None:
-                scores = scores.masked_fill(~mask, -torch.inf)
-            if sinks is not None:
-                sink = sinks.type_as(scores).view(1, k.shape[1], -1, 1)
-                scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
-            out = scores.softmax(-1)[..., :k.shape[2]] @ v
+    if torch.is_autocast_enabled(q.device.type):    # which would cast them back
+        with torch.autocast(q.device.type, enabled=False):
+            out = _weighted(grouped, k, v, mask, sinks, soft_cap)
+    else:
+        out = _weighted(grouped, k, v, mask, sinks, soft_cap)
     return out.reshape(q.shape).to(dtype)
+
+
+def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
+              soft_cap: float | None) -> Tensor:
+    if soft_cap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink = sinks.type_as(scores).view(1, k.shape[1], -1, 1)
+        scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
+    return scores.softmax(-1)[..., :k.shape[2]].type_as(v) @ v
 
 
 class Stored:
