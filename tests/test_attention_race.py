@@ -126,7 +126,7 @@ def test_what_is_asked_for_by_name_is_verified(planted):
         build.decide(Config().replace({"system.attention": "planted", "system.device": "cpu", "precision.recipe": "fp32"}))
     chosen = build.decide(Config().replace({"system.attention": "sdpa-math", "system.device": "cpu", "precision.recipe": "fp32"}))
     assert chosen.choices["attention"].why == "asked for, and verified here"
-    with pytest.raises(ConfigError, match="system\\.attention=flex has no backward on a CPU; sdpa can"):
+    with pytest.raises(ConfigError, match=r"system\.attention=flex has no backward on a CPU; sdpa can"):
         build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
 
 
