@@ -80,7 +80,8 @@ def test_every_nan_stays_one():
     patterns = torch.arange(0x7F81, 0x8000)
     x = torch.cat((patterns, patterns - 0x8000)).to(torch.int16).view(torch.bfloat16)
     assert x.isnan().all() and rows.gelu(x).isnan().all()
-    p = rows.causal_softmax_(x.view(1, -1, 2).clone(), 1, 1.0)
+    p = x.view(1, -1, 2).clone()
+    rows.attention_(p, None, 1.0)
     assert p.isnan().all()
 
 
@@ -95,33 +96,62 @@ def test_gelu_keeps_its_input_and_other_kinds_take_the_definition():
     assert rows.gelu(torch.empty(2, 3, dtype=torch.bfloat16, device="meta")).shape == (2, 3)
 
 
-def causal(scores, start, scale):
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(start + 1)
-    return (scores.double() * scale).masked_fill(future, -torch.inf).softmax(-1)
+def by_definition(scores, seen, scale, cap, sinks):
+    """Weights in float64 from numbers as they are; 0 where nothing is seen."""
+    s = scores.double() * scale
+    s = cap * torch.tanh(s / cap) if cap else s
+    s[..., s.shape[-1] - seen.shape[-1]:].masked_fill_(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat((s, sinks.double()[:, None, None].expand(*s.shape[:2], 1)), dim=-1)
+    p = torch.nan_to_num(s.softmax(-1), nan=0.0)
+    return p if sinks is None else p[..., :-1]
 
 
-@pytest.mark.parametrize("shape, start", [((2, 5, 5), 0), ((1, 1, 1), 0), ((3, 128, 256), 128), ((2, 7, 130), 123),
-                                          ((1, 3, 1500), 1497), ((0, 4, 4), 0), ((2, 1, 9), 8)], ids=str)
+def masks(rows, columns):
+    """Causal, a band, holes with a row that sees nothing, and one of the last columns alone."""
+    i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)[None]
+    holes = torch.rand(rows, columns, generator=torch.Generator().manual_seed(3)) < 0.5
+    holes[rows // 2] = False
+    return {"causal": j <= i, "band": (j <= i) & (j > i - 3), "holes": holes, "the last": (j <= i)[:, columns - rows:]}
+
+
+@pytest.mark.parametrize("mask", ["causal", "band", "holes", "the last"])
+@pytest.mark.parametrize("cap, sunk", [(0.0, False), (3.0, True)])
+@pytest.mark.parametrize("shape", [(2, 5, 5), (1, 1, 1), (3, 128, 256), (2, 7, 130), (1, 3, 1500), (0, 4, 4), (2, 1, 9)], ids=str)
 @pytest.mark.parametrize("spread", [0.01, 3.0, 200.0])
-def test_softmax_of_causal_scores_and_its_gradient(shape, start, spread, implementation):
-    scores, d, scale = random(*shape, scale=spread), random(*shape, seed=1), 0.125
-    p, want = rows.causal_softmax_(scores.clone(), start, scale), causal(scores, start, scale)
-    ulps = 0.51 if implementation == "native" else 2 + spread    # the definition rounds the scaled scores, too
-    assert ((p.double() - want).abs() <= ulps * BF16_ULP * want + 1e-6).all()
-    future = torch.ones(shape[1:], dtype=torch.bool).triu(start + 1).expand(shape)
-    assert (p[future] == 0).all() and (p.double().sum(-1) - 1).abs().amax(-1).le(0.02).all()
-    want_d = scale * p.double() * (d.double() - (d.double() * p.double()).sum(-1, keepdim=True))
-    got = rows.causal_softmax_backward_(d.clone(), p, start, scale)
-    terms = scale * p.double() * (d.double().abs() + (d.double() * p.double()).abs().sum(-1, keepdim=True))
-    assert ((got.double() - want_d).abs() <= 2 * BF16_ULP * terms + 1e-37).all() and (got[future] == 0).all()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, mask, implementation):
+    """A weight is rounded once, of an exponential to 2e-6; a capped score of 3 tanh(...) is off by 1e-6 more, one of 75 by its
+    own spacing in float32."""
+    N, R, C = shape
+    seen, scale = masks(R, C)[mask], 0.125
+    scores, d = random(*shape, scale=spread, dtype=dtype), random(*shape, seed=1, dtype=dtype)
+    sinks = random(N, seed=2, dtype=torch.float32) if sunk else None
+    want, p = by_definition(scores, seen, scale, cap, sinks), scores.clone()
+    sums = rows.attention_(p, seen, scale, cap, sinks)
+    spacing = torch.finfo(dtype).eps
+    assert ((p.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want + 1e-7).all()
+    hidden = ~torch.cat((torch.ones(R, C - seen.shape[1], dtype=torch.bool), seen), dim=1).expand(shape)
+    assert (p[hidden] == 0).all() and sums.dtype == torch.float32
+    again, got = scores.clone(), d.clone()
+    dots = rows.attention_backward_(again, got, sums, seen, scale, cap)
+    assert ((again.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want + 1e-7).all()
+    want_dots = (d.double() * want).sum(-1)
+    slope = scale * (1 - torch.tanh(scores.double() * scale / cap) ** 2 if cap else 1)
+    want_d = slope * want * (d.double() - want_dots[..., None])
+    terms = scale * want * (d.double().abs() + (d.double() * want).abs().sum(-1, keepdim=True))
+    bound = 2 * spacing + 1e-5 + 1e-6 * spread
+    assert ((got.double() - want_d).abs() <= bound * terms + 1e-7).all() and (got[hidden] == 0).all()
+    assert ((dots.double() - want_dots).abs() <= bound * (d.double() * want).abs().sum(-1) + 1e-6).all()
 
 
 def test_a_bad_row_of_scores_stays_in_its_row():
-    scores = random(1, 4, 8)
-    scores[0, 1, 0], scores[0, 2, 1], scores[0, 0, 6] = torch.nan, torch.inf, torch.nan      # the last is in the future
-    p = rows.causal_softmax_(scores, 4, 1.0)
-    assert p[0, 1, :6].isnan().all() and p[0, 2, :7].isnan().all() and p[0, [0, 3]].isfinite().all()
-    out = rows.causal_softmax_(torch.tensor([[[-torch.inf, 1.0]]]).bfloat16(), 1, 1.0)
+    p = random(1, 4, 8)
+    p[0, 1, 0], p[0, 2, 1], p[0, 0, 6] = torch.nan, torch.inf, torch.nan      # the last is in the future
+    rows.attention_(p, torch.ones(4, 8, dtype=torch.bool).tril(4), 1.0)
+    assert p[0, 1, :6].isnan().all() and p[0, 2, :7].isnan().any() and p[0, [0, 3]].isfinite().all()
+    out = torch.tensor([[[-torch.inf, 1.0]]]).bfloat16()
+    rows.attention_(out, None, 1.0)
     assert out.tolist() == [[[0.0, 1.0]]]
 
 
@@ -170,8 +200,8 @@ def test_the_operators_are_what_pytorch_asks_of_one():
     x = random(3, 8)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for op, args in {
-        rows._gelu: (x,), rows._gelu_backward: (x, x), rows._causal_softmax: (random(2, 4, 4), 0, 0.5),
-        rows._causal_softmax_backward: (random(2, 4, 4), random(2, 4, 4), 0, 0.5),
+        rows._gelu: (x,), rows._gelu_backward: (x, x), rows._attention: (random(2, 4, 4), None, 0.5, 0.0, None),
+        rows._attention_backward: (random(2, 4, 4), random(2, 4, 4), torch.ones(2, 4), None, 0.5, 0.0),
         cross_entropy_: (random(3, 8, dtype=torch.float32), torch.tensor([0, 1, 7]), None)}.items():
         torch.library.opcheck(op, args, test_utils=checks)
 
@@ -185,7 +215,10 @@ def test_threads_give_the_same_bits():
             torch.set_num_threads(threads)
             mine = logits.clone()
             nats = cross_entropy_(mine, y)
-            found.append([rows.gelu(x), rows.causal_softmax_(scores.clone(), 384, 0.1), mine, nats])
+            weights, d = scores.clone(), scores.clone()
+            sums = rows.attention_(weights, None, 0.1)
+            dots = rows.attention_backward_(scores.clone(), d, sums, None, 0.1)
+            found.append([rows.gelu(x), weights, sums, d, dots, mine, nats])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*found))

@@ -9,14 +9,20 @@ fresh pages alone. Values are compared bit for bit first.
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.bench.harness import ROUNDS, Result, race
+from lpkit.contracts import Attend
 from lpkit.kernels import cast
-from lpkit.nn.attention import blocked, plain, sdpa
+from lpkit.nn.attention import blocked, plain, sdpa, sees
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.formats import FORMATS
 
 ATTENTION_SHAPES, ATTENTION_TARGET = ((16, 6, 256, 64), (4, 12, 1024, 64)), 1.5   # B, H, T, E
+ATTENTION_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}   # of the norm
+WINDOW, WINDOW_SHAPE = Rule(window=256), (1, 8, 4096, 64)
+WINDOW_TARGETS, MASK_TARGET = {torch.float32: 2.5, torch.bfloat16: 1.5}, 5.0
 SHAPE = (1024, 4096)    # 16 MiB
 THREADS = (1, 2)
 QDQ_TARGETS = {"ml_dtypes": 25.0, "torch eager": 5.0, "torch compiled": 1.15}
@@ -25,13 +31,31 @@ E4M3 = FORMATS["e4m3fn"]
 
 
 def attention(rounds: int = ROUNDS) -> list[Result]:
-    """Causal, in bf16, forward and backward: blocks of products beside PyTorch's flash kernel."""
-    return [result for shape in ATTENTION_SHAPES for result in _attention(shape, rounds)]
+    """Forward and backward: blocks of products beside PyTorch's flash kernel, causal in bf16; and
+    a window beside its full attention, and beside it with the window as a mask."""
+    return [*(result for shape in ATTENTION_SHAPES for result in _attention(shape, rounds)),
+            *(result for dtype in WINDOW_TARGETS for result in _window(dtype, min(rounds, 5)))]
+
+
+def _window(dtype: torch.dtype, rounds: int) -> list[Result]:
+    mask = sees(WINDOW, *[torch.arange(WINDOW_SHAPE[2])] * 2, None)
+    full, masked = "full causal sdpa", "sdpa with the window as a mask"
+    peers = {full: sdpa, masked: partial(F.scaled_dot_product_attention, attn_mask=mask)}
+    return _race(WINDOW_SHAPE, dtype, partial(blocked, rule=WINDOW), peers, rounds,
+                 target={full: WINDOW_TARGETS[dtype], masked: MASK_TARGET},
+                 same=peers[masked], case=f"window {WINDOW.window}, {dtype}, ")
 
 
 def _attention(shape: tuple[int, ...], rounds: int) -> list[Result]:
+    return _race(shape, torch.bfloat16, blocked, {"sdpa": sdpa}, rounds, target=ATTENTION_TARGET,
+                 same=plain)
+
+
+def _race(shape: tuple[int, ...], dtype: torch.dtype, ours: Attend, peers: dict[str, Attend],
+          rounds: int, *, target: float | dict[str, float], same: Attend,
+          case: str = "") -> list[Result]:
     rng = torch.Generator().manual_seed(0)
-    *inputs, d_out = (torch.randn(shape, generator=rng, dtype=torch.bfloat16) for _ in range(4))
+    *inputs, d_out = (torch.randn(shape, generator=rng, dtype=dtype) for _ in range(4))
     for x in inputs:
         x.requires_grad_()
 
@@ -40,17 +64,16 @@ def _attention(shape: tuple[int, ...], rounds: int) -> list[Result]:
         return (out, *torch.autograd.grad(out, inputs, d_out.to(out.dtype)))
 
     def check():
-        """Both within bf16 rounding of float32: 8 bits in scores of order 1, summed over the
-        context."""
-        want = both(plain, *(x.detach().float().requires_grad_() for x in inputs))
-        for attend in (blocked, sdpa):
-            for got, expected in zip(both(attend, *inputs), want, strict=True):
-                error = (got.float() - expected).norm() / expected.norm()
-                assert error < 0.02, f"{attend.__name__}: relative error {error:.3f}"
+        """Within rounding of `same` in float32: in bf16 8 bits in scores of order 1, summed over
+        the context."""
+        want = both(same, *(x.detach().float().requires_grad_() for x in inputs))
+        for got, expected in zip(both(ours, *inputs), want, strict=True):
+            error = (got.float() - expected).norm() / expected.norm()
+            assert error < ATTENTION_ERROR[dtype], f"blocked: relative error {error:.1e}"
 
-    return race("attention-cpu", ours=partial(both, blocked), peers={"sdpa": partial(both, sdpa)},
-                over=[inputs], check=check, target=ATTENTION_TARGET, rounds=rounds,
-                case="x".join(map(str, shape)))
+    return race("attention-cpu", ours=partial(both, ours), over=[inputs], check=check,
+                peers={name: partial(both, peer) for name, peer in peers.items()}, target=target,
+                rounds=rounds, case=case + "x".join(map(str, shape)))
 
 
 def qdq(rounds: int = ROUNDS) -> list[Result]:

@@ -1,87 +1,187 @@
-"""Causal attention for CPUs: blocks of queries, so that the future is skipped instead of masked.
+"""Attention for CPUs: blocks of queries, so that what a rule leaves out is skipped, not masked.
 
 PyTorch's CPU flash kernel computes in float32 whatever it is given, and visits masked blocks too.
-Here every product is one batched matrix product in the inputs' own dtype, so bf16 hardware is used,
-and a block of queries meets only the keys that it may see. It keeps the probabilities for backward,
-(N, T, T) numbers at most: right for short contexts, wrong for long ones.
+Here a block of queries meets only the keys that it may see, as whole batched products: in the
+inputs' own dtype, so that bf16 hardware is used, or widened to float32 where a race says that this
+CPU multiplies so faster (`wide_product.choice`). All scores of a query are there at once, so their
+softmax is one pass (`rows.attention_`). As a flash kernel (Dao et al. 2022,
+https://arxiv.org/abs/2205.14135) it keeps a log-sum for each query and makes the scores anew in
+backward: memory is linear in T.
 
-Shapes: q, k and v (N, T, E), N = batch * heads; the output is like q. FLOPs are counted as PyTorch
-counts them for its own attention and `lpkit.predict.flops` does: the whole square of scores.
+Shapes: q and the output (B, H, T, E), k and v (B, G, T, E). The queries of the H / G heads that
+share a key are rows of one product. FLOPs are counted as PyTorch counts them for its own attention
+and `lpkit.predict.flops` does: the whole square of scores, five products in backward.
 """
 
+import functools
+import json
 import math
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
+from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.kernels.rows import causal_softmax_, causal_softmax_backward_
+from lpkit.kernels.rows import attention_, attention_backward_
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.blocks import at_once, query_blocks
 
-BLOCK = 128   # queries; smaller blocks skip more and start more products
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v over the tokens so far."""
-    T, E = q.shape[-2:]
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.mT / math.sqrt(E)).masked_fill(future, -torch.inf).softmax(-1) @ v
+_words = functools.lru_cache(lambda rule: json.dumps(asdict(rule)))     # an operator takes words
 
 
-def _products(count: int, shape: torch.Size) -> int:
-    """FLOPs of `count` products over all pairs of tokens."""
-    N, T, E = shape
-    return count * 2 * N * T * T * E
+@functools.lru_cache
+def _rule(words: str) -> Rule:
+    said = json.loads(words)
+    if said["blocks"] is not None:
+        said["blocks"] = tuple(map(tuple, said["blocks"]))
+    return Rule(**said)
 
 
-@operator("blocked_attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor[])", key=EVERY_DEVICE,
-          flops=lambda q, *_, **__: _products(2, q))
+class _Pieces:
+    """Sequences and heads whose scores fit a core's cache, and their blocks of queries."""
+
+    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
+        (B, H, self.T, self.E), G = q.shape, k.shape[1]
+        self.repeats, self.rule, self.documents, self.device = H // G, rule, documents, q.device
+        self.blocks = query_blocks(rule, self.T)
+        b, g = at_once(rule, self.T, B, G, self.repeats)
+        self.slices = [(slice(i, min(i + b, B)), slice(j, min(j + g, G)))
+                       for i in range(0, B, b) for j in range(0, G, g)]
+        self.work = q.dtype
+        if q.device.type == "cpu" and (q.dtype == torch.float16 or (
+                q.dtype == torch.bfloat16
+                and wide_product.choice(torch.get_num_threads()).used == "float32")):
+            self.work = torch.float32
+        self.scale, self.cap = 1 / math.sqrt(self.E), rule.soft_cap or 0.0
+        self.masks: dict[int, Tensor | None] = {}
+
+    def heads(self, groups: slice) -> slice:
+        """Of queries, those of these groups."""
+        return slice(groups.start * self.repeats, groups.stop * self.repeats)
+
+    def own(self, t: Tensor, groups: int) -> Tensor:
+        """A copy (b, heads, rows, E) as (b * groups, rows of all heads of a group, E)."""
+        copy = torch.empty(t.shape, dtype=self.work, device=t.device).copy_(t)
+        return copy.view(len(t) * groups, -1, t.shape[-1])
+
+    def by_head(self, scores: Tensor) -> Tensor:
+        """(groups, rows of all heads of a group, keys) as (heads, rows, keys)."""
+        return scores.unflatten(1, (self.repeats, -1)).flatten(0, 1)
+
+    def seen(self, first: int, last: int, spans: list[tuple[int, int]],
+             sequence: int) -> Tensor | None:
+        """Which keys count, from the first on where one may not; None: all."""
+        if not self.rule.documents and first in self.masks:
+            return self.masks[first]
+        parts = [part for a, b in spans for part in ((a, min(b, first)), (max(a, first), b))
+                 if part[0] < part[1]]
+        while parts and not self.rule.documents and not self.rule.hides(first, last, *parts[0]):
+            parts.pop(0)
+        mask = None
+        if parts:
+            i = torch.arange(first, last, dtype=torch.int32, device=self.device)
+            j = torch.cat([torch.arange(a, b, dtype=torch.int32, device=self.device)
+                           for a, b in parts])
+            mask = self.rule.sees(i[:, None], j[None])
+            if self.rule.documents:
+                ids = self.documents[sequence]
+                mask &= ids[first:last, None] == _of(ids[None], parts)
+        self.masks[first] = mask
+        return mask
+
+
+def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """The keys of all spans, side by side in dimension 1."""
+    parts = [t[:, a:b] for a, b in spans] or [t[:, :0]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _flops(count: int):
+    """Of `count` products over all pairs of tokens."""
+    def flops(*shapes: torch.Size, **_) -> int:
+        B, H, T, E = shapes[0]
+        return count * 2 * B * H * T * T * E
+    return flops
+
+
+@operator("blocked_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, "
+          "str rule) -> (Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(2))
 @torch.autocast("cpu", enabled=False)
-def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The output, and the probabilities of each block."""
-    T, E = q.shape[-2:]
-    out, probabilities = torch.empty_like(q), []
-    for start in range(0, T, BLOCK):
-        end = min(start + BLOCK, T)
-        scores = torch.bmm(q[:, start:end], k[:, :end].mT)
-        probabilities.append(causal_softmax_(scores, start, 1 / math.sqrt(E)))
-        out[:, start:end] = torch.bmm(probabilities[-1], v[:, :end])
-    return out, probabilities
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
+           rule: str) -> tuple[Tensor, Tensor]:
+    """The output, and log-sums (B, H, T) of the exponentials of each query's scores."""
+    p = _Pieces(q, k, documents, _rule(rule))
+    out = torch.empty_like(q)
+    sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
+                       device=q.device)
+    for b, g in p.slices:
+        groups, h = g.stop - g.start, p.heads(g)
+        keys, values = p.own(k[b, g], groups), p.own(v[b, g], groups)
+        for first, last, spans in p.blocks:
+            queries = q[b, h, first:last]
+            weights = torch.bmm(p.own(queries, groups), _of(keys, spans).mT)
+            total = attention_(p.by_head(weights), p.seen(first, last, spans, b.start), p.scale,
+                               p.cap,
+                               None if sinks is None else sinks[h].float().repeat(len(queries)))
+            sums[b, h, first:last] = total.view(queries.shape[:3])
+            out[b, h, first:last] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
+    return out, sums
 
 
 @operator("blocked_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, "
-          "Tensor[] probabilities) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
-          flops=lambda d_out, *_, **__: _products(4, d_out))
+          "Tensor? documents, Tensor? sinks, Tensor sums, str rule) "
+          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(5))
 @torch.autocast("cpu", enabled=False)
-def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
-              probabilities: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    T, E = q.shape[-2:]
+def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+              sinks: Tensor | None, sums: Tensor,
+              rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v and the sinks, which is empty where there are none."""
+    p = _Pieces(q, k, documents, _rule(rule))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # The last block first: it meets every key, so it fills dk and dv, and the others add to them.
-    for i, p in reversed(list(enumerate(probabilities))):
-        start, end = i * BLOCK, min((i + 1) * BLOCK, T)
-        dy, beta = d_out[:, start:end], 0 if end == T else 1
-        dp = torch.bmm(dy, v[:, :end].mT)
-        ds = causal_softmax_backward_(dp, p, start, 1 / math.sqrt(E))
-        dq[:, start:end] = torch.bmm(ds, k[:, :end])
-        dk[:, :end].baddbmm_(ds.mT, q[:, start:end], beta=beta)
-        dv[:, :end].baddbmm_(p.mT, dy, beta=beta)
-    return dq, dk, dv
+    d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])
+    for b, g in p.slices:
+        groups, h = g.stop - g.start, p.heads(g)
+        keys, values = p.own(k[b, g], groups), p.own(v[b, g], groups)
+        d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
+        for first, last, spans in p.blocks:
+            place = b, h, slice(first, last)
+            queries, d_rows = p.own(q[place], groups), p.own(d_out[place], groups)
+            near = _of(keys, spans)
+            weights, d = torch.bmm(queries, near.mT), torch.bmm(d_rows, _of(values, spans).mT)
+            dots = attention_backward_(p.by_head(weights), p.by_head(d),
+                                       sums[place].flatten(0, 1).contiguous(),
+                                       p.seen(first, last, spans, b.start), p.scale, p.cap)
+            dq[place] = torch.bmm(d, near).view(q[place].shape)
+            start = 0
+            for begin, end in spans:
+                some = slice(start, start := start + end - begin)
+                d_keys[:, begin:end].baddbmm_(d[:, :, some].mT, queries)
+                d_values[:, begin:end].baddbmm_(weights[:, :, some].mT, d_rows)
+            if sinks is not None:
+                weight = (sinks[h].to(sums.dtype)[:, None] - sums[place]).exp()
+                d_sinks[h] -= (weight * dots.view(weight.shape)).sum((0, 2))
+        dk[b, g], dv[b, g] = d_keys.view(dk[b, g].shape), d_values.view(dv[b, g].shape)
+    return dq, dk, dv, d_sinks
 
 
 class BlockedAttention(torch.autograd.Function):
-    """`BlockedAttention.apply(q, k, v)`.
+    """`BlockedAttention.apply(q, k, v, documents, sinks, rule)`.
 
-    Not `torch.library.register_autograd`, for which the probabilities would be outputs that need
-    gradients of their own.
+    Not `torch.library.register_autograd`, for which the log-sums would be an output that needs a
+    gradient of its own.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, probabilities = attend(q, k, v)
-        ctx.save_for_backward(q, k, v, *probabilities)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+                sinks: Tensor | None, rule: Rule) -> Tensor:
+        ctx.rule = _words(rule)
+        out, sums = attend(q, k, v, documents, sinks, ctx.rule)
+        ctx.save_for_backward(q, k, v, documents, sinks, sums)
         return out
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, *probabilities = ctx.saved_tensors
-        return gradients(d_out, q, k, v, probabilities)
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, documents, sinks, sums = ctx.saved_tensors
+        *found, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, ctx.rule)
+        return *found, None, None if sinks is None else d_sinks.type_as(sinks), None

@@ -1,5 +1,5 @@
-/* What a training step does to rows of numbers between its products: GELU, the softmax of causal
- * attention, cross-entropy. rows.py and cross_entropy.py define what each function computes.
+/* What a training step does to rows of numbers between its products: GELU, attention's softmax,
+ * cross-entropy. rows.py and cross_entropy.py define what each function computes.
  *
  * Each is one pass over memory, in float32, from and to bf16 (uint16_t, the upper half of a float32).
  * Tensors are contiguous; who calls checks that, and all sizes. NaN stays NaN. */
@@ -76,60 +76,135 @@ void lp_gelu_backward(const uint16_t *restrict dy, const uint16_t *restrict x, u
     }
 }
 
-/* ---- softmax of causal scores, in place --------------------------------------------------------- */
+/* ---- attention's weights of scores, in place -------------------------------------------------------- */
 
-INLINE float largest(const uint16_t *x, long n) {
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (long j = 0; j < n; j++) top = wide(x[j]) > top ? wide(x[j]) : top;
-    return top;
+#define NO_SCORE (-INFINITY)
+
+typedef struct { long low, high; int holes; } Seen;
+
+/* Of a row: all before `low` and from `high` on is hidden; between them some may be. `seen` has the columns
+ * from `free` on, those before it are seen; NULL: all are. */
+INLINE Seen seen_of(const uint8_t *seen, long columns, long free) {
+    Seen s = {0, columns, 0};
+    if (!seen) return s;
+    while (s.high > free && !seen[s.high - 1 - free]) s.high--;
+    while (!free && s.low < s.high && !seen[s.low]) s.low++;
+    const long from = free ? free : s.low;
+    s.holes = s.high > from && memchr(seen + from - free, 0, (size_t)(s.high - from)) != NULL;
+    return s;
 }
 
-/* (N, rows, columns), of queries from `start` on: row i sees the first start + i + 1 keys. The sum is
- * kept in float32 as the exponentials are, before they are rounded; a NaN comes through by it. */
-void lp_causal_softmax(uint16_t *restrict x, long N, long rows, long columns, long start, float scale,
-                       int threads) {
-    threads = share(threads, N * rows * columns);
-#pragma omp parallel for num_threads(threads)
-    for (long i = 0; i < N * rows; i++) {
-        uint16_t *restrict row = x + i * columns;
-        const long seen = least(start + i % rows + 1, columns);
-        const float top = largest(row, seen);
-        float tile[TILE], sum = 0;
-        if (seen <= TILE) {
-#pragma omp simd reduction(+ : sum)
-            for (long j = 0; j < seen; j++) {
-                tile[j] = exp_of((wide(row[j]) - top) * scale);
-                sum += tile[j];
-            }
-            sum = 1.0f / sum;
-            for (long j = 0; j < seen; j++) row[j] = narrow(tile[j] * sum);
-        } else {
-#pragma omp simd reduction(+ : sum)
-            for (long j = 0; j < seen; j++) sum += exp_of((wide(row[j]) - top) * scale);
-            sum = 1.0f / sum;
-            for (long j = 0; j < seen; j++) row[j] = narrow(exp_of((wide(row[j]) - top) * scale) * sum);
-        }
-        memset(row + seen, 0, (size_t)(columns - seen) * 2);
+/* cap * tanh(x / cap); its derivative is 1 - tanh^2 */
+INLINE float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp_of(2.0f * x)); }
+INLINE float score_of(float x, float scale, float cap) {
+    if (cap == 0) return x * scale;
+    return x == NO_SCORE ? NO_SCORE : cap * tanh_of(x * scale / cap);
+}
+
+#define HIDE(row, hidden)                                                                                 \
+    for (long j = free > s.low ? free : s.low; s.holes && j < s.high; j++)                                \
+        row[j] = seen[j - free] ? row[j] : hidden;
+#define ZERO(row)                                                                                         \
+    memset(row, 0, (size_t)s.low * sizeof *row);                                                          \
+    memset(row + s.high, 0, (size_t)(columns - s.high) * sizeof *row);
+
+/* Rows of (N, rows, columns) become weights. `seen` is of (rows, columns - free), the same for all N;
+ * `sinks` are N scores, or NULL; `sums` are log-sums of exponentials, `dots` what a sink's gradient needs.
+ * A sum is kept in float32 as the exponentials are, before they are rounded; a NaN comes through by it. A
+ * row that sees nothing is 0. */
+#define ATTENTION(NAME, BACKWARD, TYPE, WIDE, NARROW)                                                     \
+    INLINE float NAME##_row(TYPE *restrict row, long columns, const uint8_t *seen, long free,             \
+                            float scale, float cap, float sink) {                                         \
+        const Seen s = seen_of(seen, columns, free);                                                      \
+        const long n = s.high - s.low;                                                                    \
+        TYPE *restrict x = row + s.low;                                                                   \
+        float tile[TILE], top = NO_SCORE, sum = 0;                                                        \
+        HIDE(row, NARROW(NO_SCORE))                                                                       \
+        _Pragma("omp simd reduction(max : top)")                                                          \
+        for (long j = 0; j < n; j++) top = WIDE(x[j]) > top ? WIDE(x[j]) : top;                           \
+        top = score_of(top, scale, cap);                                                                  \
+        top = sink > top ? sink : top;                                                                    \
+        if (n <= TILE) {                                                                                  \
+            _Pragma("omp simd reduction(+ : sum)")                                                        \
+            for (long j = 0; j < n; j++) {                                                                \
+                tile[j] = exp_of(score_of(WIDE(x[j]), scale, cap) - top);                                 \
+                sum += tile[j];                                                                           \
+            }                                                                                             \
+        } else {                                                                                          \
+            _Pragma("omp simd reduction(+ : sum)")                                                        \
+            for (long j = 0; j < n; j++) sum += exp_of(score_of(WIDE(x[j]), scale, cap) - top);           \
+        }                                                                                                 \
+        sum += sink == NO_SCORE ? 0 : exp_of(sink - top);                                                 \
+        const float part = 1.0f / sum;                                                                    \
+        if (n <= TILE)                                                                                    \
+            for (long j = 0; j < n; j++) x[j] = NARROW(tile[j] * part);                                   \
+        else                                                                                              \
+            for (long j = 0; j < n; j++) x[j] = NARROW(exp_of(score_of(WIDE(x[j]), scale,                 \
+                cap) - top) * part);                                                                      \
+        ZERO(row)                                                                                         \
+        return n ? top + logf(sum) : sink;                                                                \
+    }                                                                                                     \
+                                                                                                          \
+    /* x: scores, then weights. d: gradients of the weights, then of the products. */                     \
+    INLINE float BACKWARD##_row(TYPE *restrict row, TYPE *restrict grad, long columns,                    \
+                                const uint8_t *seen, long free, float scale, float cap, float total) {    \
+        const Seen s = seen_of(seen, columns, free);                                                      \
+        const long n = s.high - s.low;                                                                    \
+        TYPE *restrict x = row + s.low, *restrict d = grad + s.low;                                       \
+        float dot = 0;                                                                                    \
+        HIDE(row, NARROW(NO_SCORE))                                                                       \
+        if (cap == 0) {                                                                                   \
+            _Pragma("omp simd reduction(+ : dot)")                                                        \
+            for (long j = 0; j < n; j++) {                                                                \
+                x[j] = NARROW(exp_of(WIDE(x[j]) * scale - total));                                        \
+                dot += WIDE(d[j]) * WIDE(x[j]);                                                           \
+            }                                                                                             \
+            for (long j = 0; j < n; j++) d[j] = NARROW((WIDE(d[j]) - dot) * WIDE(x[j]) * scale);          \
+        } else {                                                                                          \
+            _Pragma("omp simd reduction(+ : dot)")                                                        \
+            for (long j = 0; j < n; j++) dot += WIDE(d[j]) * exp_of(score_of(WIDE(x[j]), scale,           \
+                cap) - total);                                                                            \
+            for (long j = 0; j < n; j++) {                                                                \
+                const float t = tanh_of(WIDE(x[j]) * scale / cap);                                        \
+                const float p = exp_of(score_of(WIDE(x[j]), scale, cap) - total);                         \
+                d[j] = NARROW((WIDE(d[j]) - dot) * p * scale * (1.0f - t * t));                           \
+                x[j] = NARROW(p);                                                                         \
+            }                                                                                             \
+        }                                                                                                 \
+        ZERO(row)                                                                                         \
+        ZERO(grad)                                                                                        \
+        return dot;                                                                                       \
+    }                                                                                                     \
+                                                                                                          \
+    void NAME(TYPE *restrict x, const uint8_t *seen, const float *sinks, float *restrict sums, long N,    \
+              long rows, long columns, long free, float scale, float cap, int threads) {                  \
+        threads = share(threads, N * rows * columns);                                                     \
+        _Pragma("omp parallel for num_threads(threads)")                                                  \
+        for (long i = 0; i < N * rows; i++) {                                                             \
+            const uint8_t *mask = seen ? seen + i % rows * (columns - free) : NULL;                       \
+            const float sink = sinks ? sinks[i / rows] : NO_SCORE;                                        \
+            TYPE *row = x + i * columns;                                                                  \
+            sums[i] = cap == 0 ? NAME##_row(row, columns, mask, free, scale, 0, sink)                     \
+                               : NAME##_row(row, columns, mask, free, scale, cap, sink);                  \
+        }                                                                                                 \
+    }                                                                                                     \
+                                                                                                          \
+    void BACKWARD(TYPE *restrict x, TYPE *restrict d, const uint8_t *seen, const float *restrict sums,    \
+                  float *restrict dots, long N, long rows, long columns, long free, float scale,          \
+                  float cap, int threads) {                                                               \
+        threads = share(threads, N * rows * columns);                                                     \
+        _Pragma("omp parallel for num_threads(threads)")                                                  \
+        for (long i = 0; i < N * rows; i++) {                                                             \
+            const uint8_t *mask = seen ? seen + i % rows * (columns - free) : NULL;                       \
+            TYPE *row = x + i * columns, *grad = d + i * columns;                                         \
+            dots[i] = cap == 0 ? BACKWARD##_row(row, grad, columns, mask, free, scale, 0, sums[i])        \
+                               : BACKWARD##_row(row, grad, columns, mask, free, scale, cap, sums[i]);     \
+        }                                                                                                 \
     }
-}
 
-/* d: gradients of the probabilities p, and then of the scores. */
-void lp_causal_softmax_backward(uint16_t *restrict d, const uint16_t *restrict p, long N, long rows, long columns,
-                                long start, float scale, int threads) {
-    threads = share(threads, N * rows * columns);
-#pragma omp parallel for num_threads(threads)
-    for (long i = 0; i < N * rows; i++) {
-        uint16_t *restrict row = d + i * columns;
-        const uint16_t *restrict q = p + i * columns;
-        const long seen = least(start + i % rows + 1, columns);
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (long j = 0; j < seen; j++) sum += wide(row[j]) * wide(q[j]);
-        for (long j = 0; j < seen; j++) row[j] = narrow((wide(row[j]) - sum) * wide(q[j]) * scale);
-        memset(row + seen, 0, (size_t)(columns - seen) * 2);
-    }
-}
+#define SAME(x) (x)
+ATTENTION(lp_attention_bf16, lp_attention_backward_bf16, uint16_t, wide, narrow)
+ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
 
 /* ---- cross-entropy, logits become their gradient ------------------------------------------------ */
 
@@ -169,7 +244,6 @@ void lp_causal_softmax_backward(uint16_t *restrict d, const uint16_t *restrict p
             if (known) row[y[i]] = NARROW(p - weight);                                                    \
         }                                                                                                 \
     }
-#define SAME(x) (x)
 CROSS_ENTROPY(lp_cross_entropy_bf16, uint16_t, wide, narrow)
 CROSS_ENTROPY(lp_cross_entropy_fp32, float, SAME, SAME)
 
@@ -178,16 +252,19 @@ CROSS_ENTROPY(lp_cross_entropy_fp32, float, SAME, SAME)
 /* How many of some results are not what they must be. 0x3F80 is 1, 0x4000 is 2, 0xBF80 is -1. */
 int lp_check(void) {
     uint16_t x[2] = {0x3F80, 0xBF80}, y[2], p[4] = {0, 0x3F80, 0x3F80, 0x3F80}, d[4] = {0x3F80, 0, 0x3F80, 0};
-    float logits[2] = {2.0f, 2.0f}, nats;
+    uint16_t q[4] = {0, 0x3F80, 0x3F80, 0x3F80};
+    const uint8_t seen[4] = {1, 0, 1, 1};
+    float logits[2] = {2.0f, 2.0f}, nats, sums[2], dots[2];
     const int64_t target = 1;
     int wrong = 0;
     lp_gelu(x, y, 2, 1);
     wrong += fabsf(wide(y[0]) - 0.8412f) > 0.005f || fabsf(wide(y[1]) + 0.1588f) > 0.001f;
     lp_gelu_backward(x, x, y, 2, 1);
     wrong += fabsf(wide(y[0]) - 1.083f) > 0.005f;
-    lp_causal_softmax(p, 1, 2, 2, 0, 1.0f, 1);
+    lp_attention_bf16(p, seen, NULL, sums, 1, 2, 2, 0, 1.0f, 0, 1);
     wrong += p[0] != 0x3F80 || p[1] != 0 || p[2] != 0x3F00 || p[3] != 0x3F00;
-    lp_causal_softmax_backward(d, p, 1, 2, 2, 0, 1.0f, 1);
+    lp_attention_backward_bf16(q, d, seen, sums, dots, 1, 2, 2, 0, 1.0f, 0, 1);
+    wrong += memcmp(p, q, sizeof p) != 0;
     wrong += d[0] != 0 || d[2] != 0x3E80 || d[3] != 0xBE80;
     lp_cross_entropy_fp32(logits, &target, NULL, &nats, 1, 2, 1);
     return wrong + (fabsf(nats - 0.6931472f) > 1e-6f) + (logits[0] != 0.5f) + (logits[1] != -0.5f);

@@ -1,8 +1,8 @@
 """What a training step does between its products, each in one pass over memory on a CPU:
 
-    gelu(x)                                      -> Tensor      tanh approximation
-    causal_softmax_(scores, start, scale)        -> Tensor      in place
-    causal_softmax_backward_(d, p, start, scale) -> Tensor      in place
+    gelu(x)                                         -> Tensor      tanh approximation
+    attention_(scores, ...)                         -> Tensor      scores become weights, in place
+    attention_backward_(scores, d, sums, ...)       -> Tensor      both become gradients, in place
 
 Each has a definition in PyTorch, `reference_*` with the same arguments, and an operator
 (`lpkit.kernels.operator`) whose kernel is C (rows.c), or the definition where there is no compiler.
@@ -32,8 +32,10 @@ from lpkit.kernels.operator import operator
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 _ARGUMENTS = {      # as rows.c declares them
     "lp_gelu": (_P, _P, _L, _I), "lp_gelu_backward": (_P, _P, _P, _L, _I),
-    "lp_causal_softmax": (_P, _L, _L, _L, _L, _F, _I),
-    "lp_causal_softmax_backward": (_P, _P, _L, _L, _L, _L, _F, _I),
+    **dict.fromkeys(("lp_attention_bf16", "lp_attention_fp32"),
+                    (_P, _P, _P, _P, _L, _L, _L, _L, _F, _F, _I)),
+    **dict.fromkeys(("lp_attention_backward_bf16", "lp_attention_backward_fp32"),
+                    (_P, _P, _P, _P, _P, _L, _L, _L, _L, _F, _F, _I)),
     "lp_cross_entropy_bf16": (_P, _P, _P, _P, _L, _L, _I),
     "lp_cross_entropy_fp32": (_P, _P, _P, _P, _L, _L, _I),
 }
@@ -107,48 +109,108 @@ def gelu(x: Tensor) -> Tensor:
     return _Gelu.apply(x)
 
 
-# ---- softmax of causal attention, on scores (N, queries, keys) of queries from `start` on
+# ---- attention's weights
 
-def reference_causal_softmax_(scores: Tensor, start: int, scale: float) -> Tensor:
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(start + 1)
-    return scores.mul_(scale).masked_fill_(future, -torch.inf).copy_(scores.softmax(-1))
+# Of scores (N, queries, keys): the products q k^T, of which `seen` (queries, the last of the keys)
+# says which count; without it all do. They are scaled, and capped where `cap` is not 0; `sinks`
+# (N,) float32 is a score more for each of the N.
 
-
-def reference_causal_softmax_backward_(d: Tensor, p: Tensor, start: int, scale: float) -> Tensor:
-    return d.copy_(torch._softmax_backward_data(d, p, -1, p.dtype)).mul_(scale)
-
-
-@operator("causal_softmax_(Tensor(a!) scores, SymInt start, float scale) -> ()",
-          fake=lambda *_: None)
-def _causal_softmax(scores: Tensor, start: int, scale: float) -> None:
-    if not served(scores):
-        reference_causal_softmax_(scores, start, scale)
-        return
-    library().lp_causal_softmax(scores.data_ptr(), *scores.shape, start, scale,
-                                 torch.get_num_threads())
+def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Tensor:
+    """In float32 or wider."""
+    s = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if cap:
+        s = cap * torch.tanh(s / cap)
+    if seen is not None:
+        s[..., s.shape[-1] - seen.shape[-1]:].masked_fill_(~seen, -torch.inf)
+    return s
 
 
-@operator("causal_softmax_backward_(Tensor(a!) d, Tensor p, SymInt start, float scale) -> ()",
-          fake=lambda *_: None)
-def _causal_softmax_backward(d: Tensor, p: Tensor, start: int, scale: float) -> None:
-    if not (served(d) and served(p) and p.shape == d.shape):
-        reference_causal_softmax_backward_(d, p, start, scale)
-        return
-    library().lp_causal_softmax_backward(d.data_ptr(), p.data_ptr(), *d.shape, start, scale,
-                                          torch.get_num_threads())
+def _weights(s: Tensor, sums: Tensor) -> Tensor:
+    """Where nothing is seen, not even a sink, the sum is -inf and every weight is 0."""
+    return (s - sums[..., None].clamp(min=torch.finfo(s.dtype).min)).exp()
 
 
-def causal_softmax_(scores: Tensor, start: int, scale: float) -> Tensor:
-    """softmax(scale * scores) over the keys that each query may see; 0 for those after it."""
-    if scores.device.type == "cpu":
-        _causal_softmax(scores, start, scale)
-        return scores
-    return reference_causal_softmax_(scores, start, scale)
+def reference_attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float,
+                         sinks: Tensor | None) -> Tensor:
+    s = _scores(scores, seen, scale, cap)
+    sums = s.logsumexp(-1)
+    if sinks is not None:
+        sums = sums.logaddexp(sinks[:, None].to(s.dtype))
+    scores.copy_(_weights(s, sums))
+    return sums
 
 
-def causal_softmax_backward_(d: Tensor, p: Tensor, start: int, scale: float) -> Tensor:
-    """Gradients `d` of the probabilities `p` become those of the scores."""
-    if d.device.type == "cpu":
-        _causal_softmax_backward(d, p, start, scale)
-        return d
-    return reference_causal_softmax_backward_(d, p, start, scale)
+def reference_attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None,
+                                  scale: float, cap: float) -> Tensor:
+    s = _scores(scores, seen, scale, cap)
+    p = _weights(s, sums)
+    dots = (p * d).sum(-1)
+    slope = (1 - (s / cap).square_()).clamp_(min=0) * scale if cap else scale
+    d.copy_((d - dots[..., None]) * p * slope)
+    scores.copy_(p)
+    return dots
+
+
+def _place(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _attention_fits(seen: Tensor | None, *scores: Tensor) -> str:
+    """The kernel that serves them; "": the definition does."""
+    served_all = all(served(t, tuple(_ATTENTION)) for t in scores)
+    return _ATTENTION[scores[0].dtype] if served_all and (
+        seen is None or seen.is_contiguous()) else ""
+
+
+_ATTENTION = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@operator("attention_(Tensor(a!) scores, Tensor? seen, float scale, float cap, Tensor? sinks) "
+          "-> Tensor", fake=lambda scores, *_: _sums_like(scores))
+def _attention(scores: Tensor, seen: Tensor | None, scale: float, cap: float,
+               sinks: Tensor | None) -> Tensor:
+    kind = _attention_fits(seen, scores)
+    if not kind:
+        return reference_attention_(scores, seen, scale, cap, sinks)
+    sums, columns = _sums_like(scores), scores.shape[-1]
+    free = columns - (0 if seen is None else seen.shape[-1])
+    getattr(library(), f"lp_attention_{kind}")(
+        scores.data_ptr(), _place(seen), _place(sinks), sums.data_ptr(), *scores.shape, free,
+        scale, cap, torch.get_num_threads())
+    return sums
+
+
+@operator("attention_backward_(Tensor(a!) scores, Tensor(b!) d, Tensor sums, Tensor? seen, "
+          "float scale, float cap) -> Tensor", fake=lambda scores, *_: _sums_like(scores))
+def _attention_backward(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None,
+                        scale: float, cap: float) -> Tensor:
+    kind = _attention_fits(seen, scores, d)
+    if not kind:
+        return reference_attention_backward_(scores, d, sums, seen, scale, cap)
+    dots, columns = _sums_like(scores), scores.shape[-1]
+    free = columns - (0 if seen is None else seen.shape[-1])
+    getattr(library(), f"lp_attention_backward_{kind}")(
+        scores.data_ptr(), d.data_ptr(), _place(seen), sums.data_ptr(), dots.data_ptr(),
+        *scores.shape, free, scale, cap, torch.get_num_threads())
+    return dots
+
+
+def _sums_like(scores: Tensor) -> Tensor:
+    return scores.new_empty(scores.shape[:-1],
+                            dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+def attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float = 0.0,
+               sinks: Tensor | None = None) -> Tensor:
+    """Scores become softmax's weights of the keys that are seen, 0 for the others, and for a row
+    that sees none. Log-sums of exponentials (N, queries) in float32."""
+    call = _attention if scores.device.type == "cpu" else reference_attention_
+    return call(scores, seen, scale, cap, sinks)
+
+
+def attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None, scale: float,
+                        cap: float = 0.0) -> Tensor:
+    """Scores become weights, and `d`, the gradients of the weights, those of the products. Sums
+    (N, queries) of weight times gradient, by which a sink has its own."""
+    call = _attention_backward if scores.device.type == "cpu" else reference_attention_backward_
+    return call(scores, d, sums, seen, scale, cap)

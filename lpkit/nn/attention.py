@@ -64,10 +64,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Blocks of queries in the inputs' own dtype, for CPUs; see `kernels.blocked_attention`."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
-    return BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view(q.shape)
+    """Blocks of queries and what they see of the keys, for CPUs; see
+    `kernels.blocked_attention`."""
+    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule)
 
 
 def last_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -99,17 +99,17 @@ Attention = Literal["full", "causal"]
 
 def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
     """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the
-    T(T+1)/2 pairs that a mask leaves, which is what a flash kernel has to do."""
+    pairs that the rule of the model's attention lets through, T(T+1)/2 where it is full, which is
+    what a kernel has to do. Of documents, whose pairs depend on data, as if all were one."""
     return batch * _sequence_flops(model, attention)
 
 
 @functools.lru_cache(maxsize=256)
 def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
-    T = model.T
-    total = 0
+    T, total = model.T, 0
+    pairs = model.attention.rule(T).pairs(T) if attention == "causal" else T * T
     for p in products(model, batch=1):
-        causal = attention == "causal" and p.pairs
-        total += p.flops * (T + 1) // (2 * T) if causal else p.flops
+        total += p.flops * pairs // T**2 if p.pairs else p.flops
     return total
 
 

@@ -12,6 +12,7 @@ same numbers in another way and belongs to the machine (`system.attention`). Eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,7 @@ class Rule:
     window: int | None = None
     global_tokens: int = 0
     block: int = 0
-    blocks: tuple[tuple[bool, ...], ...] | None = None
+    blocks: tuple[tuple[bool, ...], ...] | None = field(default=None, hash=False)   # large
     documents: bool = False
     soft_cap: float | None = None
     sinks: bool = False
@@ -89,8 +90,10 @@ class Rule:
 
     def pairs(self, T: int) -> int:
         """Of T x T, how many a query sees; documents apart."""
-        if self.blocks is not None:
+        if self.blocks is not None and self.window is not None:
             return sum(self.sees(i, j) for i in range(T) for j in range(i + 1))
+        if self.blocks is not None:
+            return self._pairs_of_blocks(T)
         if self.window is None:
             return T * (T + 1) // 2
         W, G = min(self.window, T), min(self.global_tokens, T)
@@ -98,6 +101,14 @@ class Rule:
         past = max(0, T - W)        # queries W, W + 1, ... see min(G, i - W + 1) keys besides
         full = max(0, past - G)
         return near + (past - full) * (past - full + 1) // 2 + full * G
+
+    def _pairs_of_blocks(self, T: int) -> int:
+        total = 0
+        for a in range(-(-T // self.block)):
+            rows = min(self.block, T - a * self.block)
+            total += rows * self.block * sum(self.blocks[a][:a])
+            total += rows * (rows + 1) // 2 * self.blocks[a][a]
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +144,14 @@ class BlockSparse(Softmax):
 
     def rule(self, T: int) -> Rule:
         count = -(-T // self.block)
-        blocks = tuple(tuple(0 <= a - b < self.local or (b < a and b % self.stride == 0)
-                             for b in range(count)) for a in range(count))
-        return Rule(block=self.block, blocks=blocks, soft_cap=self.soft_cap, sinks=self.sinks)
+        return Rule(block=self.block, blocks=_strided(count, self.local, self.stride),
+                    soft_cap=self.soft_cap, sinks=self.sinks)
+
+
+@functools.lru_cache(maxsize=64)
+def _strided(count: int, local: int, stride: int) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple(0 <= a - b < local or (b < a and b % stride == 0) for b in range(count))
+                 for a in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ to a measured step, to the byte.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
@@ -22,8 +23,9 @@ from lpkit.techniques.attention import KINDS, Rule
 from lpkit.techniques.row import Row
 
 FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
-BLOCKED_CONTEXT = 1024      # tokens; beyond, the saved probabilities cost too much memory
+BLOCKED_CONTEXT = 1024      # tokens, of full attention in 16 bits on a CPU
 QUERY_BLOCK = 128           # queries that blocked attention takes at a time
+SCORES = 2**18              # and their scores: a core's cache holds them
 CHUNK = 64                  # tokens between two states of attention without softmax
 
 
@@ -114,6 +116,15 @@ class MicroBatch:
     def heads_are_views(self) -> bool:
         """(B, H, T, E) lies as (B, T, H, E): B and H merge without a copy only if one is 1."""
         return self.batch == 1 or self.model.H == 1
+
+    @functools.cached_property
+    def rule(self) -> Rule | None:
+        return self.model.attention.rule(self.model.T)
+
+    @property
+    def masked_pairs(self) -> int:
+        """Of a mask of the whole rule: documents differ by sequence."""
+        return (self.batch if self.rule.documents else 1) * self.model.T**2
 
     @property
     def norms_save_qkv(self) -> bool:
@@ -255,6 +266,7 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
         held, saves_result = tokens * _given(s) * compute, False
     held += tokens * gates * compute
     return Op(name="attention", part="attention", saved_itemsize=compute, saved_bytes=held,
+              params=m.H if s.rule and s.rule.sinks else 0,
               saves_result=saves_result,
               pairs=pairs or (Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
                               Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
@@ -264,18 +276,22 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
 
 
 def sdpa(s: MicroBatch) -> Op:
-    """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores."""
-    m, views = s.model, _given(s)
+    """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
+    What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
+    m, views, masked = s.model, _given(s), s.rule != Rule()
     sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
-    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums, work=grads, out=grads,
-                      saves_result=True, pairs_share=(m.T + 1) / (2 * m.T),
+    mask = s.masked_pairs * s.compute_bytes if masked else 0
+    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums + mask, work=grads,
+                      out=grads, saves_result=True,
+                      pairs_share=1.0 if masked else (m.T + 1) / (2 * m.T),
                       backward_pairs=2.5,       # scores once more
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
 def plain(s: MicroBatch) -> Op:
     """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the
-    probabilities; and the heads' output, copied for the product after it."""
+    probabilities, with one of a sink; capped scores; and the heads' output, copied for the product
+    after it."""
     m, heads = s.model, s.model.H * s.model.E
     is_view = s.heads_are_views and not s.turns and not 1 < m.G < m.H
     q = _qkv(m) if is_view else heads
@@ -283,30 +299,51 @@ def plain(s: MicroBatch) -> Op:
     if s.kind == "gpu" and s.compute_bytes < FP32:
         probability += FP32
     pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
+    saved = s.masked_pairs + (pairs + s.tokens * m.H * s.rule.sinks) * probability
+    if s.rule.soft_cap is not None:
+        saved += pairs * s.compute_bytes
     return _attention(s, numbers=q + 2 * heads, views=q if is_view else 0,
-                      saved=m.T * m.T + pairs * probability, out=3 * given,
+                      saved=saved, out=3 * given,
                       work=given + 2 * pairs * s.compute_bytes, score_passes=(6, 12))
 
 
+@functools.lru_cache(maxsize=64)
+def query_blocks(rule: Rule, T: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Queries from first to last - 1, and the spans of keys that they meet."""
+    starts = range(0, T, QUERY_BLOCK)
+    return [(i, min(i + QUERY_BLOCK, T), rule.spans(i, min(i + QUERY_BLOCK, T))) for i in starts]
+
+
+@functools.lru_cache(maxsize=64)
+def most_scores(rule: Rule, T: int) -> int:
+    """Of a head's blocks of queries, of the one that meets the most keys."""
+    return max((last - first) * sum(end - begin for begin, end in spans)
+               for first, last, spans in query_blocks(rule, T))
+
+
+def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tuple[int, int]:
+    """Sequences and groups of heads that blocked attention takes at a time."""
+    one = max(1, SCORES // (repeats * max(1, most_scores(rule, T))))
+    if one < groups or rule.documents:
+        return 1, min(one, groups)
+    return min(one // groups, sequences), groups
+
+
 def blocked(s: MicroBatch) -> Op:
-    """As plain, without the future: blocks of queries meet only the keys up to their own last.
-    Groups are repeated to all heads. Backward: the last block meets every key."""
-    m, heads, T = s.model, s.model.H * s.model.E, s.model.T
-    numbers, views = 3 * heads, 0
-    if s.heads_are_views and m.G == m.H:        # v is a view; q and k too, unless turned
-        numbers = views = _given(s)
-    elif s.heads_are_views and m.G == 1 and not s.turns:    # q is a view, k and v are repeated
-        numbers, views = _qkv(m) + 2 * heads, _qkv(m)
-    queries, given = min(QUERY_BLOCK, T), s.tokens * heads * s.compute_bytes
-    rest = T % queries          # queries of a last block that is not full
-    pairs = 0.5 * (T - rest) * (T - rest + queries) + rest * T
-    scores = s.batch * m.H * queries * T * s.compute_bytes
+    """q, k, v and a log-sum per query, as a flash kernel, but not the output: the product after it
+    saves that. At work: copies of some heads' k and v, their gradients, and two blocks of scores.
+    Of the pairs, the spans that blocks of queries meet."""
+    m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
+    views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
+    pairs = sum((last - first) * sum(end - begin for begin, end in spans)
+                for first, last, spans in query_blocks(rule, T))
+    groups = math.prod(at_once(rule, T, s.batch, m.G, repeats))
     # what is between the products is one pass in place on a CPU, and its definition elsewhere
-    at_work, passes = (1, (4, 7)) if s.kind == "cpu" else (2, (10, 11))
-    return _attention(s, numbers=numbers, views=views,
-                      saved=s.batch * m.H * pairs * s.compute_bytes,
-                      work=3 * given + at_work * scores + given * queries / T, out=3 * given,
-                      pairs_share=pairs / T**2, score_passes=passes)
+    scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
+    work = groups * (4 * T * m.E + scores * repeats * most_scores(rule, T)) * s.compute_bytes
+    return _attention(s, numbers=views, views=views, saved=s.tokens * m.H * FP32,
+                      work=grads + work, out=grads, pairs_share=pairs / T**2, backward_pairs=2.5,
+                      score_passes=passes)
 
 
 # Attention without softmax. What is over pairs of tokens is over pairs in a chunk; with the state,
@@ -497,13 +534,11 @@ def _no_scores_changed(asked: Attending) -> str:
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=plain,
                      implementation="lpkit.nn.attention:plain"),
+    "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
+                       implementation="lpkit.nn.attention:blocked"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=sdpa,
                     implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
-    "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
-                       implementation="lpkit.nn.attention:blocked",
-                       why_not=lambda asked: "" if asked.rule == Rule() else
-                       "computes full attention alone; plain computes every kind"),
     "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
                        operations=linear_chunks,
                        why_not=lambda asked: "computes kinds without softmax alone; plain computes "
@@ -600,6 +635,8 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
         if problem := why_not(asked, given):
             raise ConfigError(f"system.attention={asked} {problem}")
         return asked, "asked for"
+    if device == "cpu" and given.rule not in (None, Rule()):
+        return "blocked", f"it skips what {model.attention.name} attention leaves out"
     if given.rule != Rule():
         able = [name for name in ATTENTION if not why_not(name, given)]
         return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
