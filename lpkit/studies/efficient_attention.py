@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -141,10 +140,18 @@ class Layer:
         return run
 
 
-def seconds(layers: Sequence[Layer], *, rounds: int, watch: Watch = iter) -> list[float]:
-    """Median over the rounds, in which all take turns."""
-    return [median(times) for times in interleaved_seconds([layer.runner() for layer in layers],
-                                                           rounds=rounds, watch=watch)]
+def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = math.inf,
+            watch: Watch = iter) -> list[float]:
+    """The least over the rounds, in which all take turns, by one thread: what else a machine does
+    only adds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = interleaved_seconds([layer.runner() for layer in layers], rounds=rounds,
+                                    within_seconds=within_seconds, watch=watch)
+    finally:
+        torch.set_num_threads(threads)
+    return [min(times) for times in found]
 
 
 def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float) -> float:

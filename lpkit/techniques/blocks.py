@@ -120,7 +120,7 @@ class MicroBatch:
         return self.batch == 1 or self.model.H == 1
 
     @functools.cached_property
-    def rule(self) -> Rule:
+    def rule(self) -> Rule | None:
         return self.model.attention.rule(self.model.T)
 
     @property
