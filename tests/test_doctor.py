@@ -60,7 +60,7 @@ def test_a_wrong_product_does_not_count_as_working(monkeypatch):
         doctor.compare("the product is wrong", [torch.full((64, 64), torch.nan)], [a @ b.T], 1e-2)
     monkeypatch.setattr(attention, "backend", lambda name, model: backend("plain", model) if name == "plain" else
                         lambda q, k, v, documents: torch.nn.functional.scaled_dot_product_attention(q, k, v))   # not causal
-    with pytest.raises(ArithmeticError, match="the numbers are wrong, relative error .* can$"):
+    with pytest.raises(ArithmeticError, match=r"the numbers are wrong, relative error .* can$"):
         attention.check("sdpa", CPU)
 
 
