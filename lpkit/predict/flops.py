@@ -106,10 +106,10 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
 
 @functools.lru_cache(maxsize=256)
 def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
-    T, total = model.T, 0
-    pairs = model.attention.rule(T).pairs(T) if attention == "causal" else T * T
+    T, total, causal = model.T, 0, attention == "causal"
+    pairs = model.attention.rule(T).pairs(T) if causal else 0
     for p in products(model, batch=1):
-        total += p.flops * pairs // T**2 if p.pairs else p.flops
+        total += p.flops * pairs // T**2 if causal and p.pairs else p.flops
     return total
 
 
