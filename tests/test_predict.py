@@ -32,6 +32,7 @@ from lpkit.predict.ledger import LOSS, UPDATE, micro_batch
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.walk import EMBED, Walk
 from lpkit.presets import PRESETS, preset
+from lpkit.techniques.attention import BlockSparse, Documents, Softmax, Window
 from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import DTYPES
@@ -53,6 +54,11 @@ ODD = {
     "qwen3": replace(SMALL, head_dim=10, qk_norm=True, kv_heads=2, **LLAMA),
     "norms of all heads": replace(SMALL, qk_norm=True, head_dim=5),
 }
+WINDOW = Window(name="window", size=6, global_tokens=2)
+KINDS = {
+    "capped": Softmax(name="full", soft_cap=5.0), "sinks": Softmax(name="full", sinks=True), "window": WINDOW,
+    "window, capped, sinks": replace(WINDOW, size=140, soft_cap=3.0, sinks=True), "documents": Documents(name="documents"),
+    "block-sparse": BlockSparse(name="block-sparse", block=4)}
 MODELS = {**{name: config.model for name, config in PRESETS.items()}, **ODD}
 CPU = replace(CATALOGUE["h200"], name="this", kind="cpu")
 odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
@@ -61,6 +67,14 @@ odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
 def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
     with torch.device("meta"):
         return Transformer(model, attention.backend(backend, model))
+
+
+def attended(kind: str, backend: str, model: ModelConfig = SMALL) -> ModelConfig:
+    """Skips what the backend says it cannot."""
+    model = replace(model, attention=KINDS[kind])
+    if problem := ATTENTION[backend].why_not(Attending(model=model)):
+        pytest.skip(problem)
+    return model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,19 +92,49 @@ def test_parameters_are_pytorchs_count(name):
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
 @pytest.mark.parametrize("name", [*ODD, "gpt2-124m", "llama-1b", "llama-70b"])
 def test_flops_are_pytorchs_count(name, backend):
-    """On the meta device sdpa is made of products, which the counter sees; backward is twice forward, exactly.
-    Of large models three blocks: the next are like them."""
+    """On the meta device sdpa is made of products, which the counter sees; backward is twice forward, exactly, and blocked
+    makes the scores once more. Of large models three blocks: the next are like them."""
     model, batch = MODELS[name], 3 if name in ODD else 1
     model = replace(model, layers=min(3, model.layers))
-    built, tokens = on_meta(model, backend), torch.zeros(batch, model.T, dtype=torch.long, device="meta")
+    used, built = backend, on_meta(model, backend)
+    tokens = torch.zeros(batch, model.T, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as forward:
         loss = cross_entropy(built(tokens), tokens)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
+    again = recomputed_flops(model, batch=batch, flash=used == "blocked")
     assert forward.get_total_flops() == forward_flops(model, batch=batch)
-    assert forward.get_total_flops() + backward.get_total_flops() == training_flops(model, batch=batch)
+    assert forward.get_total_flops() + backward.get_total_flops() == training_flops(model, batch=batch) + again
     gradients = [g.flops for p in products(model, batch=batch) for g in p.backward()]
-    assert backward.get_total_flops() == sum(gradients)
+    assert backward.get_total_flops() == sum(gradients) + again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_that_a_rule_lets_through_are_counted(kind):
+    """Each asked alone; documents as if they were one."""
+    for T in (1, 20, 150):
+        model = replace(SMALL, context=T, attention=KINDS[kind])
+        rule = model.attention.rule(T)
+        pairs = sum(bool(rule.sees(i, j)) for i in range(T) for j in range(T))
+        square = sum(p.flops for p in products(model, batch=1) if p.pairs)
+        assert rule.pairs(T) == pairs
+        assert forward_flops(model) - forward_flops(model, attention="causal") == square - square * pairs // T**2
+        assert parameter_count(model) == sum(p.numel() for p in on_meta(model).parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
+def test_the_flops_of_every_kind_are_pytorchs_count(backend, kind):
+    """It counts the whole square. What a backend skips is in its share of the pairs."""
+    model = attended(kind, backend, replace(SMALL, context=150))
+    built, tokens = on_meta(model, backend), torch.zeros(2, model.T, dtype=torch.long, device="meta")
+    documents = tokens if model.attention.name == "documents" else None
+    with FlopCounterMode(display=False) as forward:
+        built(tokens, documents=documents)
+    assert forward.get_total_flops() == forward_flops(model, batch=2)
+    op = ATTENTION[backend].operations(MicroBatch(model=model, batch=2, attention=backend))
+    seen = model.attention.rule(model.T).pairs(model.T) / model.T**2
+    assert seen < op.pairs_share <= 1 and (backend != "blocked" or op.pairs_share < 0.9)
 
 
 def test_what_flash_computes_again_is_pytorchs_count():
@@ -123,6 +167,26 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("backend", sorted(name for name, row in ATTENTION.items() if not row.why_not(Attending(model=SMALL))))
 @odd
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision, recompute):
+    _same_bytes(model, backend, batch, precision, recompute)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "core-attention"])
+@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "documents"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "three blocks of queries"])
+def test_activations_of_every_kind(name, kind, backend, precision, recompute):
+    _same_bytes(attended(kind, backend, ODD[name]), backend, 3, precision, recompute)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["plain", "sdpa"])
+def test_activations_of_documents(backend, precision):
+    """A mask of each sequence. Ids that a backend keeps are the batch's, and no activation."""
+    _same_bytes(attended("documents", backend), backend, 3, precision, "none")
+
+
+def _same_bytes(model, backend, batch, precision, recompute):
     built = Transformer(model, attention.backend(backend, model))
     if recompute == "core-attention":
         CoreAttention()(built)
@@ -132,7 +196,7 @@ def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, 
 
     def loss():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = built(x)
+            logits = built(x, documents=x + 1 if model.attention.name == "documents" else None)
         return cross_entropy(logits, y)
 
     found = saved_bytes(built, loss)
@@ -181,6 +245,18 @@ def test_recomputed_blocks_keep_their_inputs():
     whole = kept(model, batch=3)
     assert whole.block_bytes * model.L == sum(whole.operations[name] for name in whole.operations
                                               if name not in ("embed", "norm", "head", "loss"))
+
+
+@pytest.mark.parametrize("used", ["plain", "sdpa", "blocked"])
+@pytest.mark.parametrize("kind", [{"name": "window", "size": 40, "global_tokens": 3}, {"name": "block-sparse", "block": 32}],
+                         ids=lambda kind: kind["name"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_memory_of_a_step_of_every_kind(recipe, kind, used):
+    config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 4, "model.context": 300, "model.width": 64,
+                                       "precision.recipe": recipe, "system.attention": used, "model.attention": kind})
+    found, said = measure.memory(config, device="cpu"), memory(config, CPU)
+    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-4)
+    assert said.at(said.peak_moment)["activations"] == pytest.approx(found.rows["activations"], abs=400)
 
 
 @pytest.mark.parametrize("changes", [

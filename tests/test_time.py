@@ -247,10 +247,10 @@ def test_attention_has_the_time_of_its_backend():
     plain = 3 * flops / (989.4e12 * 0.78) + 18 * scores / (3.35e12 * 0.92)
     assert seconds("plain") == pytest.approx(plain)
     blocks = (1 + 128 / m.T) / 2        # of the square, at blocks of 128 queries
-    assert seconds("blocked") == pytest.approx(blocks * (3 * flops / (989.4e12 * 0.78) + 21 * scores / (3.35e12 * 0.92)))
+    assert seconds("blocked") == pytest.approx(blocks * (3.5 * flops / (989.4e12 * 0.78) + 24 * scores / (3.35e12 * 0.92)))
     cpu = replace(H100, kind="cpu")
     assert seconds("auto", cpu) == seconds("blocked", cpu)      # as lpkit.nn chooses in bf16
-    with pytest.raises(ConfigError, match=r"there is no model\.attention 'flsh'"):
+    with pytest.raises(ConfigError, match=r"there is no system\.attention 'flsh'"):
         seconds("flsh")
 
 

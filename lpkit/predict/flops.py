@@ -108,9 +108,10 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
 def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
     T, total, rule = model.T, 0, model.attention.rule(model.T)
     # without softmax, products over pairs are those that a backend does
-    pairs = rule.pairs(T) if attention == "causal" and rule else T * T
+    causal = attention == "causal" and rule is not None
+    pairs = rule.pairs(T) if causal else 0
     for p in products(model, batch=1):
-        total += p.flops * pairs // T**2 if p.pairs else p.flops
+        total += p.flops * pairs // T**2 if causal and p.pairs else p.flops
     return total
 
 

@@ -432,10 +432,11 @@ def blocked(s: MicroBatch) -> Op:
     saves that. At work: copies of some heads' k and v, their gradients, and two blocks of scores.
     Of the pairs, the spans that blocks of queries meet."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
+    B, G = int(s.batch), int(m.G)
     views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
     pairs = sum((last - first) * sum(end - begin for begin, end in spans)
                 for first, last, spans in query_blocks(rule, T))
-    groups = math.prod(at_once(rule, T, s.batch, m.G, repeats))
+    groups = math.prod(at_once(rule, T, B, G, repeats))
     # what is between the products is one pass in place on a CPU, and its definition elsewhere
     scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
     work = groups * (4 * T * m.E + scores * repeats * most_scores(rule, T)) * s.compute_bytes
