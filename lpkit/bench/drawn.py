@@ -55,7 +55,8 @@ def _changes(draw: random.Random) -> dict[str, Any]:
                     "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
     for key in ("norm", "position", "mlp"):
         changes[f"model.{key}"] = draw.choice(list(getattr(blocks, f"{key}s".upper())))
-    changes["system.attention"] = draw.choice(list(blocks.ATTENTION))
+    changes["system.attention"] = draw.choice(
+        [name for name, row in blocks.ATTENTION.items() if row.implementation])
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
     changes |= _row(draw, "precision.recipe", RECIPES)

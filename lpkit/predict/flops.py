@@ -12,6 +12,7 @@ from typing import Literal
 
 from lpkit.config import ModelConfig
 from lpkit.predict.params import of
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import Operations
 
 
@@ -105,10 +106,10 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
 
 @functools.lru_cache(maxsize=256)
 def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
-    T = model.T
-    total = 0
+    T, total = model.T, 0
+    masked = not KINDS[model.attention.name].operations     # chunks leave out the future already
     for p in products(model, batch=1):
-        causal = attention == "causal" and p.pairs
+        causal = attention == "causal" and p.pairs and masked
         total += p.flops * (T + 1) // (2 * T) if causal else p.flops
     return total
 
