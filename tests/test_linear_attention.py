@@ -251,7 +251,7 @@ def test_the_operators_flops_are_their_products(name):
     """Of the definition inside the operator, by PyTorch's counter; a triangular system it does not count."""
     from lpkit.kernels import linear_attention as kernel
 
-    kind, own, qkv = given(name, 200, groups=2)
+    _, own, qkv = given(name, 200, groups=2)
     call, inputs = (kernel.delta, (*qkv, own)) if name == "delta" else (kernel.attend, (*qkv, own))
     with FlopCounterMode(display=False) as said:
         call(*inputs)
@@ -363,9 +363,9 @@ def test_who_cannot_says_so(capsys):
     linear, full = ModelConfig(attention="linear"), ModelConfig()
     assert why_not("sdpa", Attending(model=linear)) == "computes softmax attention alone; plain and chunked compute linear attention"
     assert [name for name in ATTENTION if not why_not(name, Attending(model=linear))] == ["plain", "chunked"]
-    with pytest.raises(ConfigError, match="system.attention=chunked computes kinds without softmax alone; plain computes every kind"):
+    with pytest.raises(ConfigError, match=r"system\.attention=chunked computes kinds without softmax alone; plain computes every kind"):
         attention.backend("chunked", full)
-    with pytest.raises(ConfigError, match="system.attention=blocked computes softmax attention alone; plain and chunked compute delta"):
+    with pytest.raises(ConfigError, match=r"system\.attention=blocked computes softmax attention alone; plain and chunked compute delta"):
         Training.build(Config().replace({"model.attention": "delta", "system.attention": "blocked", "system.device": "cpu"}))
     arguments = ["predict", "cpu-3m", "--set", "model.attention=performer", "--set"]
     assert cli.main([*arguments, "model.attention.features=0"]) == 2

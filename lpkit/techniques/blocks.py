@@ -361,8 +361,7 @@ def linear_chunks(s: MicroBatch) -> Op:
     pairs = linear_pairs(s.batch, m.H, m.G, m.T, m.E, features)
     return _in_chunks(s, pairs=pairs, wide=(m.H + m.G) * (4 * features + m.E), scores=2 * m.H,
                       states=2 * m.G * features * m.E, numbers=_given(s) + m.H * m.E, saved=sums,
-                      saves_result=True, backward_pairs=2.5,
-                      result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
+                      saves_result=True, backward_pairs=2.5)
 
 
 def delta_chunks(s: MicroBatch) -> Op:
