@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
 
-# q (B, H, T, E), k and v (B, G, T, E), ids of documents (B, T) int64 or None, a score (H,) of each
-# head's sink or None -> (B, H, T, E). A backend has the `techniques.attention.Rule` besides, by name
+# q (B, H, T, E), k and v (B, G, T, E), ids of documents (B, T) int64 or None, what the kind has
+# besides or None (a score (H,) of each head's sink; FAVOR+'s features; gates of the delta rule) ->
+# (B, H, T, E). A backend of softmax kinds has the `techniques.attention.Rule` too, by name
 Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate

@@ -15,6 +15,7 @@ from lpkit.config import Config, MemoryConfig
 from lpkit.contracts import Stage, Transform
 from lpkit.memory.recompute import within
 from lpkit.techniques import blocks, changes, data, optimizers, recipes, schedules
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import loop
 from lpkit.training.background import train
@@ -69,6 +70,7 @@ def cases() -> dict[str, dict]:
     found += [{"schedule": name} for name in schedules.SCHEDULES]
     found += [{"system.attention": name} for name, row in blocks.ATTENTION.items()
               if not row.why_not(blocks.Attending(model=Config().model))]
+    found += [{"model.attention": name, "system.attention": backend} for name, row in KINDS.items() for backend in row.operations]
     found += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():
         table = field.metadata["table"]

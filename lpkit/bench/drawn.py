@@ -56,7 +56,7 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     for key in ("norm", "position", "mlp"):
         changes[f"model.{key}"] = draw.choice(list(getattr(blocks, f"{key}s".upper())))
     changes["system.attention"] = draw.choice(
-        [name for name, row in blocks.ATTENTION.items() if row.assumed])
+        [name for name, row in blocks.ATTENTION.items() if row.assumed and row.implementation])
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
     changes |= _row(draw, "precision.recipe", RECIPES)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.techniques.blocks import chunk_of
+from lpkit.techniques.blocks import Pairs, chunk_of, delta_pairs, linear_pairs
 
 EPSILON = 1e-6      # of FAVOR+'s features, and of squared lengths
 OVERFLOW = 64.0     # e^64 times a million tokens is a float32 still
@@ -41,7 +41,7 @@ def in_full(t: Tensor) -> AbstractContextManager:
 
 def elu_features(x: Tensor) -> Tensor:
     """elu(x) + 1 (Katharopoulos et al. 2020, equation 7)."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.clamp(max=0).exp() + x.relu()      # small where elu(x) is rounded to -1
 
 
 def positive_features(x: Tensor, features: Tensor, *, keys: bool) -> Tensor:
@@ -97,7 +97,8 @@ def _not_unit(du: Tensor, u: Tensor, x: Tensor) -> Tensor:
 def _chunked(t: Tensor, G: int) -> Tensor:
     B, H, T, width = t.shape
     C, padded = chunk_of(T)
-    t = F.pad(t, (0, 0, 0, padded - T)).reshape(B * G, H // G, padded // C, C, width)
+    t = F.pad(t, (0, 0, 0, padded - T)) if padded > T else t
+    t = t.reshape(B * G, H // G, padded // C, C, width)
     return t.transpose(1, 2).flatten(2, 3)
 
 
@@ -130,16 +131,19 @@ def _after(t: Tensor) -> Tensor:
 
 # Linear attention. Each value has a 1 beside it, whose sum is the normaliser.
 
-def _linear_flops(q: torch.Size, k: torch.Size, *, width: int) -> int:
-    """Of forward; `width` is F."""
-    (B, H, T, E), G = q, k[1]
-    C, padded = chunk_of(T)
-    return 2 * B * padded * (H * C * (width + E + 1) + (H + G) * width * (E + 1))
+def _linear_flops(q: torch.Size, k: torch.Size, features: torch.Size | None) -> int:
+    """Of forward."""
+    B, H, T, E = q
+    return _flops(linear_pairs(B, H, k[1], T, E, features[0] if features else E))
+
+
+def _flops(products: tuple[Pairs, ...]) -> int:
+    return sum(2 * one.M * one.N * one.K * one.group for one in products)
 
 
 @operator("linear_attention(Tensor q, Tensor k, Tensor v, Tensor? features) -> (Tensor, Tensor)",
           key=EVERY_DEVICE, flops=lambda q, k, v, features, **_:
-          _linear_flops(q, k, width=features[0] if features else q[-1]))
+          _linear_flops(q, k, features))
 def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output, and the normaliser (B, H, T, 1)."""
     with in_full(q):
@@ -156,7 +160,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Te
 @operator("linear_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? features, "
           "Tensor out, Tensor z) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
           flops=lambda d_out, q, k, v, features, *_, **__:
-          2 * _linear_flops(q, k, width=features[0] if features else q[-1]))
+          2 * _linear_flops(q, k, features))
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, features: Tensor | None,
               out: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with in_full(q):
@@ -197,10 +201,9 @@ class LinearAttention(torch.autograd.Function):
 # The delta rule. `gates` (B, T, G): beta before its sigmoid.
 
 def _delta_flops(q: torch.Size, k: torch.Size) -> int:
-    """Of forward; the triangular system is counted as a product."""
-    (B, H, T, E), G = q, k[1]
-    C, padded = chunk_of(T)
-    return 2 * B * padded * E * ((2 * H + 3 * G) * C + (H + 2 * G) * E)
+    """Of forward."""
+    B, H, T, E = q
+    return _flops(delta_pairs(B, H, k[1], T, E))
 
 
 class _Delta:
@@ -259,7 +262,7 @@ def delta_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
                                   alpha=-1)
         if after:
             dk += d.written @ torch.stack(after[::-1], 1).mT
-        d_solved = torch.cat((-d_written @ d.states.mT, d_written), dim=-1)
+        d_solved = torch.cat((d_written @ d.states.mT.neg(), d_written), dim=-1)
         d_right = torch.linalg.solve_triangular(d.system.mT, d_solved, upper=True,
                                                 unitriangular=True)
         d_system = -_past(d_right, d.solved, below=1)

@@ -32,10 +32,13 @@ def _state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Recurrent(nn.Module):
-    """`extend` is `step` for any number of tokens, one after the other."""
+    """A kind whose past is a state."""
+
+    own_by_token: ClassVar = False      # whether the fifth argument is (B, T, ...)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor,
                own: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`step` for any number of tokens, one after the other."""
         outs = []
         for t in range(q.shape[2]):
             one = slice(t, t + 1)
@@ -43,8 +46,6 @@ class Recurrent(nn.Module):
             out, state = self.step(q[:, :, one], k[:, :, one], v[:, :, one], state, gate)
             outs.append(out)
         return torch.cat(outs, dim=2), state
-
-    own_by_token: ClassVar = False      # whether the fifth argument is (B, T, ...)
 
 
 class Linear(Recurrent):
@@ -88,8 +89,8 @@ class Linear(Recurrent):
             keys = kernel.mapped(k, features, keys=True)
             state = state + keys.mT @ F.pad(wide(v), (0, 1), value=1.0)
             # the heads of a group read one state
-            sums = (queries.view(*state.shape[:2], -1, state.shape[2]) @ state).view(*q.shape[:3], -1)
-            return (sums[..., :-1] / sums[..., -1:]).type_as(q), state
+            sums = queries.view(*state.shape[:2], -1, state.shape[2]) @ state
+            return (sums[..., :-1] / sums[..., -1:]).view(q.shape).type_as(q), state
 
 
 class Performer(Linear):

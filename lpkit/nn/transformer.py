@@ -24,7 +24,7 @@ class Attention(nn.Module):
     """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its
     value), so that an even split of the rows over devices is an even split of the heads. With
     `qk_norm`, each head's q and k have an RMSNorm of their own before rotation (Qwen3,
-    https://arxiv.org/abs/2505.09388)."""
+    https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides."""
 
     kernels: ClassVar = {"rotate": "rotary"}
     rotate = staticmethod(rotary.rotate_pytorch)

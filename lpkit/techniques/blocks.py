@@ -455,52 +455,59 @@ def chunk_of(T: int) -> tuple[int, int]:
     return C, T - rest + C if rest else T
 
 
-def _chunk_pairs(s: MicroBatch, *products: tuple[str, int, Any, Any, Any]) -> tuple[Pairs, ...]:
-    """Of products by name, how many there are in a chunk, M, N, K."""
-    C, padded = chunk_of(s.model.T)
-    return tuple(Pairs(name=name, M=M, N=N, K=K, group=s.batch * padded // C * count)
-                 for name, count, M, N, K in products)
+def linear_pairs(B: int, H: int, G: int, T: int, E: int, features: int) -> tuple[Pairs, ...]:
+    """Of linear attention in chunks. The values have a column of ones beside them."""
+    C = chunk_of(T)[0]
+    return _in_each_chunk(B, T, ("scores", H, C, C, features), ("values", H, C, E + 1, C),
+                          ("states", G, features, E + 1, C), ("read", H, C, E + 1, features))
 
 
-def _in_chunks(s: MicroBatch, *, features: Any, columns: Any, pairs: tuple[Pairs, ...],
-               numbers: Any, saved: float, **facts: Any) -> Op:
-    """An operator that saves what it is given and `saved` bytes more, and works in float32: q, k
-    and their features, values of `columns` numbers, scores of chunks, states; and their
-    gradients."""
+def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
+    """Of the delta rule in chunks; a triangular system is counted as a product."""
+    C = chunk_of(T)[0]
+    return _in_each_chunk(B, T, ("scores", H, C, C, E), ("values", H, C, E, C),
+                          ("overlaps", G, C, C, E), ("system", G, C, 2 * E, C),
+                          ("read", H, C, E, E), ("replaced", G, C, E, E), ("states", G, E, E, C))
+
+
+def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) -> tuple[Pairs, ...]:
+    """Of products by name, heads, M, N, K."""
+    C, padded = chunk_of(T)
+    return tuple(Pairs(name=name, M=M, N=N, K=K, group=B * padded // C * heads)
+                 for name, heads, M, N, K in products)
+
+
+def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], wide: int, scores: int, states: int,
+               **facts: Any) -> Op:
+    """An operator that keeps what it is given and works in float32: backward holds `wide` numbers
+    and `scores` pairs for each token, and `states` numbers for each chunk."""
     m, (C, padded) = s.model, chunk_of(s.model.T)
     grads = s.tokens * _qkv(m) * s.compute_bytes
-    mapped = s.batch * padded * ((m.H + m.G) * features + (m.H + m.G) * columns)
-    inside = FP32 * (mapped + s.batch * m.H * padded * C
-                     + s.batch * m.G * (padded // C) * features * columns)
-    op = _attention(s, numbers=numbers, views=_given(s), saved=saved, work=2 * inside + grads,
-                    out=grads, pairs=pairs, score_passes=(4, 8), **facts)
-    return replace(op, moved_bytes=op.moved_bytes + grads + 2 * FP32 * mapped)
+    work = s.batch * FP32 * (padded * wide + padded * C * scores + padded // C * states)
+    op = _attention(s, views=_given(s), work=work + grads, out=grads, pairs=pairs,
+                    score_passes=(4, 8), **facts)
+    return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * wide * FP32)
 
 
 def linear_chunks(s: MicroBatch) -> Op:
     """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
     query, which is the sum of a column of ones beside the values."""
-    m, C = s.model, chunk_of(s.model.T)[0]
-    features, columns = getattr(m.attention, "features", m.E), m.E + 1
-    pairs = _chunk_pairs(s, ("scores", m.H, C, C, features), ("values", m.H, C, columns, C),
-                         ("states", m.G, features, columns, C),
-                         ("read", m.H, C, columns, features))
-    sums = s.tokens * m.H * FP32
-    return _in_chunks(s, features=features, columns=columns, pairs=pairs, saves_result=True,
-                      numbers=_given(s) + m.H * m.E, saved=sums, backward_pairs=2.5,
-                      result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
+    m, sums = s.model, s.tokens * s.model.H * FP32
+    features = getattr(m.attention, "features", m.E)
+    pairs = linear_pairs(s.batch, m.H, m.G, m.T, m.E, features)
+    return _in_chunks(s, pairs=pairs, wide=(m.H + m.G) * (4 * features + m.E), scores=2 * m.H,
+                      states=2 * m.G * features * m.E, numbers=_given(s) + m.H * m.E, saved=sums,
+                      saves_result=True, backward_pairs=2.5)
 
 
 def delta_chunks(s: MicroBatch) -> Op:
     """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
     and the gates."""
-    m, C = s.model, chunk_of(s.model.T)[0]
-    pairs = _chunk_pairs(s, ("scores", m.H, C, C, m.E), ("values", m.H, C, m.E, C),
-                         ("overlaps", m.G, C, C, m.E), ("system", m.G, C, 2 * m.E, C),
-                         ("read", m.H, C, m.E, m.E), ("replaced", m.G, C, m.E, m.E),
-                         ("states", m.G, m.E, m.E, C))
-    return _in_chunks(s, features=m.E, columns=2 * m.E, pairs=pairs, numbers=_given(s), saved=0,
-                      gates=m.G, backward_pairs=2.75)
+    m = s.model
+    pairs = delta_pairs(s.batch, m.H, m.G, m.T, m.E)
+    return _in_chunks(s, pairs=pairs, wide=(4 * m.H + 11 * m.G) * m.E,
+                      scores=2 * m.H + 6 * m.G, states=3 * m.G * m.E**2, numbers=_given(s),
+                      saved=0, gates=m.G, backward_pairs=2.75)
 
 
 def quadratic(s: MicroBatch) -> Op:
@@ -509,7 +516,7 @@ def quadratic(s: MicroBatch) -> Op:
     m = s.model
     features = getattr(m.attention, "features", m.E)
     pairs = s.batch * m.H * m.T * m.T * FP32
-    mapped = 2 * s.tokens * m.H * (2 * features + m.E) * FP32
+    mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
     given = s.tokens * m.H * m.E * s.compute_bytes
     return _attention(s, numbers=_given(s), views=_given(s), saved=pairs + mapped, out=3 * given,
                       work=2 * pairs + mapped, score_passes=(6, 8), pairs=(
@@ -521,7 +528,7 @@ def delta_steps(s: MicroBatch) -> Op:
     """The delta rule token by token: each keeps the state that it leaves, in float32."""
     m, grads = s.model, s.tokens * _qkv(s.model) * s.compute_bytes
     states = s.tokens * m.G * m.E * m.E * FP32
-    mapped = 6 * s.tokens * _qkv(m) * FP32
+    mapped = 2 * s.tokens * _qkv(m) * FP32
     return _attention(s, numbers=_given(s), views=_given(s), saved=states + mapped, gates=m.G,
                       work=grads, out=grads, score_passes=(5, 8), pairs=(
                           Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
