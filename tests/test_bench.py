@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lpkit import timing
-from lpkit.bench import BENCHES, harness, imports, loader, losses, nanogpt, reliability
+from lpkit.bench import BENCHES, decode, harness, imports, loader, losses, nanogpt, reliability
 from lpkit.bench.harness import paired, race, summary
 from lpkit.cli import main
 from lpkit.config import Config
@@ -130,6 +130,17 @@ def test_loader_bench(monkeypatch):
     assert [result.target for result in timed] == [3.5, 1.8, 1.8]
     memory = [result for result in results if result.unit == "bytes"]
     assert all(result.met for result in memory)         # bytes, not seconds: this must hold anywhere
+
+
+def test_decode_bench_has_our_weights_and_our_tokens(monkeypatch):
+    """The race itself asserts that both find the same greedy tokens."""
+    small = {"model.layers": 2, "model.width": 32, "model.heads": 4}
+    monkeypatch.setattr(decode, "CASES", {"gpt2": (small, decode.gpt2, 2.0), "llama": ({**small, **decode.LLAMA}, decode.llama, None)})
+    for name, value in (("EARLY", 6), ("LATE", 24), ("NEW", 12)):
+        monkeypatch.setattr(decode, name, value)
+    results = decode.run(rounds=1)
+    assert [result.peer for result in results] == ["transformers.generate", "position 6"] * 2
+    assert [(result.better, result.target) for result in results[:3]] == [("higher", 2.0), ("lower", 1.5), ("higher", None)]
 
 
 def test_nanogpt_has_our_weights_and_takes_our_updates():

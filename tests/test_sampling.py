@@ -268,7 +268,7 @@ def test_wrong_input_is_one_sentence(run, capsys, words, sentence):
 def test_no_prompt_at_all(run):
     with pytest.raises(ConfigError, match="no prompt in the list; give at least one"):
         lpkit.sample(run, prompt=[])
-    with pytest.raises(ConfigError, match="prompt must be text or several texts, got 5"):
+    with pytest.raises(ConfigError, match="prompt must be text or a list of text, got 5"):
         lpkit.sample(run, prompt=5)
 
 

@@ -41,8 +41,8 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     if not prompts:
         raise ConfigError("there is no prompt in the list; give at least one")
     if not all(prompts):
-        which = f" {prompts.index([]) + 1}" if len(prompts) > 1 else ""
-        raise ConfigError(f"prompt{which} is empty; give at least one character")
+        which = f"prompt {prompts.index([]) + 1}" if len(prompts) > 1 else "the prompt"
+        raise ConfigError(f"{which} is empty; give at least one character")
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
     new = zip(*generate(training, prompts, tokens, temperature, top_k, rngs, cache))
     texts = [tokenizer.decode([*ids, *more]) for ids, more in zip(prompts, new, strict=True)]
