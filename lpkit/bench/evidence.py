@@ -135,7 +135,8 @@ def _updates(base: Config, changes: Found, on: torch.device, count: int,
 
 def _products(on: torch.device) -> Iterator[Case]:
     yield "ceilings", lambda: vars(hardware.machine(str(on)))
-    kinds = {RECIPES[name].products["y"]: name for name in runs_here(on)}       # each product once
+    # each product once, under its first recipe
+    kinds = {RECIPES[name].products["y"]: name for name in reversed(runs_here(on))}
     for M, K, N in SHAPES if on.type == "cuda" else ((64, 128, 256),):
         for product, shape in (("y", (M, K, N)), ("dx", (M, N, K)), ("dw", (N, M, K))):
             for name, fast in itertools.product(("bf16", *kinds.values()), (True, False)):
