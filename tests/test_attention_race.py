@@ -10,7 +10,7 @@ import torch
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import choose, wrong
-from lpkit.nn.attention import plain, sdpa
+from lpkit.nn.attention import CAUSAL, plain, sdpa
 from lpkit.techniques import blocks
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, Attending, Backend
@@ -107,7 +107,7 @@ def planted(monkeypatch, tmp_path):
     monkeypatch.setitem(ATTENTION, "planted", Backend(operations=blocks.sdpa, implementation=f"{__name__}:zeros_", assumed=False))
 
 
-def zeros_(q, k, v, documents=None, sinks=None, *, rule=Rule()):
+def zeros_(q, k, v, documents=None, sinks=None, *, rule=CAUSAL):
     return sdpa(q, k, v, documents, rule=rule) * 0
 
 
@@ -126,7 +126,7 @@ def test_what_is_asked_for_by_name_is_verified(planted):
         build.decide(Config().replace({"system.attention": "planted", "system.device": "cpu", "precision.recipe": "fp32"}))
     chosen = build.decide(Config().replace({"system.attention": "sdpa-math", "system.device": "cpu", "precision.recipe": "fp32"}))
     assert chosen.choices["attention"].why == "asked for, and verified here"
-    with pytest.raises(ConfigError, match="system.attention=flex has no backward on a CPU; sdpa can"):
+    with pytest.raises(ConfigError, match=r"system\.attention=flex has no backward on a CPU; sdpa can"):
         build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
 
 

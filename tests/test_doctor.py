@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lpkit import cli
-from lpkit.measure import doctor
+from lpkit.measure import attention, doctor
+from lpkit.nn.attention import backend
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,7 @@ def test_the_machine_is_this_one(report):
 
 def test_what_every_torch_can_do_works_here(report):
     works = {found["name"] for found in report["probes"] if found["works"]}
-    assert {"fp32", "bf16", "sdpa math", "gloo", "DDP", "FSDP2"} <= works
+    assert {"fp32", "bf16", "plain", "sdpa", "sdpa-flash", "sdpa-math", "gloo", "DDP", "FSDP2"} <= works
     assert report["chosen"]["precision"]["used"] in ("bf16", "fp32") and report["chosen"]["precision"]["why"]
 
 
@@ -51,14 +52,16 @@ def test_without_a_gpu_the_gpu_rows_say_so(report):
         assert not found[name]["works"] and found[name]["why"] and found[name]["nearest"]
 
 
-def test_a_wrong_product_does_not_count_as_working():
+def test_a_wrong_product_does_not_count_as_working(monkeypatch):
     a, b = doctor._operands(CPU)
     with pytest.raises(doctor.UnavailableError, match="wrong: relative error"):
         doctor.compare("the product is wrong", [a @ b], [a @ b.T], 1e-2)      # not transposed
     with pytest.raises(doctor.UnavailableError, match="nan"):
         doctor.compare("the product is wrong", [torch.full((64, 64), torch.nan)], [a @ b.T], 1e-2)
-    with pytest.raises(doctor.UnavailableError, match="wrong"):
-        doctor._attended(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), CPU)   # not causal
+    monkeypatch.setattr(attention, "backend", lambda name, model: backend("plain", model) if name == "plain" else
+                        lambda q, k, v, documents: torch.nn.functional.scaled_dot_product_attention(q, k, v))   # not causal
+    with pytest.raises(ArithmeticError, match=r"the numbers are wrong, relative error .* can$"):
+        attention.check("sdpa", CPU)
 
 
 def test_compiled_fp8_stores_are_compared_bit_by_bit():

@@ -27,14 +27,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from lpkit.kernels import defects
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
-from lpkit.nn.attention import plain
+from lpkit.measure import attention
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques import FAMILIES
+from lpkit.techniques.blocks import ATTENTION
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Row
 
@@ -145,50 +144,6 @@ def _recipe(name: str, device: torch.device) -> str:
     if why := BACKENDS["scaled_mm"].why_not(name, RECIPES[name], device):
         raise UnavailableError(why)
     return f"torch._scaled_mm, {matrix.Trial(name, 'scaled_mm', device).forward()}"
-
-
-# Attention: forward and backward, causal, against the softmax written out in float64.
-
-def _attended(attend: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device) -> str:
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q, k, v = (torch.randn(1, 2, 128, 64, generator=generator).to(device, dtype).requires_grad_()
-               for _ in range(3))
-    got = attend(q, k, v)
-    got.sum().backward()
-    want = plain(*(x.detach().double().cpu() for x in (q, k, v)))
-    close = compare("the result is wrong", [got], [want], 2e-2)
-    if not all(x.grad.isfinite().all() for x in (q, k, v)):
-        raise UnavailableError("a gradient is not finite")
-    return f"forward and backward in {str(dtype).removeprefix('torch.')}, {close}"
-
-
-def _sdpa(backend: SDPBackend, device: torch.device) -> str:
-    if backend not in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-        _need(device, "cuda", "a CUDA kernel; on a CPU torch has its own flash kernel and the "
-                              "plain one")
-    with sdpa_kernel(backend):
-        return _attended(partial(scaled_dot_product_attention, is_causal=True), device)
-
-
-def _flash_attn(device: torch.device) -> str:
-    _need(device, "cuda", "the flash-attn package is CUDA only")
-    _installed("flash-attn")
-    from flash_attn import flash_attn_func  # (B, T, H, E)
-
-    def attend(*heads_first: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in heads_first)
-        return flash_attn_func(q, k, v, causal=True).transpose(1, 2)
-
-    return _attended(attend, device)
-
-
-def _flex(device: torch.device) -> str:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device=str(device))
-    said = _attended(partial(flex_attention, block_mask=mask), device)
-    return f"{said}; torch.compile makes it fast"
 
 
 def _triton(device: torch.device) -> str:
@@ -348,14 +303,9 @@ CHECKS: tuple[Check, ...] = (
     Check("mxfp8", "precision", partial(_recipe, "mxfp8"), "mxfp8 by emulation"),
     Check("nvfp4", "precision", partial(_recipe, "nvfp4"), "nvfp4 by emulation"),
     Check("int8", "precision", partial(_recipe, "int8"), "bf16"),
-    Check("sdpa flash", "attention", partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-          "sdpa efficient or math"),
-    Check("sdpa efficient", "attention", partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
-          "sdpa flash"),
-    Check("sdpa cudnn", "attention", partial(_sdpa, SDPBackend.CUDNN_ATTENTION), "sdpa flash"),
-    Check("sdpa math", "attention", partial(_sdpa, SDPBackend.MATH)),
-    Check("flash-attn", "attention", _flash_attn, "sdpa flash, the same algorithm inside torch"),
-    Check("flex", "attention", _flex, "sdpa math with a mask"),
+    *(Check(name, "attention", partial(attention.check, name),
+            "" if name == "plain" else "plain, the definition")
+      for name in ATTENTION),
     Check("triton", "compiler", _triton,
           "plain PyTorch, which every kernel of the kit has beside it"),
     Check("triton interpreter", "compiler", _interpreter, "the definition in PyTorch"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Choice
-from lpkit.errors import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.kernels.blocked_attention import BlockedAttention
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, choose_attention
@@ -27,6 +27,9 @@ def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) ->
     seen = rule.sees(queries[:, None], keys[None])
     if not rule.documents:
         return seen
+    if documents is None:
+        raise ConfigError("model.attention=documents needs an id of each token's document with "
+                          "each batch, Batch.document_ids; full attention needs none")
     same = documents[:, queries, None] == documents[:, None, keys]
     return (seen & same)[:, None]
 

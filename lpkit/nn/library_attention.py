@@ -287,10 +287,10 @@ class _E4M3(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, largest: float | None) -> Tensor:
         grid = format_of("e4m3fn")
-        rows = x.contiguous().flatten(0, 1 if largest is None else 2).flatten(1)
+        rows = x.float().contiguous().flatten(0, 1 if largest is None else 2).flatten(1)
         block = (1, rows.shape[1])
         scale = amax(rows, block).values / (largest or grid.largest)
-        return qdq(rows, grid, scale, block=block).view(x.shape)
+        return qdq(rows, grid, scale, block=block).view(x.shape).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:

@@ -111,6 +111,9 @@ class Transformer(nn.Module):
         start, T = (0 if cache is None else cache.length), tokens.shape[1]
         if start + T > self.config.T:
             raise ConfigError(f"{start + T} tokens do not fit model.context={self.config.T}")
+        if documents is not None and documents.shape != tokens.shape:
+            raise ConfigError(f"documents of {tuple(documents.shape)} do not fit tokens of "
+                              f"{tuple(tokens.shape)}; give one id for each token")
         if start and T != 1:
             raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
         x = self.positions.add(self.embed(tokens), start)

@@ -1,0 +1,205 @@
+"""Kinds of attention by backends, by running each: forward and backward against the definition in
+float64, in every dtype; or the sentence why not.
+
+    run(device)             this machine
+    `python -m lpkit.measure.attention --page > docs/attention.md`
+
+The lengths are one token and 130, which no kernel's tile divides. `lpkit doctor` shows the row of
+full attention.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lpkit.config import ModelConfig
+from lpkit.nn.attention import backend
+from lpkit.tables import markdown_table
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.blocks import ATTENTION, Attending, nearest
+
+DTYPES = ("float32", "bfloat16", "float16")
+LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
+    "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+LENGTHS = (1, 130)
+SMALLER = {"size": 24, "block": 16}     # than the rows have it, so that something is left out
+MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """`error`: the largest of its results and gradients, relative; `why`: it does not work."""
+
+    kind: str
+    backend: str
+    dtype: str
+    error: float = math.nan
+    why: str = ""
+
+
+def models() -> dict[str, ModelConfig]:
+    """Every kind of the table, and what any can have besides, by name."""
+    found = {}
+    for name, row in KINDS.items():
+        smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
+        found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
+    full, window = found["full"].attention, found["window"].attention
+    return found | {
+        "global": replace(MODEL, attention=replace(window, global_tokens=3)),
+        "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
+        "sinks": replace(MODEL, attention=replace(full, sinks=True)),
+        "grouped": replace(MODEL, kv_heads=2), "one group": replace(MODEL, kv_heads=1)}
+
+
+def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = None,
+        backends: Iterable[str] | None = None, dtypes: Iterable[str] = DTYPES) -> tuple[Cell, ...]:
+    """The cells asked for; None: all."""
+    device, named = torch.device(device), models()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # torch explains at length; the reason is kept
+        return tuple(cell(kind, name, dtype, device, named[kind])
+                     for kind in (kinds or named) for name in (backends or ATTENTION)
+                     for dtype in dtypes)
+
+
+def cell(kind: str, name: str, dtype: str, device: torch.device,
+         model: ModelConfig | None = None) -> Cell:
+    """One, here and now. Whatever it raises is the reason why not."""
+    model = model or models()[kind]
+    on_gpu, said = device.type != "cpu", Cell(kind=kind, backend=name, dtype=dtype)
+    asked = Attending(model=model, dtype=dtype, device="gpu" if on_gpu else "cpu", here=True,
+                      capability=torch.cuda.get_device_capability(device) if on_gpu else None)
+    if why := ATTENTION[name].why_not(asked):
+        return replace(said, why=why)
+    try:
+        error = max(_error(name, model, dtype, device, T) for T in LENGTHS)
+    except Exception as failure:
+        first = str(failure).strip().partition("\n")[0][:160]
+        return replace(said, why=f"{type(failure).__name__}: {first}; {nearest(asked)} can")
+    limit = 4 * ATTENTION[name].rounding or LIMITS[dtype]
+    if not error <= limit:
+        return replace(said, why=f"the numbers are wrong, relative error {error:.1e}; "
+                                 f"{nearest(asked)} can")
+    return replace(said, error=error)
+
+
+def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: int) -> float:
+    draw = torch.Generator().manual_seed(T)
+    wide = [torch.randn(2, heads, T, model.E, generator=draw) for heads in (model.H, model.G,
+                                                                            model.G)]
+    documents = (torch.arange(T) // 50).expand(2, T).contiguous().to(device)
+    if getattr(model.attention, "sinks", False):
+        wide.append(torch.randn(model.H, generator=draw))
+    weights = torch.randn(2, model.H, T, model.E, generator=draw)
+    given = [t.to(getattr(torch, dtype)).to(device) for t in (*wide, weights)]  # the same numbers
+    got = _results(name, model, given, documents)
+    want = _results("plain", model, [t.double() for t in given], documents)
+    whole = max(float(one.norm()) for one in want)
+    # a gradient may be 0, or the small difference of large terms
+    return max(float((a.double() - b).norm()) / max(float(b.norm()), whole / 10)
+               for a, b in zip(got, want, strict=True))
+
+
+def _results(name: str, model: ModelConfig, given: list[Tensor],
+             documents: Tensor) -> list[Tensor]:
+    """The output, and the gradients of q, k, v and sinks."""
+    *leaves, weights = given
+    q, k, v, *sinks = leaves = [t.detach().requires_grad_() for t in leaves]
+    out = backend(name, model)(q, k, v, documents, *sinks)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def check(name: str, device: torch.device) -> str:
+    """For the doctor: full attention in the dtype that a run has there. Raises ArithmeticError,
+    which says why not."""
+    found = cell("full", name, "float32" if device.type == "cpu" else "bfloat16", device)
+    if found.why:
+        raise ArithmeticError(found.why)
+    return f"forward and backward in {found.dtype}, relative error {found.error:.0e}"
+
+
+# Shown
+
+def errors(cells: Iterable[Cell]) -> dict[tuple[str, str], dict[str, Cell]]:
+    """By backend and kind, by dtype."""
+    found: dict[tuple[str, str], dict[str, Cell]] = {}
+    for one in cells:
+        found.setdefault((one.backend, one.kind), {})[one.dtype] = one
+    return found
+
+
+def _word(cells: Mapping[str, Cell]) -> str:
+    return "-" if all(one.why for one in cells.values()) else " ".join(
+        "-" if one.why else f"{one.error:.0e}" for one in cells.values())
+
+
+INTRODUCTION = """\
+# Attention
+
+`model.attention` names a kind: which keys a query sees, and how scores become weights. It changes
+the numbers of a run. `system.attention` names a backend, who computes it; every backend computes
+what `plain`, the definition, does. With `auto` those that can are held against the definition on
+the machine at hand and raced.
+
+This page was made by running every kind with every backend on a CPU, forward and backward against
+the definition in float64, at one token and at {length} with heads of {width}: the largest relative
+error of the output or a gradient in {dtypes}; or a dash, and the reason
+below. `fp8` is another arithmetic by design: E4M3 keeps 4 significant bits. `lpkit doctor` does the
+same where it runs.
+"""
+ON_A_GPU = """
+## On a GPU
+
+What each library says of itself for {dtype} on Hopper, which no CPU can try. A run tries it before
+it uses it.
+"""
+
+
+def page() -> str:
+    """docs/attention.md."""
+    kinds, found = list(models()), errors(run("cpu"))
+    table = [(name, *(_word(found[name, kind]) for kind in kinds)) for name in ATTENTION]
+    why: dict[tuple[str, str], list[str]] = {}
+    for (name, kind), cells in found.items():
+        for one in cells.values():
+            if one.why and kind not in why.setdefault((name, one.why), []):
+                why[name, one.why].append(kind)
+    return "\n".join([
+        INTRODUCTION.format(length=max(LENGTHS), width=MODEL.E, dtypes=", ".join(DTYPES)),
+        markdown_table(("backend", *kinds), table), "\n## Why not\n",
+        markdown_table(("backend", "kinds", "why, and what can"),
+                       _named(why, len(kinds))),
+        ON_A_GPU.format(dtype="bfloat16"),
+        markdown_table(("backend", "kinds", "why, and what can"), _named(by_rule(), len(kinds))),
+        ""])
+
+
+def by_rule() -> dict[tuple[str, str], list[str]]:
+    """Kinds by backend and why not, on a Hopper GPU with everything installed."""
+    why: dict[tuple[str, str], list[str]] = {}
+    for kind, model in models().items():
+        for name, row in ATTENTION.items():
+            asked = Attending(model=model, dtype="bfloat16", device="gpu", capability=(9, 0))
+            if said := row.why_not(asked):
+                why.setdefault((name, said), []).append(kind)
+    return why
+
+
+def _named(why: Mapping[tuple[str, str], list[str]], count: int) -> list[tuple[str, str, str]]:
+    order = list(ATTENTION)
+    rows = [(name, "all" if len(kinds) == count else ", ".join(kinds), said)
+            for (name, said), kinds in why.items()]
+    return sorted(rows, key=lambda row: order.index(row[0]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--page"]:
+        sys.exit("python -m lpkit.measure.attention --page")
+    print(page(), end="")
