@@ -11,7 +11,8 @@ import torch
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn import library_attention as libraries
-from lpkit.nn.attention import plain
+from lpkit.nn.attention import backend, plain
+from lpkit.nn.transformer import Transformer
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, WORDS, Attending, choose_attention, nearest
 
@@ -242,3 +243,23 @@ def test_what_is_named_as_nearest_can(kind, device):
 def test_asked_for_and_impossible_is_one_sentence():
     with pytest.raises(ConfigError, match=r"^system\.attention=flash-attn runs on a GPU alone; sdpa can$"):
         choose_attention("flash-attn", device="cpu", low_precision=False, model=ModelConfig())
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"model.attention": {"name": "window", "size": 0}}, r"model\.attention\.size"), ({"model.kv_heads": 3}, "kv_heads may be 1, 2, 4"),
+    ({"model.attention": {"name": "block-sparse", "block": 0}}, r"model\.attention\.block"),
+    ({"model.attention": {"name": "full", "soft_cap": -1.0}}, r"model\.attention\.soft_cap")])
+def test_impossible_kinds_are_one_sentence(changes, why):
+    with pytest.raises(ConfigError, match=why) as said:
+        Config().replace(changes)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 21), (2, 19), (1, 20), None])
+def test_documents_have_an_id_for_each_token(shape):
+    config = ModelConfig(layers=1, width=16, heads=2, vocab=10, context=20, attention=asked(attention="documents").model.attention)
+    model = Transformer(config, backend("plain", config))
+    documents = None if shape is None else torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ConfigError, match="needs an id of each token's" if shape is None else "give one id for each token"):
+        model(torch.zeros(2, 20, dtype=torch.long), documents=documents)
+    model(torch.zeros(2, 20, dtype=torch.long), documents=torch.zeros(2, 20, dtype=torch.long))

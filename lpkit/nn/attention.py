@@ -29,6 +29,9 @@ def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) ->
     seen = rule.sees(queries[:, None], keys[None])
     if not rule.documents:
         return seen
+    if documents is None:
+        raise ConfigError("model.attention=documents needs an id of each token's document with "
+                          "each batch, Batch.document_ids; full attention needs none")
     same = documents[:, queries, None] == documents[:, None, keys]
     return (seen & same)[:, None]
 

@@ -97,6 +97,9 @@ class Transformer(nn.Module):
         T = tokens.shape[1]
         if T > self.config.T:
             raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
+        if documents is not None and documents.shape != tokens.shape:
+            raise ConfigError(f"documents of {tuple(documents.shape)} do not fit tokens of "
+                              f"{tuple(tokens.shape)}; give one id for each token")
         start = 0 if cache is None else cache.begin(T)
         if documents is None and KINDS[self.config.attention.name].reads_ids:
             documents = torch.zeros_like(tokens)        # one, as a prompt is
