@@ -24,7 +24,6 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.kernels.tiled_attention import attend, tiles
 from lpkit.measure.tracking import Tracker
-from lpkit.nn.attention import backend, plain
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, FP32, MicroBatch
 
@@ -71,7 +70,7 @@ def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu")
 
 def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cpu") -> Held:
     """One forward and one backward pass of the backend, on random numbers in float32."""
-    alone, m = Alone(backend(name, model)), model
+    alone, m = Alone(ATTENTION[name].load()), model
     with Tracker(alone, device=device) as tracker:
         product = torch.randn(batch, m.T, 3, m.H, m.E, device=device)
         q, k, v = (t.requires_grad_() for t in product.transpose(1, 3).unbind(2))
@@ -139,7 +138,7 @@ def counted_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
     writes."""
     q, k, v = torch.randn(3, 1, heads, T, E)
     with SlowMemory() as slow:
-        plain(q, k, v)
+        ATTENTION["plain"].load()(q, k, v)
     return slow.moved()
 
 

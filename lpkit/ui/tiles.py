@@ -1,6 +1,7 @@
 """Attention by its tiles: what it holds over the context, what it moves over the size of fast
 memory, and its online softmax, step by step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from lpkit.ui.draw import BYTES, axis, box, columns, figure, heat, note, rule, s
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
 
 SO_FAR, IN_THE_END = ANSWER_COLOURS["formula"], ANSWER_COLOURS["measured"]
+LEVEL = {"symbol": "line-ew", "size": 16, "line": {"width": 3, "color": IN_THE_END}}
 NEVER = "#eceef1"       # tiles that are skipped
 
 
@@ -25,8 +27,9 @@ def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float
                             colour, mode="markers", legendgroup=name,
                             hover="%{x:,} tokens: %{y:.4s}B"))
     return figure(
-        data, title, height=440, legend={"title": {"text": "at twice the tokens "}},
-        xaxis=axis("tokens", type="log", tickvals=ticks, ticktext=[f"{T:,}" for T in ticks]),
+        data, title, height=440,
+        xaxis=axis("tokens; above, what the last doubling does", type="log", tickvals=ticks,
+                   ticktext=[f"{T:,}" for T in ticks]),
         yaxis=axis("bytes at the most", type="log", dtick=1, **BYTES))
 
 
@@ -45,7 +48,7 @@ def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[floa
                                 line={"width": 0}, legendgroup=name,
                                 hover="%{y:.4s}B with %{x:.3s}B of fast memory"))
     marks = [rule(x=size, layer="below") for size in machines.values()]
-    notes = [note(name, size, 0.02, "right bottom", yref="paper", textangle=-90, xshift=14,
+    notes = [note(name, math.log10(size), 0.02, "left bottom", yref="paper", textangle=-90,
                   font={"size": 12, "color": FAINT}) for name, size in machines.items()]
     return figure(
         data, title, height=440, shapes=marks, annotations=notes,
@@ -60,6 +63,7 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
     T = len(scores)
     ends = min(map(min, scores)), max(map(max, scores))
     final = {one.queries.start: one for one in steps}       # the last of each tile of queries
+    least = min(one.m.min().item() for one in steps)
 
     def show(step: int) -> dict:
         now = steps[step - 1]
@@ -78,7 +82,7 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
                        zeroline=False),
             **{f"xaxis{i}": axis(words, domain=[0.58, 1], anchor=f"y{i}", tickvals=ticks)
                for i, words, ticks in ((2, "", rows), (3, "query", rows), (4, "number", None))},
-            yaxis2=axis("", domain=[0.76, 0.96], anchor="x2", range=[ends[0], 1.1 * ends[1]]),
+            yaxis2=axis("", domain=[0.76, 0.96], anchor="x2", range=[least - 1, ends[1] + 1]),
             yaxis3=axis("", domain=[0.42, 0.62], anchor="x3", range=[0, 1.08], tickformat=".0%"),
             yaxis4=axis("", domain=[0, 0.22], anchor="x4"))
 
@@ -103,8 +107,7 @@ def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
     second, third = {"xaxis": "x2", "yaxis": "y2"}, {"xaxis": "x3", "yaxis": "y3"}
     return [
         scatter(rows, end.m.tolist(), "in the end", IN_THE_END, mode="markers", **second,
-                marker={"symbol": "line-ew", "size": 16, "line": {"width": 3, "color": IN_THE_END}},
-                hover="query %{x}: %{y:.2f}"),
+                marker=LEVEL, hover="query %{x}: %{y:.2f}"),
         scatter(rows, now.m.tolist(), "so far", SO_FAR, mode="markers", **second,
                 marker={"size": 9}, hover="query %{x}: %{y:.2f}"),
         columns(rows, now.there.tolist(), "so far", SO_FAR, showlegend=False, **third,
@@ -119,7 +122,7 @@ def _answer(now: Any, end: Any) -> list[dict]:
                 hover="%{y:.3f}"),
         scatter(numbers, end.answer[-1].tolist(), "in the end", IN_THE_END, mode="markers",
                 showlegend=False, **fourth, hover="%{y:.3f}",
-                marker={"symbol": "line-ew", "size": 16, "line": {"width": 3, "color": IN_THE_END}})]
+                marker=LEVEL)]
 
 
 def _grid(T: int, tile: int, now: Any) -> list[dict]:
