@@ -22,14 +22,12 @@ from torch import Tensor
 
 from lpkit.config import Config, ModelConfig
 from lpkit.measure import saved_bytes
-from lpkit.nn import attention
-from lpkit.nn.transformer import Attention, Transformer, cross_entropy
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import MicroBatch, Op, choose_attention, operations
 from lpkit.techniques.data import POLICIES, Task
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
-from lpkit.training.training import Training
+from lpkit.training.training import RandomTokens, Training
 
 FLASH_PRODUCTS = 3.5        # forward 2 products over pairs, backward 5: the scores once more
 LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_width": 64,
@@ -53,9 +51,17 @@ class Layer:
     document: int = 0
 
     @cached_property
+    def config(self) -> Config:
+        config = Config().replace({
+            "model.layers": 1, "model.width": self.heads * self.head_dim, "model.vocab": 16,
+            "model.heads": self.heads, "model.mlp_width": 16, "model.context": self.context,
+            "model.bias": False, "precision.recipe": "fp32", "system.device": "cpu",
+            "system.threads": 1, "global_batch": 1})
+        return _attending(config, self.kind)
+
+    @property
     def model(self) -> ModelConfig:
-        return ModelConfig(layers=1, width=self.heads * self.head_dim, heads=self.heads, vocab=16,
-                           mlp_width=16, context=self.context, attention=self.kind, bias=False)
+        return self.config.model
 
     @cached_property
     def backend(self) -> str:
@@ -99,10 +105,10 @@ class Layer:
 
     def measured_bytes(self) -> int:
         """The same, as autograd kept it."""
-        model = Transformer(self.model, attend=attention.backend(self.backend, self.model))
-        tokens, ids = torch.zeros(1, self.context, dtype=torch.int64), self._documents
-        kept = saved_bytes(model, lambda: cross_entropy(model(tokens, documents=ids), tokens),
-                           ignore=[tokens] if ids is None else [tokens, ids])
+        training = Training.build(self.config, data=RandomTokens(self.config))
+        batch = replace(training.batch(0), document_ids=self._documents)
+        kept = saved_bytes(training.model, lambda: training.loss(training.model, batch),
+                           ignore=batch.tensors)
         return self._of_attention(kept.operations)
 
     @staticmethod
@@ -118,18 +124,18 @@ class Layer:
 
     def runner(self) -> Callable[[], None]:
         """Forward and backward, of what the layer gives to `Attend`."""
-        given: list = []
+        module = Training.build(self.config, data=RandomTokens(self.config)).model.blocks[0].attention
+        attend, given = module.attend, []
 
         def record(*args: object) -> Tensor:
             given.extend(args)
             return args[0]
 
-        torch.manual_seed(0)
-        x = torch.randn(1, self.context, self.model.D)
-        Attention(self.model, record)(x, None, None, 0, self._documents)
+        module.attend = record
+        module(torch.randn(1, self.context, self.model.D), None, None, 0, self._documents)
         args = [one.detach().contiguous().requires_grad_(one.is_floating_point())
                 if isinstance(one, Tensor) else one for one in given]
-        attend, dy = attention.backend(self.backend, self.model), torch.randn_like(args[0])
+        dy = torch.randn_like(args[0])
 
         def run() -> None:
             attend(*args).backward(dy)
@@ -202,7 +208,7 @@ def learn(kind: Settings, task: Task, *, context: int, steps: int, seed: int) ->
     """A tiny model of `kind` learns `task`, and is asked what it was not trained on."""
     config = Config().replace(LEARNING | {
         "model.vocab": task.vocab, "model.context": context, "steps": steps, "seed": seed})
-    config = replace(config, model=replace(config.model, attention=kind))
+    config = _attending(config, kind)
     settings = {key: value for key, value in vars(task).items() if key != "name"}
     data = POLICIES[task.name].load()(batch=config.global_batch, context=context, seed=seed,
                                       **settings)
@@ -223,10 +229,14 @@ def read(kind: Settings, config: Config, *, steps: int, seed: int) -> float:
     """Nats per token of text that a tiny model of `kind` was not trained on, after `steps`."""
     config = config.replace(LEARNING | {"steps": steps, "seed": seed, "model.vocab": 256,
                                         "global_batch": config.global_batch})
-    policy = "random-documents" if KINDS[kind.name].reads_ids else "random-windows"
-    config = replace(config, model=replace(config.model, attention=kind),
-                     data=replace(config.data, policy=policy))
-    training = Training.build(config)
+    training = Training.build(_attending(config, kind))
     for step in range(steps):
         training.update(step)
     return training.evaluate()
+
+
+def _attending(config: Config, kind: Settings) -> Config:
+    """Of that kind, by data that say what it reads."""
+    policy = "random-documents" if KINDS[kind.name].reads_ids else "random-windows"
+    return replace(config, model=replace(config.model, attention=kind),
+                   data=replace(config.data, policy=policy))
