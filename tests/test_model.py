@@ -159,7 +159,7 @@ def test_initialisation_is_the_reference_distribution(name):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", sorted(set(ATTENTION) - {"plain"}))
+@pytest.mark.parametrize("name", sorted(set(ATTENTION) - {"plain", "triton"}))     # test_flash_attention.py, which is not float64
 def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -122,7 +123,9 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("backend", sorted(ATTENTION))
 @odd
-def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision, recompute):
+def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision, recompute, monkeypatch):
+    # what it saves does not hang on numbers, for which the interpreter would take minutes
+    monkeypatch.setattr("lpkit.kernels.flash_attention._forward", defaultdict(lambda: lambda **_: None))
     built = Transformer(model, attention.backend(backend, model))
     if recompute == "core-attention":
         CoreAttention()(built)
@@ -165,7 +168,7 @@ def test_korthikanti_s_formula():
 def test_every_attention_backend_has_its_formula():
     """One row says both."""
     for name, row in ATTENTION.items():
-        assert attention.backend(name, SMALL) is getattr(attention, name) and row.operations(MicroBatch(model=SMALL)).saved_bytes
+        assert attention.backend(name, SMALL) is row.load() and row.operations(MicroBatch(model=SMALL)).saved_bytes
 
 
 def test_recomputed_blocks_keep_their_inputs():

@@ -34,6 +34,7 @@ class Build:
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     warps: int = 4
+    stages: int = 3                     # of a loop whose loads go ahead
     unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
 
 

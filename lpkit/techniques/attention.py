@@ -10,6 +10,7 @@ same numbers in another way and belongs to the machine (`system.attention`). Eac
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,11 @@ class Rule:
     documents: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+
+    @functools.cached_property
+    def bits(self) -> str:
+        """`blocks` as an operator takes them: row after row, 0 and 1."""
+        return "".join("01"[seen] for row in self.blocks or () for seen in row)
 
     def sees(self, i: Any, j: Any) -> Any:
         """Whether query i sees key j, but for documents. Integers, or tensors that broadcast."""

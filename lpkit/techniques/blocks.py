@@ -12,8 +12,9 @@ to a measured step, to the byte.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
@@ -23,6 +24,8 @@ from lpkit.techniques.row import Row
 FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
 BLOCKED_CONTEXT = 1024      # tokens; beyond, the saved probabilities cost too much memory
 QUERY_BLOCK = 128           # queries that blocked attention takes at a time
+FLASH_WIDTH = 256           # of a head, that a program of the kit's flash attention holds
+FLASH_TILE = 128, 64        # queries and keys that it takes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,7 @@ class Attending:
     model: Any
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "gpu"] = "cpu"
+    interpreter: bool = False       # Triton's may stand in for a GPU
 
     @property
     def rule(self) -> Rule:
@@ -266,6 +270,22 @@ def sdpa(s: MicroBatch) -> Op:
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
+def flash(s: MicroBatch) -> Op:
+    """The kit's own flash kernel: as sdpa, over the tiles in which something is seen, documents
+    apart; in backward also a float32 sum of each query."""
+    op, T, rule = sdpa(s), s.model.T, s.model.attention.rule(s.model.T)
+    (queries, keys), pairs = FLASH_TILE, 0
+    for first in range(0, T, queries):
+        last, until = min(first + queries, T), 0
+        for begin, end in rule.spans(first, last):
+            begin, end = max(until, begin - begin % keys), min(-(-end // keys) * keys, T)
+            pairs += (last - first) * max(0, end - begin)
+            until = max(until, end)
+    work, *rest = op.backward
+    work = replace(work, nbytes=work.nbytes + s.tokens * s.model.H * FP32)
+    return replace(op, pairs_share=pairs / T**2, backward=(work, *rest))
+
+
 def plain(s: MicroBatch) -> Op:
     """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the
     probabilities; and the heads' output, copied for the product after it."""
@@ -389,9 +409,19 @@ def _no_scores_changed(asked: Attending) -> str:
     return "has no sinks; plain has" if rule.sinks else ""
 
 
+def _needs_a_gpu(asked: Attending) -> str:
+    if asked.device == "cpu" and not asked.interpreter:
+        return "needs a GPU, or TRITON_INTERPRET=1; plain runs here"
+    wide = asked.model.E > FLASH_WIDTH
+    return f"takes heads up to {FLASH_WIDTH} wide, not {asked.model.E}; plain takes any" * wide
+
+
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=plain,
                      implementation="lpkit.nn.attention:plain"),
+    "triton": Backend(why="the kit's own flash kernel, of every kind", operations=flash,
+                      implementation="lpkit.kernels.flash_attention:flash_attention",
+                      why_not=_needs_a_gpu, source="Dao 2023, https://arxiv.org/abs/2307.08691"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=sdpa,
                     implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
@@ -472,7 +502,9 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
     """The backend on a kind of device, and why. See `lpkit bench attention-cpu`. Raises ConfigError
     for one that cannot."""
     given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
-                      device="cpu" if device == "cpu" else "gpu")
+                      device="cpu" if device == "cpu" else "gpu",
+                      # far too slow to be chosen
+                      interpreter=asked != "auto" and os.environ.get("TRITON_INTERPRET") == "1")
     if asked != "auto":
         problem = pick(ATTENTION, asked, "system.attention").why_not(given)
         if problem:
