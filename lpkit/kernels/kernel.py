@@ -20,7 +20,7 @@ from lpkit.errors import ConfigError
 
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
 LONGEST_ROW = 65536     # elements that one program holds
-SLACK = 2.0             # as far from float64 as the definition is, times this
+SLACK = 2.0             # rounding in another order
 NEAR = 0.02             # of the norm: bf16 results that were rounded on the way
 GRAIN = 2.0**-24        # of float32, in which sums are; their order is a version's own
 
@@ -56,6 +56,7 @@ class Kernel:
     examples:    of arguments, for a generator and a device: random, awkward and adversarial ones.
     gradients:   places of the arguments that have a gradient.
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
+    slack:       how near: as far from float64 as the definition is, times this.
     moved_bytes: that any version must read and write, for given arguments, forward.
     timed:       arguments like those of a training step, for a generator and a device.
     peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
@@ -68,6 +69,7 @@ class Kernel:
     examples: Callable[[torch.Generator, torch.device], Iterable[tuple]]
     gradients: tuple[int, ...] = ()
     exact: bool = False
+    slack: float = SLACK
     moved_bytes: Callable[..., int]
     timed: Callable[[torch.Generator, torch.device], Iterable[tuple]] | None = None
     peers: Mapping[str, Version] = field(default_factory=dict)
@@ -114,7 +116,7 @@ def difference(kernel: Kernel, version: Version, arguments: tuple) -> str:
         true = gradients_of(kernel, kernel.definition, _wide(arguments))
         # a gradient may be the small difference of large terms
         scale = max((_farthest(one) for one in true), default=0.0)
-        said = [_differs(*three, scale) for three in zip(got, want, true)]
+        said = [_differs(*three, scale, kernel.slack) for three in zip(got, want, true)]
     return next((f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one), "")
 
 
@@ -177,7 +179,7 @@ def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
     return _first(ours, theirs, wrong)
 
 
-def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
+def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float, slack: float) -> str:
     if unlike := _unlike(ours, theirs):
         return unlike
     wrong = ours.isnan() != theirs.isnan()
@@ -188,7 +190,7 @@ def _differs(ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
     ours, theirs, true = (t[keep].double() for t in (ours, theirs, true))
     for name, size in (("all together", _length), ("the farthest", _farthest)):
         mine, its = size(ours - true), size(theirs - true)
-        if mine > SLACK * max(its, size(true) * GRAIN, scale * GRAIN):
+        if mine > slack * max(its, size(true) * GRAIN, scale * GRAIN):
             return f"{name} {mine:.3g} from float64's {size(true):.3g}, the definition {its:.3g}"
     return ""
 
