@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -165,9 +166,12 @@ def test_causal_attention_counts_the_pairs_that_are_left():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 @pytest.mark.parametrize("recompute", ["none", "core-attention"])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("backend", sorted(name for name, row in ATTENTION.items() if not row.why_not(Attending(model=SMALL))))
+@pytest.mark.parametrize("backend", sorted(name for name, row in ATTENTION.items()
+                                           if not row.why_not(Attending(model=SMALL, interpreter=True))))
 @odd
-def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision, recompute):
+def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision, recompute, monkeypatch):
+    # what it saves does not hang on numbers, for which the interpreter would take minutes
+    monkeypatch.setattr("lpkit.kernels.flash_attention._forward", defaultdict(lambda: lambda **_: None))
     _same_bytes(model, backend, batch, precision, recompute)
 
 

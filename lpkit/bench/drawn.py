@@ -12,7 +12,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from lpkit.config import Config, MemoryConfig
+from lpkit.config import Config, MemoryConfig, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.techniques import blocks
 from lpkit.techniques.layouts import divisors
@@ -55,8 +55,9 @@ def _changes(draw: random.Random) -> dict[str, Any]:
                     "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
     for key in ("norm", "position", "mlp"):
         changes[f"model.{key}"] = draw.choice(list(getattr(blocks, f"{key}s".upper())))
+    here = blocks.Attending(model=ModelConfig())
     changes["system.attention"] = draw.choice(
-        [name for name, row in blocks.ATTENTION.items() if row.assumed and row.implementation])
+        [name for name, row in blocks.ATTENTION.items() if row.assumed and not row.why_not(here)])
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
     changes |= _row(draw, "precision.recipe", RECIPES)

@@ -21,7 +21,7 @@ from lpkit.errors import ConfigError
 
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
 LONGEST_ROW = 65536     # elements that one program holds
-SLACK = 2.0             # as far from float64 as the definition is, times this
+SLACK = 2.0             # rounding in another order
 NEAR = 0.02             # of the norm: bf16 results that were rounded on the way
 GRAIN = 2.0**-24        # of float32, in which sums are; their order is a version's own
 
@@ -35,6 +35,7 @@ class Build:
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     warps: int = 4
+    stages: int = 3                     # of a loop whose loads go ahead
     unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
 
 

@@ -91,6 +91,7 @@ BY_OPERATION = {    # by the start of its name; what is none of these is pointwi
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
     "aten::_efficient_attention": "attention", "aten::_cudnn_attention": "attention",
     "aten::bmm": "attention", "aten::baddbmm": "attention", "lpkit::causal": "attention",
+    "lpkit::flash_attention": "attention",
     "aten::_fused_adam": "optimizer", "aten::_foreach": "optimizer",
 }
 
@@ -127,18 +128,16 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
     rows: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):
         spent = own_time(event) / 1e6
-        if not event.key.startswith("aten::") or not spent:
+        found = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)), "")
+        if not spent or not (found or event.key.startswith("aten::")):
             continue
-        name = OTHER
+        name = found or OTHER
         if event.key in PRODUCTS:
             shapes = [shape for shape in event.input_shapes if len(shape) == 2]
             # a bias comes before the operands, scales come after them
             (M, K), (_, N) = shapes[-2:] if event.key == "aten::addmm" else shapes[:2]
             found = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))   # FP4 is packed
             name = ", ".join(next(filter(None, found), [OTHER]))
-        for start, row in BY_OPERATION.items():
-            if event.key.startswith(start):
-                name = row
         rows[name] += spent
     rows[REST] = max(0.0, whole - rows.total())
     return rows

@@ -265,7 +265,7 @@ def _with_padding(ops: Operations, padded: Mapping[str, tuple[int, int, int]],
             M, K, N = padded[op.name]
             more = (M * N - s.tokens * op.matmul[1]) * s.compute_bytes
             op = replace(op, saved_bytes=M * K * s.operand_bytes)
-        elif op.name == "mlp" or (op.name == "attention" and s.attention == "sdpa"
+        elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
             op = replace(op, saved_bytes=op.saved_bytes + more)
         block.append(op)

@@ -42,6 +42,11 @@ class Rule:
     soft_cap: float | None = None
     sinks: bool = False
 
+    @functools.cached_property
+    def bits(self) -> str:
+        """`blocks` as an operator takes them: row after row, 0 and 1."""
+        return "".join("01"[seen] for row in self.blocks or () for seen in row)
+
     def sees(self, i: Any, j: Any) -> Any:
         """Whether query i sees key j, but for documents. Integers, or tensors that broadcast."""
         seen = j <= i

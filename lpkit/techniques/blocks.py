@@ -13,6 +13,7 @@ to a measured step, to the byte.
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +30,8 @@ QUERY_BLOCK = 128           # queries that blocked attention takes at a time
 CHUNK = 64                  # tokens between two states of attention without softmax
 TILE = 128                  # queries, and keys, that tiled attention takes at a time
 SCORES = 2**18              # and their scores: a core's cache holds them
+FLASH_WIDTH = 256           # of a head, that a program of the kit's flash attention holds
+FLASH_TILE = 128, 64        # queries and keys that it takes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +163,7 @@ class Attending:
     device: Literal["cpu", "gpu"] = "cpu"
     here: bool = False
     capability: tuple[int, int] | None = None
+    interpreter: bool = False       # Triton's may stand in for a GPU
 
     @property
     def rule(self) -> Rule | None:
@@ -384,6 +388,22 @@ def tiled(s: MicroBatch) -> Op:
                       work=grads + summed + at_work, saves_result=True,
                       pairs_share=pairs / T**2, backward_pairs=2.5,
                       score_passes=(8 * wide, 14 * wide))
+
+
+def flash(s: MicroBatch) -> Op:
+    """The kit's own flash kernel: as sdpa, over the tiles in which something is seen, documents
+    apart; in backward also a float32 sum of each query."""
+    op, T, rule = sdpa(s), s.model.T, s.model.attention.rule(s.model.T)
+    (queries, keys), pairs = FLASH_TILE, 0
+    for first in range(0, T, queries):
+        last, until = min(first + queries, T), 0
+        for begin, end in rule.spans(first, last):
+            begin, end = max(until, begin - begin % keys), min(-(-end // keys) * keys, T)
+            pairs += (last - first) * max(0, end - begin)
+            until = max(until, end)
+    work, *rest = op.backward
+    work = replace(work, nbytes=work.nbytes + s.tokens * s.model.H * FP32)
+    return replace(op, pairs_share=pairs / T**2, backward=(work, *rest))
 
 
 def plain(s: MicroBatch) -> Op:
@@ -659,6 +679,15 @@ def _no_scores_changed(asked: Attending) -> str:
     return "has no sinks; plain has" if rule.sinks else ""
 
 
+def _needs_a_gpu(asked: Attending) -> str:
+    if asked.rule is None:
+        return f"computes softmax attention, not {asked.model.attention.name}"
+    if asked.device == "cpu" and not asked.interpreter:
+        return "needs a GPU, or TRITON_INTERPRET=1; plain runs here"
+    wide = asked.model.E > FLASH_WIDTH
+    return f"takes heads up to {FLASH_WIDTH} wide, not {asked.model.E}; plain takes any" * wide
+
+
 MASKS = ("window", "global_tokens", "blocks", "documents")
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=plain,
@@ -666,11 +695,14 @@ ATTENTION: dict[str, Backend] = {
     "tiled": Backend(why="tiles of queries and keys, in PyTorch: FlashAttention, to be read",
                      operations=tiled, implementation="lpkit.nn.attention:tiled",
                      source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
+    "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
+                       implementation="lpkit.nn.attention:blocked"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=sdpa,
                     implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
-    "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
-                       implementation="lpkit.nn.attention:blocked"),
+    "triton": Backend(why="the kit's own flash kernel, of every kind", operations=flash,
+                      implementation="lpkit.kernels.flash_attention:flash_attention",
+                      why_not=_needs_a_gpu, source="Dao 2023, https://arxiv.org/abs/2307.08691"),
     # PyTorch's kernels by name: without room for a mask on a GPU, but for two
     "sdpa-flash": Backend(
         why="PyTorch's flash kernel, or none", operations=sdpa, assumed=False,
@@ -829,7 +861,9 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
     """The backend on a kind of device, and why. See `lpkit bench attention-cpu`. Raises ConfigError
     for one that cannot."""
     given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
-                      device="cpu" if device == "cpu" else "gpu")
+                      device="cpu" if device == "cpu" else "gpu",
+                      # far too slow to be chosen
+                      interpreter=asked != "auto" and os.environ.get("TRITON_INTERPRET") == "1")
     if asked != "auto":
         pick(ATTENTION, asked, "system.attention")
         if problem := why_not(asked, given):

@@ -31,6 +31,11 @@ KERNELS: dict[str, Row] = {
         why="the gradient is written over the logits, so that nothing else of their size exists",
         source="https://arxiv.org/abs/2410.10989",
         implementation="lpkit.kernels.cross_entropy:CROSS_ENTROPY"),
+    "flash-attention": Row(
+        why="every kind of attention without its scores; tiles in which nothing is seen are left "
+            "out",
+        source="https://arxiv.org/abs/2307.08691",
+        implementation="lpkit.kernels.flash_attention:FLASH_ATTENTION"),
     "amax": Row(
         why="the largest magnitude of a tensor, and how many of its elements are not finite",
         source="https://arxiv.org/abs/2209.05433",

@@ -1,0 +1,681 @@
+"""Attention that never holds the scores: FlashAttention-2 (Dao 2023,
+https://arxiv.org/abs/2307.08691) for every `techniques.attention.Rule`, forward and backward.
+
+    s = cap(q k^T / sqrt(E))    p = exp(s - lse)    lse = log sum exp(s) over the keys that are seen
+    out = p v                   D = sum(d_out out)  ds = p (d_out v^T - D) cap'
+    dq = ds k / sqrt(E)         dk = ds^T q / sqrt(E)           dv = p^T d_out
+
+Forward: a program takes a tile of queries and goes over tiles of keys with the online softmax of
+Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867); exponentials are of base 2, whose
+factor is in the scale. Backward makes the scores again, twice: one kernel over tiles of queries has
+dq, one over tiles of keys has dk and dv, summed over the queries' heads that share them. Nobody
+adds to what another wrote, so that the same input gives the same bits.
+
+Tiles in which nothing is seen are left out, not masked: by the bounds of the loops for the past, a
+window and documents (from the least and the greatest id of each tile), by lists for blocks. Those
+in which all is seen have no mask.
+
+Shapes: q (B, H, T, E), k and v (B, G, T, E), each with its own strides; results lie as (B, T, H, E),
+so that heads merge without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
+from lpkit.kernels.kernel import Build, Kernel
+from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.blocks import FLASH_WIDTH
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CAUSAL = Rule()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+              sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
+    """The definition, in float32, or in float64 where q is, and rounded once; holds the scores. A
+    query that sees nothing gets zeros."""
+    H, T, E = q.shape[-3:]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (t.to(wide).repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
+    scores = q.to(wide) @ k.mT / math.sqrt(E)
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    places = torch.arange(T, device=q.device)
+    seen = rule.sees(places[:, None], places[None])
+    if rule.documents:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
+    if sinks is not None:
+        sink = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
+        scores, seen = torch.cat((scores, sink), -1), F.pad(seen, (0, 1), value=True)
+    # no row is all -inf, whose softmax would be NaN and its gradient too
+    weights = torch.where(seen, scores, torch.finfo(wide).min).softmax(-1) * seen
+    return (weights[..., :T] @ v).to(q.dtype)
+
+
+# ---- the kernels
+
+@jit
+def _tile(start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+          INSIDE: tl.constexpr):
+    """Rows `place`, place + 1, ... of a matrix (T, E), and zeros beside it. INSIDE: none is below
+    it."""
+    row, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
+    where = start + tl.cast(place, tl.int64) * stride + (row[:, None] * stride + e[None, :])
+    if INSIDE and E == BLOCK_E:
+        tile = tl.load(where)
+    elif INSIDE:
+        tile = tl.load(where, mask=(e < E)[None, :], other=0.0)
+    elif E == BLOCK_E:
+        tile = tl.load(where, mask=(place + row < T)[:, None], other=0.0)
+    else:
+        tile = tl.load(where, mask=(place + row < T)[:, None] & (e < E)[None, :], other=0.0)
+    return tile
+
+
+@jit
+def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
+    row, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
+    where = start + tl.cast(place, tl.int64) * stride + (row[:, None] * stride + e[None, :])
+    inside = (place + row < T)[:, None] & (e < E)[None, :]
+    tl.store(where, tile.to(start.dtype.element_ty), mask=inside)
+
+
+@jit
+def _ids(documents, b, places, T, DOCUMENTS: tl.constexpr):
+    ids = places
+    if DOCUMENTS:
+        ids = tl.load(documents + b * T + places, mask=places < T, other=-1)
+    return ids
+
+
+@jit
+def _seen(rows, columns, row_ids, column_ids, T, window, global_tokens, table, block, across,
+          WINDOW: tl.constexpr, LISTED: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """As `Rule.sees`, of queries and keys that broadcast."""
+    seen = columns <= rows
+    if WINDOW:
+        seen = seen & ((rows - columns < window) | (columns < global_tokens))
+    if LISTED:
+        at = (rows // block) * across + columns // block
+        seen = seen & (tl.load(table + at, mask=seen & (rows < T), other=0) != 0)
+    if DOCUMENTS:
+        seen = seen & (row_ids == column_ids)
+    return seen
+
+
+@jit
+def _score(products, scale, cap, CAPPED: tl.constexpr):
+    """Times log2(e). And the share of the cap that is reached."""
+    scores = products * scale
+    reached = scores
+    if CAPPED:
+        reached = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)       # tanh
+        scores = cap * reached
+    return scores, reached
+
+
+@jit
+def _keys_of(tile, b, T, first, window, global_tokens, WINDOW: tl.constexpr,
+             DOCUMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of a tile of queries, the tiles of keys: those before `far` have global tokens; from `low` to
+    `near` and from `whole` to `end` some pairs are left out, from `near` to `whole` none."""
+    start = tile * BLOCK_Q
+    end = tl.cdiv(tl.minimum(start + BLOCK_Q, T), BLOCK_K)
+    far, low, near, whole = start * 0, start * 0, start * 0, start // BLOCK_K
+    if WINDOW:
+        low = tl.maximum(start - window + 1, 0) // BLOCK_K
+        near = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_Q - window, 0), BLOCK_K), whole)
+    if DOCUMENTS:
+        low = tl.maximum(low, tl.load(first + b * tl.num_programs(1) + tile))
+        near, whole = end, end
+    if WINDOW:
+        far = tl.minimum(tl.cdiv(global_tokens, BLOCK_K), low)
+    return far, low, near, whole, end
+
+
+@jit
+def _queries_of(tile, b, T, last, window, global_tokens, WINDOW: tl.constexpr,
+                DOCUMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of a tile of keys, the tiles of queries: as above."""
+    start = tile * BLOCK_K
+    end = tl.cdiv(T, BLOCK_Q)
+    low = start // BLOCK_Q
+    near = tl.minimum(tl.cdiv(start + BLOCK_K - 1, BLOCK_Q), end)
+    whole = end
+    if WINDOW:
+        reach = (start + BLOCK_K + window - 2) // BLOCK_Q + 1
+        end = tl.where(start < global_tokens, end, tl.minimum(end, reach))
+        near = tl.minimum(near, end)
+        whole = tl.maximum(tl.minimum((start + window) // BLOCK_Q, end), near)
+    if DOCUMENTS:
+        end = tl.minimum(end, tl.load(last + b * tl.num_programs(1) + tile) + 1)
+        near, whole = end, end
+    return low * 0, low, near, whole, end
+
+
+@jit
+def _place(i, far, low, near, whole):
+    """The i-th tile of those that have a mask."""
+    second = i - far
+    third = second - (near - low)
+    return tl.where(second < 0, i, tl.where(third < 0, low + second, whole + third))
+
+
+@jit
+def _attend(total, top, weight, q, k, v, place, rows, row_ids, documents, b, k_t, v_t, T, scale,
+            cap, window, global_tokens, table, block, across,
+            MASKED: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr,
+            DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr, E: tl.constexpr, BLOCK_K: tl.constexpr,
+            BLOCK_E: tl.constexpr):
+    """One tile of keys."""
+    keys = _tile(k, place, k_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
+    scores, _ = _score(tl.dot(q, keys.T, input_precision="ieee"), scale, cap, CAPPED)
+    if MASKED:
+        columns = place + tl.arange(0, BLOCK_K)
+        ids = _ids(documents, b, columns, T, DOCUMENTS)
+        seen = _seen(rows[:, None], columns[None, :], row_ids[:, None], ids[None, :], T, window,
+                     global_tokens, table, block, across, WINDOW, LISTED, DOCUMENTS)
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    # while all were -inf there is nothing to shift by
+    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    p = tl.exp2(scores - shift[:, None])
+    before = tl.exp2(top - shift)
+    values = _tile(v, place, v_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
+    total = tl.dot(p.to(values.dtype), values, total * before[:, None], input_precision="ieee")
+    return total, higher, weight * before + tl.sum(p, 1)
+
+
+@jit
+def _forward(q, k, v, documents, sinks, first, tiles, counts, table, out, lse, q_b, q_h, q_t, k_b,
+             k_h, k_t, v_b, v_h, v_t, T, H, repeats, window, global_tokens, block, across, listed,
+             scale, cap, WINDOW: tl.constexpr, LISTED: tl.constexpr, DOCUMENTS: tl.constexpr,
+             CAPPED: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr,
+             BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
+    # the tiles with the most keys first
+    head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h = head // H, head % H
+    g = h // repeats
+    k, v = k + b * k_b + g * k_h, v + b * v_b + g * v_h
+    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row_ids = _ids(documents, b, rows, T, DOCUMENTS)
+    queries = _tile(q + b * q_b + h * q_h, tile * BLOCK_Q, q_t, T, E, BLOCK_E, BLOCK_Q, False)
+    total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
+    top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_Q,), tl.float32)
+    if SINKS:       # a key without a value
+        top = tl.zeros_like(top) + tl.load(sinks + h).to(tl.float32) * 1.4426950408889634
+        weight += 1.0
+    if LISTED:
+        masked, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+        begin = masked
+    else:
+        far, low, near, whole, last = _keys_of(tile, b, T, first, window, global_tokens, WINDOW,
+                                               DOCUMENTS, BLOCK_Q, BLOCK_K)
+        masked, begin, end = far + near - low + last - whole, near, whole
+    for i in range(masked):
+        if LISTED:
+            at = tl.load(tiles + tile * listed + i)
+        else:
+            at = _place(i, far, low, near, whole)
+        total, top, weight = _attend(
+            total, top, weight, queries, k, v, at * BLOCK_K, rows, row_ids, documents, b, k_t, v_t,
+            T, scale, cap, window, global_tokens, table, block, across, True, WINDOW, LISTED,
+            DOCUMENTS, CAPPED, E, BLOCK_K, BLOCK_E)
+    if not DOCUMENTS:
+        for i in range(begin, end):
+            at = i
+            if LISTED:
+                at = tl.load(tiles + tile * listed + i)
+            total, top, weight = _attend(
+                total, top, weight, queries, k, v, at * BLOCK_K, rows, row_ids, documents, b, k_t,
+                v_t, T, scale, cap, window, global_tokens, table, block, across, False, WINDOW,
+                LISTED, DOCUMENTS, CAPPED, E, BLOCK_K, BLOCK_E)
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    _put(total, out + (b * T * H + h) * E, tile * BLOCK_Q, H * E, T, E, BLOCK_E, BLOCK_Q)
+    # weight is 0 where nothing was seen, and its logarithm -inf
+    tl.store(lse + head * T + rows, (top + tl.log2(weight)) * 0.6931471805599453, mask=rows < T)
+
+
+@jit
+def _slope(products, row_sums, values, row_deltas, scale, cap, seen, MASKED: tl.constexpr,
+           CAPPED: tl.constexpr):
+    """(p, ds) from q k^T and d_out v^T, or from both transposed."""
+    scores, reached = _score(products, scale, cap, CAPPED)
+    p = tl.exp2(scores - row_sums)
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    ds = p * (values - row_deltas)
+    if CAPPED:
+        ds *= 1.0 - reached * reached
+    return p, ds
+
+
+@jit
+def _to_queries(dq, q, d_out, sums, deltas, k, v, place, rows, row_ids, documents, b, k_t, v_t, T,
+                scale, cap, window, global_tokens, table, block, across,
+                MASKED: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr,
+                DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr, E: tl.constexpr,
+                BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
+    """dq of one tile of keys."""
+    keys = _tile(k, place, k_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
+    seen = rows
+    if MASKED:
+        columns = place + tl.arange(0, BLOCK_K)
+        ids = _ids(documents, b, columns, T, DOCUMENTS)
+        seen = _seen(rows[:, None], columns[None, :], row_ids[:, None], ids[None, :], T, window,
+                     global_tokens, table, block, across, WINDOW, LISTED, DOCUMENTS)
+    _, ds = _slope(tl.dot(q, keys.T, input_precision="ieee"), sums[:, None],
+                   tl.dot(d_out, values.T, input_precision="ieee"), deltas[:, None], scale, cap,
+                   seen, MASKED, CAPPED)
+    return tl.dot(ds.to(keys.dtype), keys, dq, input_precision="ieee")
+
+
+@jit
+def _backward_queries(q, k, v, documents, first, tiles, counts, table, out, lse, d_out, deltas, dq,
+                      q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, T, H, repeats, window,
+                      global_tokens, block, across, listed, scale, cap, slope,
+                      WINDOW: tl.constexpr, LISTED: tl.constexpr, DOCUMENTS: tl.constexpr,
+                      CAPPED: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr,
+                      BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
+    """dq, and D on its way, which the other kernel reads."""
+    head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h = head // H, head % H
+    g = h // repeats
+    k, v = k + b * k_b + g * k_h, v + b * v_b + g * v_h
+    place, at_head = tile * BLOCK_Q, (b * T * H + h) * E
+    rows = place + tl.arange(0, BLOCK_Q)
+    row_ids = _ids(documents, b, rows, T, DOCUMENTS)
+    grads = _tile(d_out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    made = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    delta = tl.sum(grads.to(tl.float32) * made.to(tl.float32), 1)
+    tl.store(deltas + head * T + rows, delta, mask=rows < T)
+    # beside the matrix exp(s - inf) is 0
+    sums = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
+    total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
+    if LISTED:
+        masked, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+        begin = masked
+    else:
+        far, low, near, whole, last = _keys_of(tile, b, T, first, window, global_tokens, WINDOW,
+                                               DOCUMENTS, BLOCK_Q, BLOCK_K)
+        masked, begin, end = far + near - low + last - whole, near, whole
+    for i in range(masked):
+        if LISTED:
+            at = tl.load(tiles + tile * listed + i)
+        else:
+            at = _place(i, far, low, near, whole)
+        total = _to_queries(total, queries, grads, sums, delta, k, v, at * BLOCK_K, rows, row_ids,
+                            documents, b, k_t, v_t, T, scale, cap, window, global_tokens, table,
+                            block, across, True, WINDOW, LISTED, DOCUMENTS, CAPPED, E, BLOCK_K,
+                            BLOCK_E)
+    if not DOCUMENTS:
+        for i in range(begin, end):
+            at = i
+            if LISTED:
+                at = tl.load(tiles + tile * listed + i)
+            total = _to_queries(total, queries, grads, sums, delta, k, v, at * BLOCK_K, rows,
+                                row_ids, documents, b, k_t, v_t, T, scale, cap, window,
+                                global_tokens, table, block, across, False, WINDOW, LISTED,
+                                DOCUMENTS, CAPPED, E, BLOCK_K, BLOCK_E)
+    _put(total * slope, dq + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q)
+
+
+@jit
+def _to_keys(dk, dv, keys, values, q, d_out, lse, deltas, place, columns, column_ids, documents, b,
+             q_t, out_t, T, scale, cap, window, global_tokens, table, block, across,
+             MASKED: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr,
+             DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr,
+             BLOCK_E: tl.constexpr):
+    """dk and dv of one tile of queries; scores are transposed, (keys, queries)."""
+    rows = place + tl.arange(0, BLOCK_Q)
+    queries = _tile(q, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
+    grads = _tile(d_out, place, out_t, T, E, BLOCK_E, BLOCK_Q, False)
+    sums = tl.load(lse + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    delta = tl.load(deltas + rows, mask=rows < T, other=0.0)
+    seen = rows
+    if MASKED:
+        ids = _ids(documents, b, rows, T, DOCUMENTS)
+        seen = _seen(rows[None, :], columns[:, None], ids[None, :], column_ids[:, None], T, window,
+                     global_tokens, table, block, across, WINDOW, LISTED, DOCUMENTS)
+    p, ds = _slope(tl.dot(keys, queries.T, input_precision="ieee"), sums[None, :],
+                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], scale, cap,
+                   seen, MASKED, CAPPED)
+    dv = tl.dot(p.to(grads.dtype), grads, dv, input_precision="ieee")
+    return tl.dot(ds.to(queries.dtype), queries, dk, input_precision="ieee"), dv
+
+
+@jit
+def _backward_keys(q, k, v, documents, last, tiles, counts, table, lse, d_out, deltas, dk, dv, q_b,
+                   q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, T, H, repeats, window, global_tokens,
+                   block, across, listed, scale, cap, slope, WINDOW: tl.constexpr,
+                   LISTED: tl.constexpr, DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr,
+                   E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+                   BLOCK_E: tl.constexpr):
+    head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    groups = H // repeats
+    b, g = head // groups, head % groups
+    place, at_head = tile * BLOCK_K, (b * T * groups + g) * E
+    columns = place + tl.arange(0, BLOCK_K)
+    ids = _ids(documents, b, columns, T, DOCUMENTS)
+    keys = _tile(k + b * k_b + g * k_h, place, k_t, T, E, BLOCK_E, BLOCK_K, False)
+    values = _tile(v + b * v_b + g * v_h, place, v_t, T, E, BLOCK_E, BLOCK_K, False)
+    of_keys = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
+    of_values = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
+    if LISTED:
+        masked, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+        begin = masked
+    else:
+        far, low, near, whole, final = _queries_of(tile, b, T, last, window, global_tokens, WINDOW,
+                                                   DOCUMENTS, BLOCK_Q, BLOCK_K)
+        masked, begin, end = far + near - low + final - whole, near, whole
+    # the heads of a group one after the other, in one loop, so that loads go on between them
+    for n in range(repeats * masked):
+        i, h = n % masked, g * repeats + n // masked
+        if LISTED:
+            at = tl.load(tiles + tile * listed + i)
+        else:
+            at = _place(i, far, low, near, whole)
+        of_keys, of_values = _to_keys(
+            of_keys, of_values, keys, values, q + b * q_b + h * q_h, d_out + (b * T * H + h) * E,
+            lse + (b * H + h) * T, deltas + (b * H + h) * T, at * BLOCK_Q, columns, ids, documents,
+            b, q_t, H * E, T, scale, cap, window, global_tokens, table, block, across, True, WINDOW,
+            LISTED, DOCUMENTS, CAPPED, E, BLOCK_Q, BLOCK_E)
+    if not DOCUMENTS:
+        for n in range(repeats * (end - begin)):
+            at, h = begin + n % (end - begin), g * repeats + n // (end - begin)
+            if LISTED:
+                at = tl.load(tiles + tile * listed + at)
+            of_keys, of_values = _to_keys(
+                of_keys, of_values, keys, values, q + b * q_b + h * q_h,
+                d_out + (b * T * H + h) * E, lse + (b * H + h) * T, deltas + (b * H + h) * T,
+                at * BLOCK_Q, columns, ids, documents, b, q_t, H * E, T, scale, cap, window,
+                global_tokens, table, block, across, False, WINDOW, LISTED, DOCUMENTS, CAPPED, E,
+                BLOCK_Q, BLOCK_E)
+    _put(of_keys * slope, dk + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
+    _put(of_values, dv + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
+
+
+# ---- the operators
+
+SHAPES = {      # by width, for numbers of 16 bits: queries, keys, warps, stages of a program
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2),
+                512: (128, 32, 8, 1)},
+    "queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1),
+                512: (64, 32, 8, 1)},
+    "keys": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 1), 512: (32, 64, 8, 1)},
+}
+
+
+def _shape(which: str, E: int, itemsize: int = 2) -> dict[str, int]:
+    """Of a program. Up to 128 wide none spills on Hopper or Blackwell (docs/kernels.md)."""
+    block = max(16, triton.next_power_of_2(E))
+    queries, keys, warps, stages = SHAPES[which][max(64, block * itemsize // 2)]
+    return {"BLOCK_Q": queries, "BLOCK_K": keys, "BLOCK_E": block, "num_warps": warps,
+            "num_stages": stages}
+
+
+@functools.lru_cache(maxsize=64)
+def _lists(blocks: str, block: int, window: int | None, global_tokens: int, documents: bool, T: int,
+           queries: int, keys: int, by_keys: bool, device: torch.device) -> dict[str, Any]:
+    """Of each tile of queries, or of keys, the tiles that it meets, (tiles, listed): first those
+    with a mask; and how many have one, and are there, (tiles, 2)."""
+    across = math.isqrt(len(blocks))
+    seen = [bit == "1" for bit in blocks]
+    rule = Rule(block=block, window=window, global_tokens=global_tokens,
+                blocks=tuple(tuple(seen[a * across:(a + 1) * across]) for a in range(across)))
+    down, over = -(-T // queries), -(-T // keys)
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
+    for i in range(down):
+        first = i * queries
+        spans = rule.spans(first, min(first + queries, T))
+        for j in sorted({j for begin, end in spans for j in range(begin // keys, -(-end // keys))}):
+            whole = not documents and not rule.hides(first, first + queries, j * keys,
+                                                     (j + 1) * keys)
+            found[j if by_keys else i][whole].append(i if by_keys else j)
+    listed = max(1, *(len(masked) + len(whole) for masked, whole in found))
+    tiles = [(masked + whole + listed * [0])[:listed] for masked, whole in found]
+    counts = [(len(masked), len(masked) + len(whole)) for masked, whole in found]
+    tiles, counts = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, counts))
+    table = torch.tensor(seen, dtype=torch.uint8, device=device)
+    return {"tiles": tiles, "counts": counts, "table": table, "listed": listed, "across": across}
+
+
+def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
+    """Whether a tile of queries and one of keys may have a document in common, (B, down, over)."""
+    def ends(size: int) -> tuple[Tensor, Tensor]:
+        T = documents.shape[1]
+        places = torch.arange(-(-T // size) * size, device=documents.device).clamp(max=T - 1)
+        return documents[:, places].unflatten(1, (-1, size)).aminmax(dim=-1)
+    (least, most), (of_keys, until) = ends(queries), ends(keys)
+    return (least[:, :, None] <= until[:, None]) & (of_keys[:, None] <= most[:, :, None])
+
+
+def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None,
+           global_tokens: int, block: int, blocks: str, soft_cap: float | None,
+           shape: dict[str, int], by_keys: bool) -> dict[str, Any]:
+    """What all kernels take, but for tensors of their own."""
+    (_, H, T, E), G = q.shape, k.shape[1]
+    queries, keys = shape["BLOCK_Q"], shape["BLOCK_K"]
+    scale, cap, log2e = 1 / math.sqrt(E), 0.0, math.log2(math.e)
+    factor = scale * log2e
+    if soft_cap is not None:    # cap tanh(s / cap), whose tanh is made of exp2(2 log2e s / cap)
+        factor, cap = 2 * factor / soft_cap, soft_cap * log2e
+    given = {"q": q, "k": k, "v": v, "documents": documents, "T": T, "H": H, "repeats": H // G,
+             "window": window or 0, "global_tokens": global_tokens, "block": block, "scale": factor,
+             "cap": cap, "WINDOW": window is not None, "LISTED": bool(blocks),
+             "DOCUMENTS": documents is not None, "CAPPED": soft_cap is not None, "E": E, **shape,
+             "tiles": None, "counts": None, "table": None, "listed": 0, "across": 0}
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        given |= {f"{name}_{axis}": t.stride(i) for i, axis in enumerate("bht")}
+    if blocks:
+        given |= _lists(blocks, block, window, global_tokens, documents is not None, T, queries,
+                        keys, by_keys, q.device)
+    bound = None
+    if documents is not None and not blocks:
+        meet = _meet(documents, queries, keys).int()
+        bound = (meet.shape[1] - 1 - meet.flip(1).argmax(1) if by_keys else meet.argmax(2)).int()
+    return given | {"last" if by_keys else "first": bound}
+
+
+def _like(q: Tensor) -> Tensor:
+    B, H, T, E = q.shape
+    return q.new_empty(B, T, H, E).transpose(1, 2)
+
+
+def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+               sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*map(_like, (q, k, v)), q.new_empty(0) if sinks is None else torch.empty_like(sinks))
+
+
+def _products(count: int, q: torch.Size, k: torch.Size) -> int:
+    """FLOPs of `count` products over all pairs, as PyTorch counts those of its own attention."""
+    B, H, T, E = q
+    return count * 2 * B * H * T * k[2] * E
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    problem = why_no_triton()
+    if not problem and not q.is_cuda and not INTERPRETED:
+        problem = f"needs a GPU, or TRITON_INTERPRET=1, and tensors are on {q.device}"
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        problem = (f"takes float32, bfloat16 or float16, the same for all, not "
+                   f"{', '.join(str(t.dtype) for t in (q, k, v))}")
+    if q.shape[-1] > FLASH_WIDTH:
+        problem = f"takes heads up to {FLASH_WIDTH} numbers wide, not {q.shape[-1]}"
+    if problem:
+        raise ConfigError(f"system.attention=triton {problem}; sdpa computes the same")
+    if k.shape != v.shape or k.shape[:1] + k.shape[2:] != q.shape[:1] + q.shape[2:] \
+            or q.shape[1] % k.shape[1]:
+        raise ConfigError(f"q (B, H, T, E) takes k and v (B, G, T, E), G a divisor of H; got "
+                          f"{', '.join(str(tuple(t.shape)) for t in (q, k, v))}")
+    if INTERPRETED:
+        from lpkit.kernels.interpreter import mend
+        mend()
+
+
+@operator("flash_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, "
+          "int? window, int global_tokens, int block, str blocks, float? soft_cap) "
+          "-> (Tensor, Tensor)", key=EVERY_DEVICE, fake=_results, product=True,
+          flops=lambda q, k, *_, **__: _products(2, q, k))
+def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
+            *rule: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse): lse (B, H, T) float32, the logarithm of the sum of exponentials of a query's
+    scores, -inf for one that sees nothing. Raises ConfigError for what `_check` finds."""
+    _check(q, k, v)
+    out, lse = _results(q)
+    if out.numel():
+        given = _given(q, k, v, documents, *rule,
+                       shape=_shape("forward", q.shape[-1], q.itemsize), by_keys=False)
+        _forward[q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], given["BLOCK_Q"])](
+            **given, sinks=sinks, out=out, lse=lse, SINKS=sinks is not None)
+    return out, lse
+
+
+@operator("flash_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? documents, "
+          "Tensor? sinks, Tensor out, Tensor lse, int? window, int global_tokens, int block, "
+          "str blocks, float? soft_cap) -> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
+          fake=_gradients, flops=lambda d_out, q, k, *_, **__: _products(5, q, k))
+def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+             sinks: Tensor | None, out: Tensor, lse: Tensor,
+             *rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
+    _check(q, k, v)
+    (B, H, T, E), G = q.shape, k.shape[1]
+    dq, dk, dv, dsinks = _gradients(d_out, q, k, v, documents, sinks)
+    deltas = torch.empty_like(lse)
+    if out.numel():
+        for which, kernel, heads, own in (
+                ("queries", _backward_queries, B * H, {"out": out, "dq": dq}),
+                ("keys", _backward_keys, B * G, {"dk": dk, "dv": dv})):
+            shape = _shape(which, E, q.itemsize)
+            given = _given(q, k, v, documents, *rule, shape=shape, by_keys=which == "keys")
+            tiles = triton.cdiv(T, shape["BLOCK_K" if which == "keys" else "BLOCK_Q"])
+            kernel[heads, tiles](**given, **own, d_out=d_out, lse=lse, deltas=deltas,
+                                 slope=1 / math.sqrt(E))
+    if sinks is not None:
+        shares = torch.exp(sinks.float()[:, None] - lse)
+        dsinks.copy_(-(shares * deltas).sum((0, 2)))
+    return dq, dk, dv, dsinks
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+                sinks: Tensor | None, *rule: Any) -> Tensor:
+        out, lse = forward(q, k, v, documents, sinks, *rule)
+        ctx.save_for_backward(q, k, v, documents, sinks, out, lse)
+        ctx.rule = rule
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor):
+        q, k, v, documents, sinks, out, lse = ctx.saved_tensors
+        d_out = d_out.transpose(1, 2).contiguous().transpose(1, 2)      # as `out` lies
+        dq, dk, dv, dsinks = backward(d_out, q, k, v, documents, sinks, out, lse, *ctx.rule)
+        return dq, dk, dv, None, None if sinks is None else dsinks, *[None] * len(ctx.rule)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+                    sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
+    """`attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    documents = documents.contiguous() if rule.documents else None
+    return _Flash.apply(q, k, v, documents, sinks, rule.window, rule.global_tokens, rule.block,
+                        rule.bits, rule.soft_cap)
+
+
+# ---- what judges it
+
+def _examples(rng: torch.Generator, device: torch.device):
+    def arguments(B: int, H: int, G: int, T: int, E: int, dtype: torch.dtype, rule: Rule) -> tuple:
+        q, k, v = (torch.randn(B, T, heads, E, generator=rng).to(device, dtype).transpose(1, 2)
+                   for heads in (H, G, G))      # as a product has them
+        ids = torch.arange(T).expand(B, T) * 3 // max(T, 1) + torch.arange(B)[:, None]
+        sinks = torch.randn(H, generator=rng).to(device) if rule.sinks else None
+        return q, k, v, ids.to(device) if rule.documents else None, sinks, rule
+
+    some = BlockSparse(block=10, local=2, stride=3)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield arguments(1, 2, 1, 123, 24, dtype, CAUSAL)
+        yield arguments(2, 1, 1, 37, 16, dtype, Rule(window=5, global_tokens=2))
+        yield arguments(2, 1, 1, 70, 80, dtype, Rule(documents=True))
+        yield arguments(1, 1, 1, 65, 16, dtype, Rule(soft_cap=2.0))
+        yield arguments(1, 1, 1, 45, 16, dtype, some.rule(45))
+        yield arguments(0, 2, 2, 8, 16, dtype, CAUSAL)
+    # D is of a rounded `out`: a sink's gradient, the difference of large sums, shows it in 16 bits
+    yield arguments(1, 2, 1, 9, 16, torch.float32, Rule(sinks=True))
+    nothing = Rule(block=4, blocks=((True, False), (False, False)))      # the last 4 see no key
+    yield arguments(1, 1, 1, 8, 16, torch.float32, nothing)
+
+
+def _timed(rng: torch.Generator, device: torch.device):
+    """On a CPU `lpkit bench attention-cpu` has its own."""
+    for shape in ((4, 32, 4096, 128), (16, 16, 1024, 64)) if device.type == "cuda" else ():
+        q, k, v = (torch.randn(shape, generator=rng).to(device, torch.bfloat16) for _ in range(3))
+        yield q, k, v, None, None, CAUSAL
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True).transpose(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _typical() -> tuple:
+    q, *others = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta")
+                  for heads in (32, 8, 8))
+    return q, *others, None, None, CAUSAL
+
+
+def _build(kernel: Any, which: str, E: int) -> Build:
+    """Full attention."""
+    numbers = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
+    strides = [f"{name}_{axis}" for name in ("q", "k", "v") for axis in "bht"]
+    counts = ("T", "H", "repeats", "window", "global_tokens", "block", "across", "listed")
+    floats = ("scale", "cap", "slope")
+    shape = _shape(which, E)
+    constants = {**dict.fromkeys(("WINDOW", "LISTED", "DOCUMENTS", "CAPPED", "SINKS"), False),
+                 **dict.fromkeys(("documents", "sinks", "first", "last", "tiles", "counts", "table")),
+                 "E": E, **shape}
+    types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys(("lse", "deltas"), "*fp32") \
+        | dict.fromkeys((*strides, *counts), "i32") | dict.fromkeys(floats, "fp32")
+    return Build(kernel=kernel, warps=shape["num_warps"], stages=shape["num_stages"],
+                 signature={name: types[name] for name in kernel.arg_names if name in types},
+                 constants={name: constants[name] for name in kernel.arg_names if name in constants},
+                 unaligned=(*counts, *floats))
+
+
+def _builds() -> tuple[Build, ...]:
+    kernels = {"forward": _forward, "queries": _backward_queries, "keys": _backward_keys}
+    return tuple(_build(kernel, which, E) for E in (64, 128) for which, kernel in kernels.items())
+
+
+FLASH_ATTENTION = Kernel(
+    definition=attention, versions={"triton": flash_attention}, examples=_examples,
+    # p and ds are rounded for their products; p is of the sum that was kept, D of a rounded output
+    gradients=(0, 1, 2, 4), slack=(4.0, 4.0), timed=_timed,
+    peers={"sdpa": _sdpa, "flash-attn": _flash_attn},
+    typical=lambda: {"8 groups of 4 heads": _typical()},
+    moved_bytes=lambda q, k, v, *_: 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel(),
+    builds=_builds() if triton is not None else ())
