@@ -257,13 +257,14 @@ class SwiGLU(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_compiler_quantises_a_norm_without_its_16_bits_in_between():
+@pytest.mark.parametrize("before, width, most", [
+    pytest.param(nn.Identity, 512, 8, id="a Linear alone: amax 2, cast 2 + 1, transposed 2 + 1"),
+    pytest.param(partial(RMSNorm, 512), 512, 7, id="a norm: sums of squares 2, amax 2, cast 2 + 1"),
+    pytest.param(SwiGLU, 1024, 11, id="SwiGLU: 4 + 2, then amax 2, cast 2 + 1")])
+def test_the_compiler_quantises_a_norm_without_its_16_bits_in_between(before, width, most):
     """An element of a bf16 result that is written would be 2 bytes, and read 2 each by the amax and the cast. A Linear alone casts x.T
     in forward, behind these it is cast in backward."""
-    alone, norm, swiglu = forward_per_element(nn.Identity(), 512), forward_per_element(RMSNorm(512), 512), forward_per_element(SwiGLU(), 1024)
-    assert alone == pytest.approx(8, abs=0.1), "amax 2, cast 2 + 1, transposed 2 + 1"
-    assert norm == pytest.approx(7, abs=0.1), "sums of squares 2, amax 2, cast 2 + 1: nothing of 16 bits is written"
-    assert swiglu == pytest.approx(11, abs=0.1), "4 + 2, then amax 2, cast 2 + 1: its result is"
+    assert forward_per_element(before(), width) == pytest.approx(most, abs=0.1)
 
 
 # ---- what counts and keeps products knows these
