@@ -3,7 +3,7 @@
 Asked for by name, one that needs a library is held against the definition before it is used. With
 auto, on a GPU or for a long run, every backend that can is verified and those that are right are
 raced (`lpkit.kernels.choose`); else the rule that predictions have (`blocks.choose_attention`)
-stands: a race costs up to a second of a CPU, which a short run does not get back.
+stands: a race costs seconds of a CPU, which only a run of hours gets back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lpkit.nn.attention import sees
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention, why_not
 
-RACE_FLOPS = 1e13       # of a run's attention, which take a CPU minutes
-RACED_FLOPS = 4e9       # of one forward and backward of a race on a CPU: some 0.05 s
+RACE_FLOPS = 1e15       # of a run's attention, which take a CPU hours
+RACED_TOKENS = 1024     # at most, of one group of heads, in a race on a CPU
 CPU_SECONDS, GPU_SECONDS = 0.3, 10.0
 AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of one group of heads: scores in float64 are small
 SLACK = 3.0, 6.0        # online softmax rounds other sums: right ones were seen at 1.6 and 2.5
@@ -65,16 +65,15 @@ def flops(model: ModelConfig) -> float:
 
 
 def race(given: Attending, batch: int, device: torch.device) -> Choice:
-    """The fastest of those that are right, forward and backward at a run's shapes. On a CPU of few
-    enough heads and sequences that it stays cheap."""
+    """The fastest of those that are right, forward and backward at a run's shapes; on a CPU, of
+    one group of heads and RACED_TOKENS at most."""
     m, within = given.model, GPU_SECONDS
-    groups = m.G
+    groups, T = m.G, m.T
     if given.device == "cpu":
-        room = RACED_FLOPS / (flops(m) / m.L / m.G)
-        batch, groups, within = 1, max(1, min(m.G, int(room))), CPU_SECONDS
+        batch, groups, T, within = 1, 1, min(m.T, RACED_TOKENS), CPU_SECONDS
     kernel, offered = of_backends(given), candidates(given)
     found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
-                  raced=drawn(given, device, batch=batch, groups=groups, T=m.T),
+                  raced=drawn(given, device, batch=batch, groups=groups, T=T),
                   within_seconds=within, setting=WHERE)
     choice = found.choice
     if choice.used == "sdpa":
