@@ -306,3 +306,23 @@ def test_seconds_of_a_token():
         cache_bytes(config.model, 1, format="int5")
     with pytest.raises(ConfigError, match="1 token and 1 sequence or more; got 0 and 1"):
         cache_bytes(config.model, 0)
+
+
+# ---- kinds without softmax
+
+STATES = {"linear": "linear", "performer": {"name": "performer", "features": 12}, "delta": "delta"}
+
+
+@POSITION
+@pytest.mark.parametrize("kind", STATES.values(), ids=STATES)
+def test_a_state_is_a_cache(kind, more):
+    """Each logit as without one, several prompts as each alone, past the context, and the predicted bytes."""
+    config = ModelConfig(**SMALL, **more, attention=kind)
+    model, tokens = model_of(config), torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
+    cache = cache_of(config, 2)
+    torch.testing.assert_close(in_steps(model, tokens, cache, 11), model(tokens), **ROUNDING)
+    assert cache.nbytes == 2 * cache_bytes(config, 24, 2)           # float64 here, float32 there
+    training = training_of(kind, **more)
+    assert greedy(training, *PROMPTS) == [greedy(training, ids)[0] for ids in PROMPTS]
+    with pytest.raises(ConfigError, match="attention keeps a state, and no keys and values that 8 bits could hold; choose cache=same"):
+        cache_of(config, format="int8")

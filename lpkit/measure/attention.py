@@ -23,7 +23,7 @@ from lpkit.config import ModelConfig
 from lpkit.nn.attention import backend
 from lpkit.tables import markdown_table
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import ATTENTION, Attending, nearest
+from lpkit.techniques.blocks import ATTENTION, Attending, nearest, why_not
 
 DTYPES = ("float32", "bfloat16", "float16")
 LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
@@ -76,7 +76,7 @@ def cell(kind: str, name: str, dtype: str, device: torch.device,
     on_gpu, said = device.type != "cpu", Cell(kind=kind, backend=name, dtype=dtype)
     asked = Attending(model=model, dtype=dtype, device="gpu" if on_gpu else "cpu", here=True,
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
-    if why := ATTENTION[name].why_not(asked):
+    if why := why_not(name, asked):
         return replace(said, why=why)
     try:
         error = max(_error(name, model, dtype, device, T) for T in LENGTHS)
@@ -95,10 +95,13 @@ def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: i
     wide = [torch.randn(2, heads, T, model.E, generator=draw) for heads in (model.H, model.G,
                                                                             model.G)]
     documents = (torch.arange(T) // 50).expand(2, T).contiguous().to(device)
-    if getattr(model.attention, "sinks", False):
-        wide.append(torch.randn(model.H, generator=draw))
+    kind = KINDS[model.attention.name].load()(model)
+    own = kind(torch.randn(2, T, model.D, generator=draw))      # sinks, features or gates
+    if own is not None:
+        wide.append(torch.randn(own.shape, generator=draw).requires_grad_(own.requires_grad))
     weights = torch.randn(2, model.H, T, model.E, generator=draw)
-    given = [t.to(getattr(torch, dtype)).to(device) for t in (*wide, weights)]  # the same numbers
+    # the same numbers
+    given = [t.to(getattr(torch, dtype)).to(device) for t in (*wide, weights)]
     got = _results(name, model, given, documents)
     want = _results("plain", model, [t.double() for t in given], documents)
     whole = max(float(one.norm()) for one in want)
@@ -109,11 +112,14 @@ def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: i
 
 def _results(name: str, model: ModelConfig, given: list[Tensor],
              documents: Tensor) -> list[Tensor]:
-    """The output, and the gradients of q, k, v and sinks."""
+    """The output, and the gradients of q, k, v and of what the kind has besides."""
     *leaves, weights = given
-    q, k, v, *sinks = leaves = [t.detach().requires_grad_() for t in leaves]
-    out = backend(name, model)(q, k, v, documents, *sinks)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+    constant = [i > 2 and not t.requires_grad for i, t in enumerate(leaves)]
+    leaves = [t.detach().requires_grad_(not stays) for t, stays in zip(leaves, constant)]
+    q, k, v, *own = leaves
+    out = backend(name, model)(q, k, v, documents, *own)
+    learned = [t for t in leaves if t.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, learned, weights)]
 
 
 def check(name: str, device: torch.device) -> str:
@@ -185,9 +191,9 @@ def by_rule() -> dict[tuple[str, str], list[str]]:
     """Kinds by backend and why not, on a Hopper GPU with everything installed."""
     why: dict[tuple[str, str], list[str]] = {}
     for kind, model in models().items():
-        for name, row in ATTENTION.items():
+        for name in ATTENTION:
             asked = Attending(model=model, dtype="bfloat16", device="gpu", capability=(9, 0))
-            if said := row.why_not(asked):
+            if said := why_not(name, asked):
                 why.setdefault((name, said), []).append(kind)
     return why
 

@@ -210,9 +210,6 @@ class Limits:
 
     def _problems(self, asked: Attending) -> Iterator[str]:
         m, rule, on_gpu = asked.model, asked.rule, asked.device == "gpu"
-        if rule is None:
-            yield f"computes softmax attention, not {m.attention.name}"
-            return
         if self.gpu_alone and not on_gpu:
             yield self.gpu_alone
         if asked.here and self.package and not _installed(self.package):
@@ -248,8 +245,8 @@ def _installed(package: str) -> bool:
 def nearest(asked: Attending) -> str:
     """A backend that can, and needs nothing: PyTorch's own before the others."""
     able = [name for name, row in ATTENTION.items()
-            if row.assumed and not row.why_not(asked)]
-    return "sdpa" if "sdpa" in able else able[0]
+            if row.assumed and not why_not(name, asked)]
+    return "sdpa" if "sdpa" in able else able[-1]
 
 
 # Linears, norms and additions.
@@ -680,8 +677,6 @@ def _no_scores_changed(asked: Attending) -> str:
 
 
 def _needs_a_gpu(asked: Attending) -> str:
-    if asked.rule is None:
-        return f"computes softmax attention, not {asked.model.attention.name}"
     if asked.device == "cpu" and not asked.interpreter:
         return "needs a GPU, or TRITON_INTERPRET=1; plain runs here"
     wide = asked.model.E > FLASH_WIDTH
@@ -780,13 +775,12 @@ ATTENTION: dict[str, Backend] = {
 
 def why_not(name: str, asked: Attending) -> str:
     """Why a backend cannot, in one clause, and the nearest that can; empty: it can."""
-    kind = asked.model.attention.name
-    able = KINDS[kind].operations
+    able = KINDS[asked.model.attention.name].operations
     if not able:
         return ATTENTION[name].why_not(asked)
     if name in able:
         return ""
-    return f"computes softmax attention alone; {' and '.join(able)} compute {kind} attention"
+    return f"computes softmax attention alone; {' and '.join(able)} can"
 
 
 BLOCKS: dict[str, Kind] = {

@@ -90,7 +90,7 @@ def verified(name: str, given: Attending, device: torch.device) -> None:
 def candidates(given: Attending) -> dict[str, Any]:
     """The definition, and all that may be the fastest."""
     rows = {name: row for name, row in ATTENTION.items()
-            if name == "plain" or not (row.rounding or row.why_not(given))}
+            if name == "plain" or not (row.rounding or why_not(name, given))}
     return {name: _told(name, given.rule) for name in rows}
 
 
