@@ -180,8 +180,8 @@ class State(Cache):
                  dtype: torch.dtype, device: torch.device | str):
         super().__init__(config, batch, device)
         if format.bits is not None:
-            raise ConfigError(f"cache={format.bits} bits: {config.attention.name} attention keeps a "
-                              f"state of constant size instead of keys and values; use cache=same")
+            raise ConfigError(f"{config.attention.name} attention keeps a state, and no keys and "
+                              f"values that {format.bits} bits could hold; choose cache=same")
         kind = KINDS[config.attention.name].load()(config)
         self.states = [kind.state(batch, config.G, config.E, dtype, device)
                        for _ in range(config.L)]
