@@ -48,7 +48,7 @@ def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[floa
                                 line={"width": 0}, legendgroup=name,
                                 hover="%{y:.4s}B with %{x:.3s}B of fast memory"))
     marks = [rule(x=size, layer="below") for size in machines.values()]
-    notes = [note(name, math.log10(size), 0.02, "left bottom", yref="paper", textangle=-90,
+    notes = [note(name, math.log10(size), 0.78, "left middle", yref="paper", xshift=4,
                   font={"size": 12, "color": FAINT}) for name, size in machines.items()]
     return figure(
         data, title, height=440, shapes=marks, annotations=notes,
