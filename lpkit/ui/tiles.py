@@ -48,7 +48,7 @@ def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[floa
                                 line={"width": 0}, legendgroup=name,
                                 hover="%{y:.4s}B with %{x:.3s}B of fast memory"))
     marks = [rule(x=size, layer="below") for size in machines.values()]
-    notes = [note(name, math.log10(size), 0.02, "left bottom", yref="paper", textangle=-90,
+    notes = [note(name, math.log10(size), 0.78, "left middle", yref="paper", xshift=4,
                   font={"size": 12, "color": FAINT}) for name, size in machines.items()]
     return figure(
         data, title, height=440, shapes=marks, annotations=notes,
@@ -68,12 +68,13 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
     def show(step: int) -> dict:
         now = steps[step - 1]
         end = final[now.queries.start]
-        rows = list(range(now.queries.start, now.queries.stop))
+        rows, shrink = list(range(now.queries.start, now.queries.stop)), now.shrink.min().item()
+        shrinks = f"; a sum shrinks to {shrink:.0%}" if 0 < shrink < 1 else ""
         done = [(one.queries, one.keys) for one in steps[:step]]
         return figure(
             [_map(scores, done, ends), *_queries(rows, now, end), *_answer(now, end)],
             f"Step {step} of {len(steps)}: queries {rows[0]} to {rows[-1]} meet keys "
-            f"{now.keys.start} to {now.keys.stop - 1}",
+            f"{now.keys.start} to {now.keys.stop - 1}{shrinks}",
             height=560, margin={"t": 92}, shapes=_grid(T, tile, now), barmode="overlay",
             annotations=_words(T, rows, now), legend={"y": 1.06, "x": 0.58},
             xaxis=axis("keys", range=[-0.5, T - 0.5], domain=[0, 0.44], dtick=tile, tick0=0,
@@ -138,11 +139,9 @@ def _grid(T: int, tile: int, now: Any) -> list[dict]:
 
 
 def _words(T: int, rows: Sequence[int], now: Any) -> list[dict]:
-    least = now.shrink.min().item()
-    shrunk = f"shrunk to {least:.2g} at most" if 0 < least < 1 else "nothing shrinks"
     small = {"xref": "paper", "yref": "paper", "font": {"size": 13, "color": INK}}
     return [note("m, the largest score so far", 0.58, 0.965, **small),
-            note(f"l, the share of the sum that is there; {shrunk}", 0.58, 0.625, **small),
+            note("l, the share of the sum that is there", 0.58, 0.625, **small),
             note(f"the answer of query {rows[-1]}", 0.58, 0.225, **small),
             note("the future: never visited", 0.97 * T, 0.06 * T, "right middle",
                  font={"size": 12, "color": FAINT})]
