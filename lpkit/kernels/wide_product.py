@@ -23,6 +23,7 @@ ROWS = 1024             # widened at a time: they stay in a core's cache
 SIZE = 512              # of the race
 # of a product; below either, casts and calls take what is won
 SMALL_FLOPS, SMALL_SIDE = 5e7, 256
+LOOP_FLOPS = 1e5        # where PyTorch multiplies bf16 in a loop of its own, at 0.5 GFLOP/s
 
 
 @torch.autocast("cpu", enabled=False)
@@ -65,6 +66,8 @@ class WideProduct(torch.autograd.Function):
 
 def large(M: int, K: int, N: int) -> bool:
     """Enough for a wide product of (M, K) and (K, N) to win more than its casts take."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():    # AVX2 alone
+        return 2 * M * K * N >= LOOP_FLOPS
     return 2 * M * K * N >= SMALL_FLOPS and min(M, N) >= SMALL_SIDE
 
 
@@ -100,8 +103,8 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
     if asked == "auto" and before in NAMES:
         return Choice(asked=asked, used=before, why="as this run was begun")
     if asked == "auto" and not any(large(*each) for each in itertools.permutations(sizes)):
-        return Choice(asked=asked, used="bf16", why=f"no product of this model has "
-                      f"{SMALL_FLOPS / 1e6:.0f} MFLOP, {SMALL_SIDE} rows and columns")
+        return Choice(asked=asked, used="bf16", why="no product of this model is so large that "
+                      "its casts would be won back")
     return choice(asked, torch.get_num_threads())
 
 
