@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
-from lpkit.kernels import blocked_attention, wide_product
+from lpkit.kernels import wide_product
 from lpkit.kernels.choose import refused_here
 from lpkit.kernels.wide_product import WideLinear, WideProduct, multiply
 from lpkit.measure.doctor import CHECKS, probe
+from lpkit.nn.attention import blocked, plain
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import scaled_linears
 from lpkit.training.training import Training
@@ -74,7 +75,8 @@ def test_a_linear_is_pytorchs_under_autocast(monkeypatch):
     assert counted.get_total_flops() == 2 * 2 * 128 * 64 * 48       # x needs no gradient
 
 
-def test_small_products_and_float32_stay_as_they_are():
+def test_small_products_and_float32_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
     layer, x = WideLinear(64, 48), drawn(32, 64, dtype=torch.float32)
     same = torch.nn.functional.linear(x, layer.weight, layer.bias)
     assert torch.equal(layer(x), same)
@@ -108,10 +110,16 @@ def test_what_was_asked_for_runs_in_every_linear():
         Training.build(RUN.replace({"precision.recipe": "fp32", "system.products": "float32"}))
 
 
+def test_a_loop_is_left_for_all_but_the_smallest(monkeypatch):
+    monkeypatch.setattr(wide_product, "in_a_loop", lambda: True)
+    assert wide_product.large(64, 64, 64) and not wide_product.large(16, 16, 16)
+
+
 def test_nothing_is_raced_where_every_product_is_small(monkeypatch):
+    monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
     monkeypatch.setattr(wide_product, "choose", None)
     chosen = Training.build(RUN).decisions.choices["products"]
-    assert chosen.used == "bf16" and "no product of this model has 50 MFLOP, 256 rows and columns" in chosen.why
+    assert chosen.used == "bf16" and "no product of this model is so large" in chosen.why
     assert wide_product.choose_for((4096, 4096, 64), "auto", before="float32").used == "float32"
 
 
@@ -141,12 +149,11 @@ def test_a_race_says_what_won(tmp_path, monkeypatch):
 @pytest.mark.parametrize("used", ["float32", "bf16"])
 def test_blocked_attention_is_near_float32_s_either_way(used, monkeypatch):
     """Within bf16's rounding of scores of order 1, which the wide one does not round."""
-    monkeypatch.setattr(blocked_attention, "SMALL_FLOPS", 0)
-    monkeypatch.setattr(blocked_attention, "choice", lambda asked, threads: Choice(asked=asked, used=used, why="by the test"))
-    *given, g = (drawn(6, 150, 16).roll(i, 1).requires_grad_() for i in range(4))
+    monkeypatch.setattr(wide_product, "choice", lambda asked, threads: Choice(asked=asked, used=used, why="by the test"))
+    *given, g = (drawn(2, 3, 150, 16).roll(i, 2).requires_grad_() for i in range(4))
     exact = [t.detach().double().requires_grad_() for t in given]
     both = []
-    for attend, inputs in ((blocked_attention.BlockedAttention.apply, given), (blocked_attention.reference, exact)):
+    for attend, inputs in ((blocked, given), (plain, exact)):
         out = attend(*inputs)
         both.append([out, *torch.autograd.grad(out, inputs, g.detach().to(out.dtype))])
     for got, want in zip(*both, strict=True):

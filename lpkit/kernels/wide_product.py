@@ -23,7 +23,7 @@ ROWS = 1024             # widened at a time: they stay in a core's cache
 SIZE = 512              # of the race
 # of a product; below either, casts and calls take what is won
 SMALL_FLOPS, SMALL_SIDE = 5e7, 256
-LOOP_FLOPS = 1e5        # where PyTorch multiplies bf16 in a loop of its own, at 0.5 GFLOP/s
+LOOP_FLOPS = 1e5        # the same where it is multiplied in a loop, at 0.5 GFLOP/s
 
 
 @torch.autocast("cpu", enabled=False)
@@ -64,9 +64,14 @@ class WideProduct(torch.autograd.Function):
                 g.sum(0) if needs_bias else None)
 
 
+def in_a_loop() -> bool:
+    """Whether PyTorch multiplies bf16 number by number, because this CPU has AVX2 alone."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def large(M: int, K: int, N: int) -> bool:
     """Enough for a wide product of (M, K) and (K, N) to win more than its casts take."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():    # AVX2 alone
+    if in_a_loop():
         return 2 * M * K * N >= LOOP_FLOPS
     return 2 * M * K * N >= SMALL_FLOPS and min(M, N) >= SMALL_SIDE
 
