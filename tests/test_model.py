@@ -10,6 +10,7 @@ from lpkit.errors import ConfigError
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import Transformer
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import ATTENTION, Attending
 from lpkit.techniques.inits import INITS
 
@@ -189,3 +190,12 @@ def test_a_cache_changes_no_logit(config):
 def test_too_many_tokens_are_refused():
     with pytest.raises(ConfigError, match=r"41 tokens do not fit model.context=40"):
         Transformer(GPT2)(torch.zeros(1, 41, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["plain", "tiled", "blocked"])
+def test_a_query_that_sees_nothing_is_given_zeros(name):
+    rule = Rule(block=4, blocks=((True, False), (False, False)))
+    q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = ATTENTION[name].load()(q, k, v, rule=rule)
+    assert (out[:, :, 4:] == 0).all() and (out[:, :, :4] != 0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))

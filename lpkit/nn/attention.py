@@ -55,8 +55,10 @@ def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
     if rule.soft_cap is not None:
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is None:
+    if sinks is None and rule.every_query_sees:
         return scores.softmax(-1)
+    if sinks is None:
+        return scores.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
     sink = sinks.type_as(scores)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
 

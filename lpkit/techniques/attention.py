@@ -47,6 +47,11 @@ class Rule:
         """`blocks` as an operator takes them: row after row, 0 and 1."""
         return "".join("01"[seen] for row in self.blocks or () for seen in row)
 
+    @property
+    def every_query_sees(self) -> bool:
+        """A key at least: itself, but where a table of blocks leaves that out."""
+        return self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks))
+
     def sees(self, i: Any, j: Any) -> Any:
         """Whether query i sees key j, but for documents. Integers, or tensors that broadcast."""
         seen = j <= i
