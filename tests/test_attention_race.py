@@ -23,7 +23,8 @@ KINDS = {"full": "full", "window": {"name": "window", "size": 24}, "global": {"n
 
 def asked(kind="full", dtype="float32", **changes):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 160, "attention": KINDS[kind], **changes}
-    return Attending(model=Config().replace({f"model.{key}": value for key, value in sizes.items()}).model, dtype=dtype)
+    changes = {f"model.{key}": value for key, value in sizes.items()} | {"data.policy": "random-documents"}
+    return Attending(model=Config().replace(changes).model, dtype=dtype)
 
 
 # ---- planted

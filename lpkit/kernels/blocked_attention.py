@@ -28,7 +28,13 @@ from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.blocks import at_once, query_blocks
 
-_words = functools.lru_cache(lambda rule: json.dumps(asdict(rule)))     # an operator takes words
+_encoded = functools.lru_cache(lambda rule: json.dumps(asdict(rule)))
+
+
+@torch.compiler.assume_constant_result
+def _words(rule: Rule) -> str:
+    """An operator takes words."""
+    return _encoded(rule)
 
 
 @functools.lru_cache

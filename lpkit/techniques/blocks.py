@@ -678,9 +678,9 @@ def _no_scores_changed(asked: Attending) -> str:
 
 def _needs_a_gpu(asked: Attending) -> str:
     if asked.device == "cpu" and not asked.interpreter:
-        return "needs a GPU, or TRITON_INTERPRET=1; plain runs here"
+        return "needs a GPU, or TRITON_INTERPRET=1; plain can"
     wide = asked.model.E > FLASH_WIDTH
-    return f"takes heads up to {FLASH_WIDTH} wide, not {asked.model.E}; plain takes any" * wide
+    return f"takes heads up to {FLASH_WIDTH} wide, not {asked.model.E}; plain can" * wide
 
 
 MASKS = ("window", "global_tokens", "blocks", "documents")
