@@ -15,7 +15,8 @@ from lpkit.kernels.linear_attention import orthogonal_features, positive_feature
 from lpkit.measure.updates import saved_bytes
 from lpkit.memory.recompute import CoreAttention, Recompute
 from lpkit.nn import attention
-from lpkit.nn.transformer import KVCache, Transformer, cross_entropy
+from lpkit.nn.kv_cache import new_cache
+from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.predict import memory, predict
 from lpkit.predict.activations import kept
 from lpkit.predict.flops import forward_flops, training_flops
@@ -307,7 +308,7 @@ def test_a_cache_of_states_changes_no_logit(name, position):
     built, tokens = Transformer(model, attention.backend("chunked", model)).double(), torch.randint(0, 60, (2, 90))
     with torch.no_grad():
         whole = built(tokens)
-        cache = KVCache(model, 2, dtype=torch.float64, device="cpu")
+        cache = new_cache(model, 2, dtype=torch.float64, device="cpu")
         parts = [built(tokens[:, :70], cache)] + [built(tokens[:, i:i + 1], cache) for i in range(70, 90)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-10)
 
