@@ -52,6 +52,16 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def multiplies_bf16():
+    """What a step holds and rounds is tested as CPUs have it that multiply bf16; with AVX2 alone the kit widens even small products."""
+    from lpkit.kernels import wide_product
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide_product, "in_a_loop", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory):
     """What a person made is not for tests to write: kernels and children inherit this, too."""
     with pytest.MonkeyPatch.context() as patch:

@@ -8,13 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit.config import Config
-from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.kernels import wide_product
 from lpkit.kernels.choose import refused_here
 from lpkit.kernels.wide_product import WideLinear, WideProduct, multiply
 from lpkit.measure.doctor import CHECKS, probe
-from lpkit.nn.attention import blocked, plain
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import scaled_linears
 from lpkit.training.training import Training
@@ -144,18 +142,3 @@ def test_a_race_says_what_won(tmp_path, monkeypatch):
     said = wide_product.choice.__wrapped__("auto", torch.get_num_threads())
     assert said.used in ("float32", "bf16") and "the fastest of bf16, float32 here, and verified" in said.why
     assert not refused_here()
-
-
-@pytest.mark.parametrize("used", ["float32", "bf16"])
-def test_blocked_attention_is_near_float32_s_either_way(used, monkeypatch):
-    """Within bf16's rounding of scores of order 1, which the wide one does not round."""
-    monkeypatch.setattr(wide_product, "choice", lambda asked, threads: Choice(asked=asked, used=used, why="by the test"))
-    *given, g = (drawn(2, 3, 150, 16).roll(i, 2).requires_grad_() for i in range(4))
-    exact = [t.detach().double().requires_grad_() for t in given]
-    both = []
-    for attend, inputs in ((blocked, given), (plain, exact)):
-        out = attend(*inputs)
-        both.append([out, *torch.autograd.grad(out, inputs, g.detach().to(out.dtype))])
-    for got, want in zip(*both, strict=True):
-        assert got.dtype == torch.bfloat16
-        assert (got.double() - want).norm() < (0.005 if used == "float32" else 0.02) * want.norm()

@@ -2,8 +2,8 @@
 
 PyTorch's CPU flash kernel computes in float32 whatever it is given, and visits masked blocks too.
 Here a block of queries meets only the keys that it may see, as whole batched products: in the
-inputs' own dtype, so that bf16 hardware is used, or widened to float32 where a race says that this
-CPU multiplies so faster (`wide_product.choice`). All scores of a query are there at once, so their
+inputs' own dtype, so that bf16 hardware is used, or widened to float32 where a CPU would multiply
+them in a loop (`wide_product.in_a_loop`). All scores of a query are there at once, so their
 softmax is one pass (`rows.attention_`). As a flash kernel (Dao et al. 2022,
 https://arxiv.org/abs/2205.14135) it keeps a log-sum for each query and makes the scores anew in
 backward: memory is linear in T.
@@ -20,7 +20,6 @@ from dataclasses import asdict
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -57,8 +56,7 @@ class _Pieces:
                        for i in range(0, B, b) for j in range(0, G, g)]
         self.work = q.dtype
         if q.device.type == "cpu" and (q.dtype == torch.float16 or (
-                q.dtype == torch.bfloat16 and not isinstance(q, FakeTensor)
-                and wide_product.choice("auto", torch.get_num_threads()).used == "float32")):
+                q.dtype == torch.bfloat16 and wide_product.in_a_loop())):
             self.work = torch.float32
         self.scale, self.cap = 1 / math.sqrt(self.E), rule.soft_cap or 0.0
         self.masks: dict[int, Tensor | None] = {}

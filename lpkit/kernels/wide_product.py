@@ -64,6 +64,7 @@ class WideProduct(torch.autograd.Function):
                 g.sum(0) if needs_bias else None)
 
 
+@functools.cache
 def in_a_loop() -> bool:
     """Whether PyTorch multiplies bf16 number by number, because this CPU has AVX2 alone."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -78,8 +79,8 @@ def large(M: int, K: int, N: int) -> bool:
 
 def wins(a: Tensor, b: Tensor) -> bool:
     """Whether a @ b.T is of a kind and a size that a wide product may serve."""
-    return (a.device.type == "cpu" and large(*a.shape, len(b))
-            and not torch.compiler.is_compiling())
+    return (a.device.type == "cpu" and not torch.compiler.is_compiling()
+            and large(*a.shape, len(b)))
 
 
 def _own(a: Tensor, b: Tensor, bias: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
