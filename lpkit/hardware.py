@@ -5,6 +5,7 @@ try, none makes one faster.
 """
 
 import functools
+import operator
 import os
 import sys
 import time
@@ -30,7 +31,8 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
 SMALL_FLOPS = 1e8           # of a product: a millisecond of one core
 BUSY_SHARE = 0.25           # of the cores, by others
-SLOW_SECONDS = 1.0          # of a product
+SLOW_SECONDS = 2.0          # of a product
+PROBE = 256                 # rows and columns of one that is tried first
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
@@ -222,25 +224,30 @@ def low_formats(device: torch.device) -> tuple[str, ...]:
 def peak_flops(dtype: str, device: str, threads: int, *,
                fast: bool = True) -> tuple[float, tuple[int, int, int]]:
     """FLOP/s of the best square product in a dtype of DTYPES or LOW, and its shape. Under a second,
-    once per process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums.
-
-    A CPU without instructions for bf16 multiplies it a number at a time, a hundredth of float32's
-    speed: there the kit widens (`kernels.wide_product`), and that is its ceiling. No size is tried
-    that would take seconds.
-    """
-    on = torch.device(device)
-    ways = [functools.partial(product, fast=fast)]
-    if dtype == "bf16" and on.type == "cpu":
-        ways.append(widened)
+    once per process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
     rates = []
-    for way in ways:
-        for n in (4096, 8192) if on.type == "cuda" else (256, 512, 1024, 2048):
-            (seconds,) = interleaved_seconds([way((n, n), (n, n), dtype, on)], rounds=9,
-                                             within_seconds=0.25)
-            rates.append((2 * n**3 / min(seconds), (n, n, n)))
-            if 2**3 * min(seconds) > SLOW_SECONDS:      # the next size has so many times the work
-                break
+    for n, square in squares(dtype, torch.device(device), fast=fast).items():
+        (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
+        rates.append((2 * n**3 / min(seconds), (n, n, n)))
     return max(rates)
+
+
+def squares(dtype: str, device: torch.device, *,
+            fast: bool = True) -> dict[int, Callable[[], object]]:
+    """Products of two square matrices, by size. A CPU with AVX2 alone multiplies bf16 a number at a
+    time, a hundredth of float32's speed: there the kit widens (`kernels.wide_product`), and so does
+    this. No size is tried that would take seconds."""
+    def of(way: Callable, n: int) -> Callable[[], object]:
+        return way((n, n), (n, n), dtype, device)
+
+    own = functools.partial(product, fast=fast)
+    if device.type == "cuda":
+        return {n: of(own, n) for n in (4096, 8192)}
+    ways = [own, widened] if dtype == "bf16" else [own]
+    tried = interleaved_seconds([of(way, PROBE) for way in ways], rounds=9, within_seconds=0.1)
+    seconds, way = min(zip(map(min, tried), ways), key=operator.itemgetter(0))
+    sizes = [n for n in (1024, 2048) if seconds * (n / PROBE)**3 < SLOW_SECONDS] or [PROBE]
+    return {n: of(way, n) for n in sizes}
 
 
 def widened(left: tuple[int, ...], right: tuple[int, ...], dtype: str,

@@ -225,7 +225,7 @@ def test_who_may_ask_for_it(monkeypatch):
     assert row.why_not(Attending(model=ModelConfig(), device="gpu")) == ""
     assert "needs a GPU" in row.why_not(Attending(model=ModelConfig())) and "257" in row.why_not(Attending(model=model, device="gpu"))
     capped = Config().replace({"model.attention": {"name": "full", "soft_cap": 5.0}}).model
-    assert choose_attention("auto", device="cpu", low_precision=False, model=capped)[0] == "plain"
+    assert choose_attention("auto", device="cpu", low_precision=False, model=capped)[0] == "blocked"
     assert choose_attention("auto", device="gpu", low_precision=True, model=capped)[0] == "triton"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=r"system.attention=triton needs a GPU.*plain"):

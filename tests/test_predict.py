@@ -488,7 +488,7 @@ def test_the_peak_under_a_memory_technique(recipe, changes, monkeypatch):
     monkeypatch.setattr(wide_product, "wins", lambda a, b: False)
     found = measure.memory(config, device="cpu")
     said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.015)     # copies of queries in blocked attention are not counted
     assert 0.97 * found.peak_bytes < here.peak_bytes < 1.001 * found.peak_bytes      # a copy of a bias
 
 

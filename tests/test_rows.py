@@ -170,7 +170,8 @@ def test_cross_entropy_in_place(n, V, dtype, weighted):
     # a probability in float32, less 1 at the target, rounded once; under a weight once more
     spacing = torch.finfo(dtype).eps
     once = 1.02 if weighted else 0.51
-    assert ((logits.double() - g).abs() <= once * spacing * g.abs() + 4e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny).all()      # log-probabilities to -24 are rounded twice, by 1e-6 each
+    assert ((logits.double() - g).abs() <= once * spacing * g.abs() + 8e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny).all()
+    # log-probabilities to -24 are rounded twice, by 1e-6 each, and with AVX2 alone PyTorch's sum of exponentials by as much
 
 
 def test_cross_entropy_of_what_is_not_finite():

@@ -183,7 +183,8 @@ def test_logits_from_fewer_bits(format, bound, kind):
 
 def training_of(kind="full", **more) -> Training:
     changed = {f"model.{key}": value for key, value in {**SMALL, "context": 16, **more, "attention": kind}.items()}
-    config = Config().replace({**changed, "system.device": "cpu", "precision.recipe": "fp32", "system.attention": "plain"})
+    config = Config().replace({**changed, "system.device": "cpu", "precision.recipe": "fp32", "system.attention": "plain",
+                                "data.policy": "random-documents"})
     torch.manual_seed(0)
     training = Training.build(config, data=RandomTokens(config))
     drawn_anew(training.model.double().eval())

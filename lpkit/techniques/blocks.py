@@ -163,7 +163,7 @@ class Attending:
     device: Literal["cpu", "gpu"] = "cpu"
     here: bool = False
     capability: tuple[int, int] | None = None
-    interpreter: bool = False       # Triton's may stand in for a GPU
+    interpreter: bool = False       # Triton's stands in for a GPU: far too slow for auto
 
     @property
     def rule(self) -> Rule | None:
@@ -850,14 +850,17 @@ def operations(s: MicroBatch) -> Operations:
                 moved_bytes=N * m.V * logits))
 
 
+def interpreted(asked: str) -> bool:
+    return asked != "auto" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def choose_attention(asked: str, *, device: str, low_precision: bool,
                      model: Any) -> tuple[str, str]:
     """The backend on a kind of device, and why. See `lpkit bench attention-cpu`. Raises ConfigError
     for one that cannot."""
     given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
                       device="cpu" if device == "cpu" else "gpu",
-                      # far too slow to be chosen
-                      interpreter=asked != "auto" and os.environ.get("TRITON_INTERPRET") == "1")
+                      interpreter=interpreted(asked))
     if asked != "auto":
         pick(ATTENTION, asked, "system.attention")
         if problem := why_not(asked, given):

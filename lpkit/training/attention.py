@@ -24,7 +24,13 @@ from lpkit.kernels.choose import choose as raced
 from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention, why_not
+from lpkit.techniques.blocks import (
+    ATTENTION,
+    Attending,
+    choose_attention,
+    interpreted,
+    why_not,
+)
 
 RACE_FLOPS = 1e15       # of a run's attention, which take a CPU hours
 RACED_TOKENS = 1024     # at most, of one group of heads, in a race on a CPU
@@ -43,6 +49,7 @@ def choose(asked: str, config: Config, device: torch.device, *, low_precision: b
                                  model=model)
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,
                       dtype="bfloat16" if low_precision else "float32",
+                      interpreter=interpreted(asked),
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
     if asked == "auto" and before in ATTENTION and not why_not(before, given):
         return Choice(asked=asked, used=before, why="as this run was begun")
