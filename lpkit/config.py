@@ -20,11 +20,13 @@ from typing import Annotated, Any, Literal
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import blocks, layouts, memory
 from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES, cannot_train
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
 from lpkit.techniques.row import Settings, many_of, one_of
@@ -62,7 +64,7 @@ class ModelConfig(Group):
     mlp_width: Count | None = None      # None: 4 * width
     vocab: Count = 256
     context: Count = 256                # tokens per sequence
-    block: str = "pre-norm"             # this and the next rows: names of lpkit.techniques.blocks
+    block: str = "pre-norm"             # this and the next rows: names of rows of their own
     norm: str = "layernorm"             # layernorm, rmsnorm
     norm_eps: Positive = 1e-5
     position: str = "learned"           # learned, rope
@@ -100,7 +102,7 @@ class ModelConfig(Group):
 
     def __post_init__(self):
         super().__post_init__()
-        tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": blocks.POSITIONS,
+        tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": POSITIONS,
                   "mlp": blocks.MLPS}
         for key, table in tables.items():
             pick(table, getattr(self, key), f"model.{key}")
@@ -113,7 +115,7 @@ class ModelConfig(Group):
         if self.heads % self.G:
             raise ConfigError(f"model.heads={self.heads} is not a multiple of "
                               f"model.kv_heads={self.G}; kv_heads may be {_divisors(self.heads)}")
-        if blocks.POSITIONS[self.position].turns and self.E % 2:
+        if POSITIONS[self.position].turns and self.E % 2:
             raise ConfigError(f"rotary positions turn pairs, but a head has {self.E} numbers; "
                               f"make model.head_dim, or width/heads, even")
 
@@ -176,7 +178,7 @@ class SystemConfig(Group):
     # auto: on GPUs the fastest that is right, verified and raced
     kernels: Annotated[str, check_asked] = "auto"
     products: Literal["auto", "bf16", "float32"] = "auto"   # that multiply bf16 on a CPU
-    attention: str = "auto"         # who computes it: a row of blocks.ATTENTION
+    attention: str = "auto"         # who computes it: a row of ATTENTION
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
 
     def __post_init__(self):
@@ -184,7 +186,7 @@ class SystemConfig(Group):
             each = ",".join(f"{name}:{version}" for name, version in self.kernels.items())
             object.__setattr__(self, "kernels", each or "auto")
         super().__post_init__()
-        pick({"auto": None, **blocks.ATTENTION}, self.attention, "system.attention")
+        pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lpkit.kernels import blocked_attention, wide_product
 from lpkit.nn.attention import blocked, sees
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.blocks import query_blocks
+from lpkit.techniques.attention_backends import query_blocks
 
 HOLES = Rule(block=16, blocks=tuple(tuple((a + b) % 3 == 1 for b in range(19)) for a in range(19)))
 RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": Rule(window=130, global_tokens=5),

@@ -15,8 +15,9 @@ from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.memory.recompute import PRODUCTS, selective
 from lpkit.nn.attention import plain
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch, choose_attention
+from lpkit.techniques.attention_backends import ATTENTION, Attending, choose_attention
 from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.operation import MicroBatch
 from lpkit.training.training import RandomTokens, Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

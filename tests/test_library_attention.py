@@ -14,7 +14,13 @@ from lpkit.nn import library_attention as libraries
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, WORDS, Attending, choose_attention, nearest
+from lpkit.techniques.attention_backends import (
+    ATTENTION,
+    WORDS,
+    Attending,
+    choose_attention,
+    nearest,
+)
 
 RULES = {"full": Rule(), "window": Rule(window=9), "a window of one": Rule(window=1), "global": Rule(window=9, global_tokens=3),
          "blocks": Rule(block=16, blocks=tuple(tuple(a - b in (0, 2) for b in range(5)) for a in range(5))),

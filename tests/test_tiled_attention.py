@@ -15,7 +15,8 @@ from lpkit.predict import memory
 from lpkit.predict.flops import products
 from lpkit.presets import preset
 from lpkit.techniques.attention import BlockSparse, Rule, Window
-from lpkit.techniques.blocks import ATTENTION, MicroBatch
+from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.operation import MicroBatch
 from tests.test_predict import CPU
 
 RULES = {

@@ -25,7 +25,7 @@ from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import at_once, query_blocks
+from lpkit.techniques.attention_backends import at_once, query_blocks
 
 _encoded = functools.lru_cache(lambda rule: json.dumps(asdict(rule)))
 

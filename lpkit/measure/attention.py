@@ -23,7 +23,7 @@ from lpkit.config import ModelConfig
 from lpkit.nn.attention import backend
 from lpkit.tables import markdown_table
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import ATTENTION, Attending, nearest, why_not
+from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, why_not
 
 DTYPES = ("float32", "bfloat16", "float16")
 LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to

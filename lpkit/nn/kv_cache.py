@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import POSITIONS
 from lpkit.techniques.caches import CACHES, CacheFormat, slots
 from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.operation import POSITIONS
 
 
 def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,

@@ -216,7 +216,7 @@ def _keys_to_values(m: Any) -> int:
     return 4 * m.G * m.E * m.E
 
 
-OPERATIONS = "lpkit.techniques.blocks:"
+OPERATIONS = "lpkit.techniques.attention_backends:"
 STATE = "lpkit.nn.kv_cache:State"
 
 KINDS: dict[str, AttentionKind] = {
