@@ -227,11 +227,25 @@ def query_blocks(rule: Rule, T: int) -> list[tuple[int, int, list[tuple[int, int
     return [(i, min(i + QUERY_BLOCK, T), rule.spans(i, min(i + QUERY_BLOCK, T))) for i in starts]
 
 
+def masked(rule: Rule, first: int, last: int, spans: list[tuple[int, int]],
+           hides: Callable[[int, int], bool] = lambda begin, end: False) -> list[tuple[int, int]]:
+    """Of these keys, those from the first on of which queries first to last - 1 may not see one, by
+    the rule, documents apart, or by `hides`: a mask is for them alone."""
+    parts = [part for a, b in spans for part in ((a, min(b, first)), (max(a, first), b))
+             if part[0] < part[1]]
+    while parts and not (rule.hides(first, last, *parts[0]) or hides(*parts[0])):
+        parts.pop(0)
+    return parts
+
+
+def _count(spans: list[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
 @functools.lru_cache(maxsize=64)
 def most_scores(rule: Rule, T: int) -> int:
     """Of a head's blocks of queries, of the one that meets the most keys."""
-    return max((last - first) * sum(end - begin for begin, end in spans)
-               for first, last, spans in query_blocks(rule, T))
+    return max((last - first) * _count(spans) for first, last, spans in query_blocks(rule, T))
 
 
 def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tuple[int, int]:
@@ -245,12 +259,12 @@ def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tu
 def blocked(s: MicroBatch) -> Op:
     """q, k, v and a log-sum per query, as a flash kernel, but not the output: the product after it
     saves that. At work: copies of some heads' k and v, their gradients, and two blocks of scores.
-    Of the pairs, the spans that blocks of queries meet."""
+    Of the pairs, the spans that blocks of queries meet: documents count as one, which has the most.
+    """
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G = int(s.batch), int(m.G)
     views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
-    pairs = sum((last - first) * sum(end - begin for begin, end in spans)
-                for first, last, spans in query_blocks(rule, T))
+    pairs = sum((last - first) * _count(spans) for first, last, spans in query_blocks(rule, T))
     groups = math.prod(at_once(rule, T, B, G, repeats))
     # what is between the products is one pass in place on a CPU, and its definition elsewhere
     scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
