@@ -4,10 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lpkit import measure
 from lpkit.kernels import blocked_attention, wide_product
 from lpkit.nn.attention import blocked, sees
+from lpkit.predict import memory
+from lpkit.presets import preset
 from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import query_blocks
+from tests.test_predict import CPU
 
 HOLES = Rule(block=16, blocks=tuple(tuple((a + b) % 3 == 1 for b in range(19)) for a in range(19)))
 RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": Rule(window=130, global_tokens=5),
@@ -115,6 +119,20 @@ def test_no_block_computes_what_its_spans_leave_out(name):
                      for first, last, spans in query_blocks(rule, T))
     assert forward.get_total_flops() == 2 * 2 * 4 * 16 * pairs
     assert backward.get_total_flops() == (5 - 2) * 2 * 4 * 16 * pairs
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", [{"name": "full"}, {"name": "window", "size": 40, "global_tokens": 3}, {"name": "block-sparse", "block": 32}],
+                         ids=lambda kind: kind["name"])
+def test_the_peak_of_a_step_that_is_its_own(kind, batch, recipe, monkeypatch):
+    """What is not in the formula are two numbers of each query of a block, and one of the losses."""
+    monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
+    config = preset("cpu-3m").replace({
+        "model.layers": 2, "model.width": 64, "model.vocab": 16, "model.mlp_width": 64, "model.context": 300, "global_batch": batch,
+        "precision.recipe": recipe, "system.attention": "blocked", "model.attention": kind})
+    found, said = measure.memory(config, device="cpu"), memory(config, CPU)
+    assert found.module == "blocks.1.attention" and said.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3)
 
 
 def test_the_operators_are_what_pytorch_asks_of_one():

@@ -198,6 +198,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
                 d_sinks[h] -= (weight * dots.view(weight.shape)).sum((0, 2))
             del weights, d
         dk[b, g], dv[b, g] = d_keys.view(dk[b, g].shape), d_values.view(dv[b, g].shape)
+        del keys, near, values, d_keys, d_values
     return dq, dk, dv, d_sinks
 
 

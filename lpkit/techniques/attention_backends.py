@@ -258,17 +258,24 @@ def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tu
 
 def blocked(s: MicroBatch) -> Op:
     """q, k, v and a log-sum per query, as a flash kernel, but not the output: the product after it
-    saves that. At work: copies of some heads' k and v, their gradients, and two blocks of scores.
-    Of the pairs, the spans that blocks of queries meet: documents count as one, which has the most.
-    """
+    saves that. At work: copies of some heads' k and v, their gradients, the rows of one block, and
+    two blocks of scores; and masks, a byte a pair. Of the pairs, the spans that blocks of queries
+    meet: documents count as one, which has the most."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G = int(s.batch), int(m.G)
     views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
-    pairs = sum((last - first) * _count(spans) for first, last, spans in query_blocks(rule, T))
+    pairs = masks = near = 0
+    for first, last, spans in query_blocks(rule, T):
+        pairs += (last - first) * _count(spans)
+        masks += (last - first) * _count(masked(rule, first, last, spans))
+        near = max(near, _count(spans) * (len(spans) > 1))      # a copy, where they lie apart
     groups = math.prod(at_once(rule, T, B, G, repeats))
     # what is between the products is one pass in place on a CPU, and its definition elsewhere
     scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
-    work = groups * (4 * T * m.E + scores * repeats * most_scores(rule, T)) * s.compute_bytes
+    rows = repeats * min(QUERY_BLOCK, T)        # of queries, and of gradients that come and go
+    wide = 4 * T + 2 * rows + max(2 * near, near + rows)
+    work = masks + groups * s.compute_bytes * (
+        m.E * wide + scores * repeats * most_scores(rule, T))
     return _attention(s, numbers=views, views=views, saved=s.tokens * m.H * FP32,
                       work=grads + work, out=grads, pairs_share=pairs / T**2, backward_pairs=2.5,
                       score_passes=passes)
