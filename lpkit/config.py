@@ -102,6 +102,8 @@ class ModelConfig(Group):
 
     def __post_init__(self):
         super().__post_init__()
+        if problem := self.attention.problem(self.context):
+            raise ConfigError(problem)
         tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": POSITIONS,
                   "mlp": blocks.MLPS}
         for key, table in tables.items():

@@ -13,7 +13,7 @@ from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import query_blocks
 from tests.test_predict import CPU
 
-HOLES = Rule(block=16, blocks=tuple(tuple((a + b) % 3 == 1 for b in range(19)) for a in range(19)))
+HOLES = BlockSparse(block=16, table=tuple("".join("01"[(a + b) % 3 == 1] for b in range(19)) for a in range(19))).rule(300)
 RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": Rule(window=130, global_tokens=5),
          "many global tokens": Rule(window=20, global_tokens=200), "capped": Rule(soft_cap=2.0), "sinks": Rule(sinks=True),
          "documents": Rule(documents=True, soft_cap=3.0, sinks=True), "documents in windows": Rule(documents=True, window=50),

@@ -239,7 +239,10 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     if sinks is not None:
         sink = sinks.type_as(scores).view(1, k.shape[1], -1, 1)
         scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
-    return scores.softmax(-1)[..., :k.shape[2]].type_as(v) @ v
+    weights = scores.softmax(-1)[..., :k.shape[2]]
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)       # NaN, where a query sees nothing
+    return weights.type_as(v) @ v
 
 
 class Stored:
