@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques import blocks, layouts, memory
+from lpkit.techniques import FAMILIES, blocks, layouts, memory
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
@@ -107,7 +107,7 @@ class ModelConfig(Group):
         tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": POSITIONS,
                   "mlp": blocks.MLPS}
         for key, table in tables.items():
-            pick(table, getattr(self, key), f"model.{key}")
+            _pick(table, getattr(self, key), f"model.{key}")
         if self.head_dim is None and self.width % self.heads:
             below = self.width // self.heads * self.heads
             above = below + self.heads
@@ -188,7 +188,7 @@ class SystemConfig(Group):
             each = ",".join(f"{name}:{version}" for name, version in self.kernels.items())
             object.__setattr__(self, "kernels", each or "auto")
         super().__post_init__()
-        pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
+        _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +283,16 @@ class Config(Group):
 
 # Names of rows, and their settings.
 
+def _pick(table: Mapping[str, Any], name: Any, key: str) -> Any:
+    """As `pick`, and where another field has that name, of those alike first, it says which."""
+    fields = [field for field, rows in FAMILIES.items() if isinstance(name, str) and name in rows]
+    fields = [field for field in fields if field.endswith(key.rpartition(".")[2])] or fields
+    if len(fields) == 1 and name not in table:
+        raise ConfigError(f"there is no {key} {shown(name)}; set {fields[0]}={name}, or choose one "
+                          f"of {', '.join(table)}")
+    return pick(table, name, key)
+
+
 # the annotation of each field; reading them takes longer than building a Config
 _kinds = functools.cache(typing.get_type_hints)
 
@@ -316,13 +326,13 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:
     if isinstance(value, Settings):
-        pick(table, value.name, key)
+        _pick(table, value.name, key)
         return value
     given = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = given.pop("name", default)
     if not isinstance(name, str):
         raise ConfigError(f"{key} must name one of {', '.join(table)}, got {shown(name)}")
-    defaults = pick(table, name, key).settings
+    defaults = _pick(table, name, key).settings
     kinds = _kinds(type(defaults))
     for setting in given:
         if setting not in kinds:

@@ -248,6 +248,16 @@ def test_what_is_named_as_nearest_can(kind, device):
         assert ATTENTION[used].assumed, "a prediction takes what has to be tried first"
 
 
+@pytest.mark.parametrize("key, name, way", [
+    ("model.attention", "sdpa", "set system.attention=sdpa, or choose one of full, window"),
+    ("system.attention", "window", "set model.attention=window, or choose one of auto, plain"),
+    ("system.attention", "full", "set model.attention=full, or"), ("model.attention", "spda", "choose one of"),
+    ("optimizer", "cosine", "set schedule=cosine, or choose one of")])
+def test_a_kind_is_no_backend_and_the_reverse(key, name, way):
+    with pytest.raises(ConfigError, match=rf"^there is no {key} '{name}'; {way}"):
+        Config().replace({key: name})
+
+
 def test_asked_for_and_impossible_is_one_sentence():
     with pytest.raises(ConfigError, match=r"^system\.attention=flash-attn runs on a GPU alone; sdpa can$"):
         choose_attention("flash-attn", device="cpu", low_precision=False, model=ModelConfig())
