@@ -22,7 +22,9 @@ from lpkit.predict.activations import kept
 from lpkit.predict.flops import forward_flops, training_flops
 from lpkit.predict.params import parameter_count
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch, operations, why_not
+from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch
 from lpkit.training.compiled import Compile
 from lpkit.training.training import Training
 from tests.test_predict import CPU, ODD

@@ -28,6 +28,8 @@ KINDS = {
     "window, global": {"name": "window", "size": 5, "global_tokens": 2},
     "window, all global": {"name": "window", "size": 2, "global_tokens": 24},
     "blocks": {"name": "block-sparse", "block": 3, "local": 2, "stride": 3},
+    "table": {"name": "block-sparse", "block": 12, "table": ["10", "10"]},
+    "table, nothing seen, cap": {"name": "block-sparse", "block": 12, "table": ["11", "00"], "soft_cap": 2.0},
     "cap": {"name": "full", "soft_cap": 2.0}, "sinks": {"name": "full", "sinks": True},
     "window, cap, sinks": {"name": "window", "size": 5, "global_tokens": 1, "soft_cap": 2.0, "sinks": True},
     "blocks, sinks": {"name": "block-sparse", "block": 4, "local": 1, "stride": 2, "sinks": True},

@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 from lpkit.config import Config, MemoryConfig, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.techniques import blocks
+from lpkit.techniques.attention_backends import ATTENTION, Attending
+from lpkit.techniques.blocks import MLPS, NORMS
 from lpkit.techniques.layouts import divisors
+from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Settings
@@ -53,11 +55,11 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.5:         # sizes that tile
         changes |= {"model.width": 128, "model.head_dim": 32, "model.mlp_width": 384,
                     "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
-    for key in ("norm", "position", "mlp"):
-        changes[f"model.{key}"] = draw.choice(list(getattr(blocks, f"{key}s".upper())))
-    here = blocks.Attending(model=ModelConfig())
+    for key, table in {"norm": NORMS, "position": POSITIONS, "mlp": MLPS}.items():
+        changes[f"model.{key}"] = draw.choice(list(table))
+    here = Attending(model=ModelConfig())
     changes["system.attention"] = draw.choice(
-        [name for name, row in blocks.ATTENTION.items() if row.assumed and not row.why_not(here)])
+        [name for name, row in ATTENTION.items() if row.assumed and not row.why_not(here)])
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
     changes |= _row(draw, "precision.recipe", RECIPES)

@@ -34,7 +34,7 @@ from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
 from lpkit.kernels.kernel import Build, Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.blocks import FLASH_WIDTH
+from lpkit.techniques.attention_backends import FLASH_WIDTH
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = Rule()

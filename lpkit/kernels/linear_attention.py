@@ -10,7 +10,7 @@ keeps q, k, v and the gates, and makes the states again.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), any T; the H / G heads of a group share keys and
 values, and so the state. In 16 bits everything inside is float32. FLOPs are counted for whole
-chunks and without what backward does again, as `lpkit.techniques.blocks` does.
+chunks and without what backward does again, as `attention_backends` does.
 """
 
 from contextlib import AbstractContextManager
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.techniques.blocks import Pairs, chunk_of, delta_pairs, linear_pairs
+from lpkit.techniques.attention_backends import chunk_of, delta_pairs, linear_pairs
+from lpkit.techniques.operation import Pairs
 
 EPSILON = 1e-6      # of FAVOR+'s features, and of squared lengths
 OVERFLOW = 64.0     # e^64 times a million tokens is a float32 still

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import TILE
+from lpkit.techniques.attention_backends import TILE
 
 
 def tiles(rule: Rule, T: int, tile: int = TILE) -> Iterator[tuple[slice, list[slice]]]:

@@ -34,7 +34,7 @@ from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, 
 from lpkit.measure import attention
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques import FAMILIES
-from lpkit.techniques.blocks import ATTENTION
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Row
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import POSITIONS
 from lpkit.techniques.caches import CACHES, CacheFormat, slots
 from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.operation import POSITIONS
 
 
 def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
@@ -239,7 +239,10 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     if sinks is not None:
         sink = sinks.type_as(scores).view(1, k.shape[1], -1, 1)
         scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
-    return scores.softmax(-1)[..., :k.shape[2]].type_as(v) @ v
+    weights = scores.softmax(-1)[..., :k.shape[2]]
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)       # NaN, where a query sees nothing
+    return weights.type_as(v) @ v
 
 
 class Stored:

@@ -17,7 +17,8 @@ from lpkit.nn.attention import sdpa
 from lpkit.nn.kv_cache import Cache
 from lpkit.nn.layers import add_norm, linear
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
+from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
+from lpkit.techniques.operation import POSITIONS
 
 
 class Attention(nn.Module):

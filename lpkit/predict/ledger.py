@@ -16,11 +16,13 @@ from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
-from lpkit.techniques import blocks, machines, optimizers
-from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Operations, operations
+from lpkit.techniques import machines, optimizers
+from lpkit.techniques.attention_backends import choose_attention
+from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
+from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.row import Settings
 
@@ -159,8 +161,8 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
-    chosen, _ = blocks.choose_attention(attention or config.system.attention, device=on.kind,
-                                        low_precision=p.compute_bytes < FP32, model=config.model)
+    chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
+                                 low_precision=p.compute_bytes < FP32, model=config.model)
     sequences, pieces = micro_batch(config, layout.batch_ranks)
     return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
                       compute_bytes=p.compute_bytes, residual_bytes=p.residual_bytes,

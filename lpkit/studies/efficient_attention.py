@@ -23,8 +23,10 @@ from torch import Tensor
 from lpkit.config import Config, ModelConfig
 from lpkit.measure import saved_bytes
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import MicroBatch, Op, choose_attention, operations
+from lpkit.techniques.attention_backends import choose_attention
+from lpkit.techniques.blocks import operations
 from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
