@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels.choose import compiled
+from lpkit.kernels.choose import compiled, why_not
 from lpkit.kernels.scales import stored_dtype
 from lpkit.techniques.formats import format_of
 
@@ -32,6 +32,12 @@ def _lacks(what: str, *asked: object) -> None:
     """Raises ConfigError where something of `what` is asked for."""
     if any(one is not None and one is not False for one in asked):
         raise ConfigError(f"it has no {what}; a peer in other cases")
+
+
+def _in_triton(x: Tensor) -> None:
+    """Raises ConfigError where Triton does not run."""
+    if why := why_not("triton", (x,)):
+        raise ConfigError(f"its kernel is Triton's, which {why}")
 
 
 # ---- torchao
@@ -80,6 +86,7 @@ def torchao_tensor_triton(x: Tensor, fmt: str, rule: str, rows: bool, columns: b
 
     _lacks("history, no stochastic rounding and no scale that is a power of two", history, noise,
            POWERS[rule])
+    _in_triton(x)
     one, turned = hp_to_fp8_row_major_t_and_non_t(x, stored_dtype(format_of(fmt)),
                                                   LinearMMConfig())
     return *[one._data] * rows, *[turned._data] * columns, one._scale.reciprocal().view(())
@@ -98,6 +105,7 @@ def torchao_blocks(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows
     from torchao.prototype.blockwise_fp8_training import kernels
 
     _lacks("stochastic rounding and no scale that is a power of two", noise, POWERS[rule])
+    _in_triton(x)
     made = []
     if rows:
         made += ([t.T for t in kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(x, side)]
