@@ -61,7 +61,8 @@ class Kernel:
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
     moved_bytes: that any version must read and write, for given arguments, forward.
     timed:       arguments like those of a training step, for a generator and a device.
-    peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
+    peers:       other libraries' kernels with the same arguments, which give the first of the
+                 results at least; ImportError where one is missing.
     builds:      what the tests compile for GPUs.
     typical:     arguments of a training step's size, on the meta device, by what they stand for.
     """
@@ -161,8 +162,12 @@ def liger(name: str, implementation: str = "") -> Any:
 
 def far(got: list[Tensor], want: list[Tensor]) -> str:
     """Where another library's results are not those of the definition within NEAR, or empty. It may
-    round in between."""
-    for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
+    round in between, and lack the last ones."""
+    if not 0 < len(got) <= len(want):
+        return f"{len(got)} results and gradients where the definition has {len(want)}"
+    for i, (ours, theirs) in enumerate(zip(got, want), 1):
+        if ours.shape != theirs.shape:
+            return f"result {i} of {len(want)}: {_unlike(ours, theirs)}"
         error = _length(ours.double() - theirs.double()) / max(_length(theirs.double()), 1e-30)
         if not error < NEAR:
             return f"result {i} of {len(want)} differs from the definition by {error:.3g} of it"
