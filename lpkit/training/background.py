@@ -15,9 +15,9 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
@@ -26,6 +26,12 @@ from lpkit.files import one_name, own_folder
 from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
+
+if TYPE_CHECKING:   # it imports torch
+    from lpkit.parallel.ranks import Ranks
+
+
+GO_ON, PAUSE, STOP = range(3)       # what a loop is asked
 
 
 class Control:
@@ -40,10 +46,10 @@ class Control:
         self.stopped_by = self.stopped_by or by
         self.go_on.set()
 
-    def stopped(self) -> bool:
-        """Waits while paused."""
-        self.go_on.wait()
-        return bool(self.stopped_by)
+    def asked(self) -> int:
+        if self.stopped_by:
+            return STOP
+        return GO_ON if self.go_on.is_set() else PAUSE
 
 
 def default_folder(name: str = "run") -> Path:
@@ -71,18 +77,24 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
 
 
 def _trained(config: Config, path: Path, resume: bool, observers: Observers,
-             control: Control) -> Run:
+             control: Control, ranks: "Ranks | None" = None) -> Run:
+    """`ranks` None: as the environment says."""
+    from lpkit.parallel.ranks import here
     from lpkit.training.loop import fit
     from lpkit.training.training import Training
 
-    training = Training.build(config, before=Run(path).environment if resume else None)
-    if config.precision.telemetry_every:
-        from lpkit.measure import telemetry  # most runs are not looked at
+    with ExitStack() as until_end:
+        if ranks is None:
+            ranks = until_end.enter_context(here(config))
+        training = Training.build(config, before=Run(path).environment if resume else None,
+                                  ranks=ranks)
+        if config.precision.telemetry_every and ranks.first:
+            from lpkit.measure import telemetry  # most runs are not looked at
 
-        telemetry.attach(training, path, every=config.precision.telemetry_every)
-    # from here on there is something to save; before, a signal ends the preparation
-    with _signals_stop(control.stop):
-        return fit(training, path, resume=resume, observers=observers, control=control)
+            telemetry.attach(training, path, every=config.precision.telemetry_every)
+        # from here on there is something to save; before, a signal ends the preparation
+        with _signals_stop(control.stop):
+            return fit(training, path, resume=resume, observers=observers, control=control)
 
 
 @contextmanager
