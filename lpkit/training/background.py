@@ -81,7 +81,7 @@ def _trained(config: Config, path: Path, resume: bool, observers: Observers,
 
         telemetry.attach(training, path, every=config.precision.telemetry_every)
     # from here on there is something to save; before, a signal ends the preparation
-    with _signals_stop(control.stop):
+    with signals_stop(control.stop):
         return fit(training, path, resume=resume, observers=observers, control=control)
 
 
@@ -100,7 +100,7 @@ def _let_go() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
+def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand; a second Ctrl-C
     interrupts at once. A thread hears none: there the handle's `stop` serves."""
     def heard(number: int, frame: Any) -> None:
