@@ -1,25 +1,26 @@
 """Ranks: processes of this machine that compute together; started, watched and ended as one.
 
-    caller          a notebook, a command: it may hold a GPU and threads, so it forks nothing
-      keeper        lpkit/processes.py: ends all that is below when the caller is gone
-        warm parent lpkit/parallel/supervisor.py: imports what the ranks need, once; then forks and
-                    watches them, and tells the caller what they say
-          ranks     function(place, told)
+    caller            a notebook, a command: it may hold a GPU and threads, so it forks nothing
+      keeper          lpkit/processes.py: ends all that is below when the caller is gone
+        warm parent   lpkit/parallel/supervisor.py: imports what ranks need, once, and forks
+          supervisor  for each `Processes` one: it forks the ranks, watches them, and tells
+            ranks     function(place, told)
 
     with Processes("package.module:function", {"lr": 0.1}, world=2) as ranks:
         values = ranks.wait()           # of each rank; or the error of the rank that is to blame
 
-No port is opened for them to meet: their store is a file of a private folder, which the keeper
-removes. Nothing here imports torch.
+No port is opened for them to meet: their store is a file of the keeper's private folder. Nothing
+here imports torch.
 """
 
 import json
 import mmap
 import os
+import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -97,6 +98,42 @@ class Place:
         return HEAD.size + self.local_rank * SLOT.size
 
 
+class WarmParent:
+    """A process that has imported what ranks need: only its first ranks wait for that. Who starts
+    ranks once needs none; `with` it, all that it started ends with the block."""
+
+    def __init__(self):
+        if not hasattr(os, "fork"):
+            raise ConfigError("several processes need fork, which this system does not have; train "
+                              "on one, without `processes`")
+        folder = new_folder()
+        # what can be imported here can be there
+        path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
+        self._calls, theirs = socket.socketpair()
+        with theirs:
+            self._keeper = Children().start(
+                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", folder, theirs.fileno()],
+                folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+
+    def start(self, function: str, fds: Sequence[int]) -> None:
+        """A supervisor of ranks of `function`, which gets copies of `fds`."""
+        with suppress(OSError):     # it is gone, and nobody will write into what it should have had
+            socket.send_fds(self._calls, [function.encode()], fds)
+
+    def end(self) -> None:
+        """Within 2 s. May be called again, from any thread; it does not wait."""
+        end(self._keeper)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+        self._calls.close()
+
+
 class Processes:
     """`world` ranks of `function`, "package.module:name", which is called with a Place and `told`,
     and may return what becomes JSON.
@@ -104,27 +141,24 @@ class Processes:
     timeout_seconds:  a rank that gives no sign of life for so long is ended, and all with it
     progress_seconds: so are all when no rank has noted anything for so long (`Place.at`)
     heard:            called with a rank and what it told, by whoever waits
+    parent:           None: one of their own
     """
 
     def __init__(self, function: str, told: Mapping[str, Any] | None = None, *, world: int,
                  timeout_seconds: float = TIMEOUT_SECONDS,
                  progress_seconds: float = PROGRESS_SECONDS,
-                 heard: Callable[[int, dict], None] = lambda rank, said: None):
-        self._heard, self._ended = heard, ""
-        job = {"function": function, "told": dict(told or {}), "world": world,
-               "timeout_seconds": timeout_seconds, "progress_seconds": progress_seconds}
-        # what can be imported here can be there
-        path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
+                 heard: Callable[[int, dict], None] = lambda rank, said: None,
+                 parent: WarmParent | None = None):
+        self._heard, self._killed = heard, False
+        self._own = None if parent else WarmParent()
         asked, asks = os.pipe()
         report, reports = os.pipe()
         self._asks, self._report = open(asks, "wb", buffering=0), open(report, "rb")
-        folder = new_folder()
-        self._keeper = Children().start(
-            [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", folder, asked, reports],
-            folder, files={"job.json": job}, fds=[asked, reports],
-            env=os.environ | {"PYTHONPATH": path})
+        (parent or self._own).start(function, [asked, reports])
         os.close(asked)
         os.close(reports)
+        self._write({"world": world, "told": dict(told or {}), "timeout_seconds": timeout_seconds,
+                     "progress_seconds": progress_seconds})
 
     def wait(self) -> list[Any]:
         """What each rank returned, once all is over and nothing of it is left.
@@ -139,33 +173,42 @@ class Processes:
                 self._heard(said["rank"], said["told"])
             else:
                 outcome = said
-        code = self._keeper.wait()
+        self._end()
         if "values" in outcome:
             return outcome["values"]
         if outcome:
             kinds = {"ConfigError": ConfigError, "RunFailedError": RunFailedError}
             raise kinds[outcome["kind"]](outcome["sentence"])
-        raise RunFailedError(self._ended or f"the process that watches the ranks ended with exit "
-                                            f"code {code}")
+        raise RunFailedError("the ranks were ended by kill()" if self._killed else
+                             "the process that watched the ranks is gone")
 
     def stop(self, by: str = "stop") -> None:
         """Ask the ranks to stop: see `Place.asked`."""
-        self._ask("stop", by)
+        self._write([ASKS.index("stop"), by])
 
     def pause(self) -> None:
-        self._ask("pause")
+        self._write([ASKS.index("pause"), ""])
 
     def resume(self) -> None:
-        self._ask("")
+        self._write([ASKS.index(""), ""])
 
-    def _ask(self, what: str, by: str = "") -> None:
+    def _write(self, what: Any) -> None:
         with suppress(OSError, ValueError):     # all is over
-            self._asks.write(f"{ASKS.index(what)} {by}\n".encode())
+            self._asks.write(f"{json.dumps(what)}\n".encode())
 
     def kill(self) -> None:
-        """End them all now, within 2 s; who waits gets a RunFailedError. May be called again."""
-        self._ended = "the ranks were ended by kill()"
-        end(self._keeper)
+        """End them all now; who waits gets a RunFailedError. May be called again."""
+        self._killed = True
+        self._asks.close()
+        if self._own:
+            self._own.end()
+
+    def _end(self) -> None:
+        """Wait until nothing is left."""
+        self._asks.close()
+        self._report.close()
+        if self._own:
+            self._own.__exit__()
 
     def __enter__(self) -> Self:
         return self
@@ -173,6 +216,6 @@ class Processes:
     def __exit__(self, *raised: object) -> None:
         """None outlives the block."""
         self.kill()
-        self._keeper.wait()
-        for file in (self._asks, self._report, self._keeper.stdout):
-            file.close()
+        if not self._report.closed:
+            self._report.read()     # until the supervisor has ended them
+        self._end()

@@ -1,11 +1,11 @@
-"""The warm parent of `Processes`: it imports what the ranks need, once, forks them and watches.
+"""The warm parent of ranks, and those who watch them.
 
-    python -m lpkit.parallel.supervisor FOLDER ASKED REPORTS
+    python -m lpkit.parallel.supervisor FOLDER SOCKET
 
 Whose fault it is when a rank ends or hangs is judged by each rank's own record, which is written
 before the rank exits: exit codes come late, and who waited for a dead rank fails, too. A rank that
 left no record is judged by its end; of those that hang, by what they noted on the shared page.
-This process has one thread and never touches a GPU: both would be lost or broken in a fork.
+Until the ranks run there is one thread and no GPU is touched: neither would survive a fork.
 """
 
 import faulthandler
@@ -15,8 +15,10 @@ import json
 import math
 import os
 import pkgutil
-import selectors
+import select
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,7 +26,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import psutil
 
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import ASKS, BEAT_SECONDS, HEAD, SLOT, Place, new_page
+from lpkit.processes import adopt_orphans, end_with_parent, sweep
 from lpkit.training.runs import RunFailedError
 
 TICK_SECONDS = 0.05
@@ -48,6 +50,7 @@ PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL comm
 # --- in a rank
 
 def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, stacks: Path) -> int:
+    end_with_parent()
     with open(stacks, "w") as file:
         faulthandler.enable(file)       # a crash in C leaves its stack, too
         faulthandler.register(signal.SIGUSR1, file)
@@ -97,15 +100,31 @@ def _kind(error: BaseException) -> str:
 
 # --- in the warm parent
 
+class Lines:
+    """What comes out of a pipe, by whole lines."""
+
+    def __init__(self, fd: int):
+        self.fd, self.over, self._rest = fd, False, b""
+        os.set_blocking(fd, False)
+
+    def read(self) -> list[bytes]:
+        try:
+            some = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return []
+        self.over = not some
+        *lines, self._rest = (self._rest + some).split(b"\n")
+        return lines
+
+
 @dataclass
 class Rank:
     """What is known of one."""
 
     number: int
     pid: int
-    pipe: int | None    # by which it tells, until it is read to its end
+    lines: Lines        # what it tells
     stacks: Path        # where it writes its stack
-    unread: bytes = b""
     failed: dict[str, Any] | None = None    # its record: of `_record`
     done: list[Any] | None = None           # [what it returned]
     status: int | None = None               # its exit code; of a signal, minus its number
@@ -164,7 +183,7 @@ class Rank:
 
 
 class Supervisor:
-    def __init__(self, ranks: list[Rank], page: Any, asked: int, reports: int, *,
+    def __init__(self, ranks: list[Rank], page: Any, asked: Lines, reports: int, *,
                  timeout_seconds: float, progress_seconds: float):
         self.ranks, self.page, self.asked, self.reports = ranks, page, asked, reports
         self.timeout_seconds, self.progress_seconds = timeout_seconds, progress_seconds
@@ -173,25 +192,28 @@ class Supervisor:
         self.trouble = math.inf     # when the first rank was found to have failed
         self.still_seconds = 0.0    # in which no rank got further
         self.unsent = bytearray()
-        self.select = selectors.DefaultSelector()
 
     def watch(self) -> None:
-        """Until no rank is left; then the outcome is told."""
-        reader, writer = os.pipe()
+        """Until no rank is left."""
+        wakes, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)      # a rank that ends wakes us
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.set_blocking(self.reports, False)
-        hear = {reader: lambda: os.read(reader, 512), self.asked: self._obey}
-        for rank in self.ranks:
-            os.set_blocking(rank.pipe, False)
-            hear[rank.pipe] = partial(self._read, rank)
-        for fd, what in hear.items():
-            self.select.register(fd, selectors.EVENT_READ, what)
-        keeper, before = os.getppid(), time.monotonic()
-        while any(rank.alive for rank in self.ranks) and os.getppid() == keeper:
-            for key, _ in self.select.select(TICK_SECONDS):
-                key.data()
+        before = time.monotonic()
+        while any(rank.alive for rank in self.ranks):
+            pipes = {rank.lines.fd: rank for rank in self.ranks if not rank.lines.over}
+            ready, *_ = select.select([wakes, self.asked.fd, *pipes], [], [], TICK_SECONDS)
+            for fd in ready:
+                if fd == wakes:
+                    os.read(wakes, 512)
+                elif fd == self.asked.fd:
+                    self.obey(self.asked.read())
+                else:
+                    self._hear(pipes[fd])
+            if self.asked.over:     # nobody waits for an outcome
+                for rank in self.ranks:
+                    rank.send(signal.SIGKILL)
             for rank in self.ranks:
                 self._bury(rank)
             now = time.monotonic()
@@ -201,44 +223,32 @@ class Supervisor:
             self._judge(now)
             self._end(now)
             self._send()
-        for rank in self.ranks:     # some are left when the keeper is gone
-            rank.send(signal.SIGKILL)
+
+    def conclude(self) -> None:
+        """The last word."""
         os.set_blocking(self.reports, True)
         self.unsent += _line(self.outcome)
         self._send()
 
-    def _obey(self) -> None:
-        said = os.read(self.asked, 512)
-        if not said:            # the caller is gone, and the keeper ends us
-            self.select.unregister(self.asked)
-        for line in said.splitlines():
-            what, by = line.split(b" ", 1)
-            HEAD.pack_into(self.page, 0, int(what), by)
+    def obey(self, lines: list[bytes]) -> None:
+        for line in lines:
+            what, by = json.loads(line)
+            HEAD.pack_into(self.page, 0, what, by.encode())
 
-    def _read(self, rank: Rank) -> bool:
-        """Whether there was something."""
-        if rank.pipe is None:
-            return False
-        try:
-            some = os.read(rank.pipe, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not some:
-            self.select.unregister(rank.pipe)
-            os.close(rank.pipe)
-            rank.pipe = None
-        *lines, rank.unread = (rank.unread + some).split(b"\n")
+    def _hear(self, rank: Rank) -> bool:
+        """Whether it said something."""
+        lines = rank.lines.read()
         for line in lines:
             kind, value = line.split(b" ", 1)
             if kind == b"told":
                 self.unsent += b'{"rank": %d, "told": %b}\n' % (rank.number, value)
             else:
                 setattr(rank, kind.decode(), json.loads(value))
-        return bool(some)
+        return bool(lines)
 
     def _bury(self, rank: Rank) -> None:
         if rank.alive and (ended := os.waitpid(rank.pid, os.WNOHANG))[0]:
-            while self._read(rank):     # its last words
+            while self._hear(rank):     # its last words
                 pass
             rank.status, rank.ended_at = os.waitstatus_to_exitcode(ended[1]), time.monotonic()
 
@@ -338,31 +348,72 @@ def _line(said: dict[str, Any] | None) -> bytes:
     return f"{json.dumps(said)}\n".encode()
 
 
-def main(folder: str, asked: str, reports: str) -> int:
-    job = json.loads(Path(folder, "job.json").read_text())
-    fds, world = (int(asked), int(reports)), job["world"]
-    try:
-        function = pkgutil.resolve_name(job["function"])    # with all that it imports
-    except Exception as error:
-        record = _record(error)
-        os.write(fds[1], _line({"kind": "RunFailedError", "sentence":
-                                f"cannot import {job['function']}: {record['error']}\n\n"
-                                f"{record['traceback']}"}))
-        return 1
-    page, ranks = new_page(world), []
-    gc.freeze()             # what the ranks share stays shared
+def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> int | None:
+    """Fork ranks and watch them. Returns in each rank with its exit code, and in the supervisor
+    when none is left."""
+    end_with_parent()
+    adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    lines: list[bytes] = []
+    while not lines:
+        lines = asked.read()
+        if asked.over:          # the caller has changed its mind
+            return None
+    job, page, ranks = json.loads(lines[0]), None, []
+    world = job["world"]
+    page = new_page(world)
+    folder.mkdir()
     for number in range(world):
         reader, writer = os.pipe()
-        pid, stacks = os.fork(), Path(folder, f"stacks-{number}")
+        pid, stacks = os.fork(), folder / f"stacks-{number}"
         if not pid:
-            for fd in (*fds, reader, *(rank.pipe for rank in ranks)):
+            for fd in (asked.fd, reports, reader, *(rank.lines.fd for rank in ranks)):
                 os.close(fd)
             place = Place(number, world, number, world, f"file://{folder}/store", page, writer)
             return run_rank(function, place, job["told"], stacks)
         os.close(writer)
-        ranks.append(Rank(number, pid, reader, stacks))
-    Supervisor(ranks, page, *fds, timeout_seconds=job["timeout_seconds"],
-               progress_seconds=job["progress_seconds"]).watch()
+        ranks.append(Rank(number, pid, Lines(reader), stacks))
+    supervisor = Supervisor(ranks, page, asked, reports, timeout_seconds=job["timeout_seconds"],
+                            progress_seconds=job["progress_seconds"])
+    supervisor.obey(lines[1:])
+    try:
+        supervisor.watch()
+    finally:
+        sweep()                 # what ranks have left
+        shutil.rmtree(folder, ignore_errors=True)
+    supervisor.conclude()
+    return None
+
+
+def main(folder: str, calls: str) -> int:
+    """Fork a supervisor for each call: the name of a function, and two pipes."""
+    end_with_parent()
+    watching: set[int] = set()
+    signal.signal(signal.SIGCHLD, lambda *_: watching.difference_update(
+        [pid for pid in watching if os.waitpid(pid, os.WNOHANG)[0]]))
+    with socket.socket(fileno=int(calls)) as heard:
+        for call in itertools.count():
+            name, fds, *_ = socket.recv_fds(heard, 4096, 2)
+            if not name:        # the caller is gone
+                break
+            try:
+                function = pkgutil.resolve_name(name.decode())      # with all that it imports
+            except Exception as error:
+                record = _record(error)
+                sentence = f"cannot import {name.decode()}: {record['error']}"
+                os.write(fds[1], _line({"kind": "RunFailedError", "sentence":
+                                        f"{sentence}\n\n{record['traceback']}"}))
+            else:
+                gc.freeze()     # what the ranks share stays shared
+                if not (pid := os.fork()):
+                    heard.close()
+                    code = watch(function, Path(folder, str(call)), Lines(fds[0]), fds[1])
+                    if code is None:
+                        os._exit(0)
+                    return code
+                watching.add(pid)
+            for fd in fds:
+                os.close(fd)
     return 0
 
 
