@@ -8,6 +8,7 @@ left no record is judged by its end; of those that hang, by what they noted on t
 Until the ranks run there is one thread and no GPU is touched: neither would survive a fork.
 """
 
+import atexit
 import faulthandler
 import gc
 import itertools
@@ -49,22 +50,30 @@ PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL comm
 
 # --- in a rank
 
-def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, stacks: Path) -> int:
+def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, stacks: Path) -> None:
+    """Does not return."""
     end_with_parent()
-    with open(stacks, "w") as file:
-        faulthandler.enable(file)       # a crash in C leaves its stack, too
-        faulthandler.register(signal.SIGUSR1, file)
-        threading.Thread(target=_beat, args=(place,), daemon=True).start()
-        try:
-            place.write("done", [function(place, told)])
-        except BaseException as error:      # also SystemExit: whoever exits has not finished
-            place.write("failed", _record(error))
-            return 1
+    file = open(stacks, "w")
+    faulthandler.enable(file)       # a crash in C leaves its stack, too
+    faulthandler.register(signal.SIGUSR1, file)
+    threading.Thread(target=_beat, args=(place,), daemon=True).start()
+    code = 1
+    try:
+        place.write("done", [function(place, told)])
+        code = 0
         # from here on it may abort: it is done
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
-        return 0
+    except BaseException as error:          # also SystemExit: whoever exits has not finished
+        if code:
+            place.write("failed", _record(error))
+    finally:
+        # all but the taking down of modules, for which torch takes half a second
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _beat(place: Place) -> None:
@@ -348,9 +357,8 @@ def _line(said: dict[str, Any] | None) -> bytes:
     return f"{json.dumps(said)}\n".encode()
 
 
-def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> int | None:
-    """Fork ranks and watch them. Returns in each rank with its exit code, and in the supervisor
-    when none is left."""
+def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> None:
+    """Fork ranks and watch them, until nothing of them is left."""
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -358,7 +366,7 @@ def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> int |
     while not lines:
         lines = asked.read()
         if asked.over:          # the caller has changed its mind
-            return None
+            return
     job, page, ranks = json.loads(lines[0]), None, []
     world = job["world"]
     page = new_page(world)
@@ -370,7 +378,7 @@ def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> int |
             for fd in (asked.fd, reports, reader, *(rank.lines.fd for rank in ranks)):
                 os.close(fd)
             place = Place(number, world, number, world, f"file://{folder}/store", page, writer)
-            return run_rank(function, place, job["told"], stacks)
+            run_rank(function, place, job["told"], stacks)
         os.close(writer)
         ranks.append(Rank(number, pid, Lines(reader), stacks))
     supervisor = Supervisor(ranks, page, asked, reports, timeout_seconds=job["timeout_seconds"],
@@ -382,7 +390,6 @@ def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> int |
         sweep()                 # what ranks have left
         shutil.rmtree(folder, ignore_errors=True)
     supervisor.conclude()
-    return None
 
 
 def main(folder: str, calls: str) -> int:
@@ -407,10 +414,12 @@ def main(folder: str, calls: str) -> int:
                 gc.freeze()     # what the ranks share stays shared
                 if not (pid := os.fork()):
                     heard.close()
-                    code = watch(function, Path(folder, str(call)), Lines(fds[0]), fds[1])
-                    if code is None:
+                    try:
+                        watch(function, Path(folder, str(call)), Lines(fds[0]), fds[1])
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
                         os._exit(0)
-                    return code
                 watching.add(pid)
             for fd in fds:
                 os.close(fd)
