@@ -4,6 +4,7 @@
   lpkit train cpu-3m steps=600 model.layers=6 --out runs/six
   lpkit train --out runs/six --resume
   lpkit train --out runs/six --resume steps=900
+  lpkit train cpu-3m --processes 2
 
 Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a checkpoint;
 --resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
@@ -29,6 +30,8 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="the run folder (default: a new one under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
+                        "machine: replicas, where parallel.* does not say otherwise")
 
 
 def run(args: Namespace) -> dict:
@@ -47,6 +50,10 @@ def run(args: Namespace) -> dict:
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)
+    begin = train
+    if args.processes is not None:
+
+        begin = lambda *args, **more: ...
     bar = None      # from the first step on: what is refused before it should not show one
 
     def show(record):
@@ -60,7 +67,7 @@ def run(args: Namespace) -> dict:
         bar.update(record.step - bar.n)
 
     try:
-        summary = train(config, out=out, resume=args.resume, observers=[show]).summary
+        summary = begin(config, out=out, resume=args.resume, observers=[show]).summary
     finally:
         if bar is not None:
             bar.close()

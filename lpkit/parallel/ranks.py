@@ -150,15 +150,18 @@ def joined(layout: Layout, device: str, *, rank: int, world: int, local_rank: in
         dist.destroy_process_group()
 
 
+def device_type(config: Config) -> str:
+    asked = config.system.device.partition(":")[0]
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
 def here(config: Config) -> Iterator[Ranks]:
     """As torchrun or `accelerate launch` have said in the environment; else alone.
 
     Raises ConfigError when the config asks for several processes and this is one.
     """
-    layout, device = config.parallel, config.system.device.partition(":")[0]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout, device = config.parallel, device_type(config)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1 and layout.devices > 1:
         raise ConfigError(
