@@ -1,0 +1,120 @@
+"""Ranks that fail in every way, and how soon the right one is named; and what their start costs.
+
+`rank` is the function that they run, also in tests/test_launch.py: it reduces a tensor at every
+step, and one of them meets a fault on the way.
+"""
+
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lpkit.bench.harness import ROUNDS, Result, paired
+from lpkit.errors import ConfigError
+from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.training.runs import RunFailedError
+
+TRIALS = 20
+END_SECONDS = 5.0           # from a rank's death to the error
+TIMEOUT_SECONDS = 2.0       # for a rank without a sign of life;
+NAMED_SECONDS = 2.0         # and so much later it is named
+START_SECONDS = 3.0         # the first step of two ranks after that of one process
+MARK = "LPKIT_BENCH_LAUNCH"     # in the environment of all that a trial starts
+STEP = 5                    # where the fault is
+
+
+def _wait(place: Place) -> None:
+    while True:
+        time.sleep(1)
+
+
+def _raise(place: Place) -> None:
+    raise ValueError("a fault that was planted")
+
+
+def _refuse(place: Place) -> None:
+    raise ConfigError("a setting that cannot be; choose another")
+
+
+def _fill(place: Place) -> None:
+    raise MemoryError
+
+
+FAULTS: dict[str, Callable[[Place], Any]] = {
+    "raises": _raise,
+    "refuses": _refuse,
+    "meets the end of memory": _fill,
+    "exits": lambda place: os._exit(9),
+    "is killed": lambda place: os.kill(os.getpid(), signal.SIGKILL),
+    "crashes": lambda place: ctypes.string_at(0),
+    "is stopped": lambda place: os.kill(os.getpid(), signal.SIGSTOP),
+    "holds the lock": lambda place: ctypes.PyDLL(None).sleep(1000),
+    "never calls": _wait,
+}
+
+
+def rank(place: Place, told: dict[str, Any]) -> int:
+    """Reduce `told["steps"]` times; rank 1 meets `told["fault"]` at STEP."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=place.store, rank=place.rank,
+                            world_size=place.world)
+    for step in range(1, told.get("steps", 1000) + 1):
+        place.at(step, "forward")
+        if place.rank == 1 and step == STEP and "fault" in told:
+            place.tell({"fault_at": time.monotonic()})
+            FAULTS[told["fault"]](place)
+        place.at(step, "reduce")
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        place.tell({"step": step, "sum": float(x[0])})
+    return place.rank
+
+
+def run(rounds: int = ROUNDS) -> list[Result]:
+    trials = max(1, round(TRIALS * rounds / ROUNDS))
+    results = [_faults("is killed", trials, END_SECONDS, "died at step 5 in forward of SIGKILL"),
+               _faults("is stopped", trials, TIMEOUT_SECONDS + NAMED_SECONDS, "gave no sign of life",
+                       timeout_seconds=TIMEOUT_SECONDS)]
+    ours, alone = _starts(rounds)
+    late = [two - one for two, one in zip(ours, alone, strict=True)]
+    results.append(paired(
+        "launch", ours=late, peer=[START_SECONDS] * rounds, peer_name="allowed", target=1,
+        better="lower", case="first step of two ranks, after one process's",
+        facts={"two_ranks_seconds": ours, "one_process_seconds": alone}))
+    return results
+
+
+def _faults(fault: str, trials: int, within_seconds: float, sentence: str, **limits: float
+            ) -> Result:
+    """How often rank 1 was not named in time, or something was left behind."""
+    wrong, seconds = [], []
+    for trial in range(trials):
+        with tempfile.TemporaryDirectory() as place:
+            error, took = _trial(fault, place, **limits)
+            left = [*_marked(place), *os.listdir(place)]
+        seconds.append(round(took, 2))
+        if not error.startswith(f"rank 1 of 2 {sentence}") or took > within_seconds or left:
+            wrong.append(f"{trial}: after {took:.2f} s {error!r}, left: {left}")
+    return paired("launch", ours=[len(wrong)], peer=[trials], peer_name="trials", target=0,
+                  better="lower", unit="times", facts={"seconds": seconds, "failures": wrong},
+                  case=f"a rank {fault}: named within {within_seconds:g} s, and nothing is left")
+
+
+def _trial(fault: str, place: str, **limits: float) -> tuple[str, float]:
+    """The error, and how many seconds after the fault it came."""
+    said: list[dict] = []
+    before = dict(os.environ)
+    os.environ |= {MARK: place, "TMPDIR": place}
+    tempfile.tempdir = None         # read TMPDIR anew
+    ...
