@@ -1,7 +1,5 @@
 """What ranks do in test_parallel.py; each is `f(place, told)`."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,15 +8,13 @@ from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
-from lpkit.parallel.ranks import Ranks, Share, joined
-from lpkit.parallel.replicas import packed, padded
-from lpkit.techniques.layouts import Layout
+from lpkit.parallel.ranks import Share, joined
 from lpkit.training.training import Training
 
 
-def _meet(place: Place, layout: Layout):
+def _meet(place: Place, config: Config):
     torch.set_num_threads(1)
-    return joined(layout, "cpu", rank=place.rank, world=place.world, local_rank=place.local_rank,
+    return joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
                   local_world=place.local_world, init_method=place.store)
 
 
@@ -31,7 +27,7 @@ def chain(place: Place, told: dict) -> None:
 def beside_ddp(place: Place, told: dict) -> float:
     """The largest distance between our averaged gradients and DistributedDataParallel's, of their largest."""
     config = Config.from_dict(told["config"])
-    with _meet(place, config.parallel) as ranks:
+    with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
         batch = training.batch(0)
         model = nn.parallel.DistributedDataParallel(training.copy().model)
@@ -50,7 +46,7 @@ def messages(place: Place, told: dict) -> list[int]:
     found = []
     for reduction in told["reductions"]:
         config = Config.from_dict(told["config"]).replace({"parallel.reduction": reduction})
-        with _meet(place, config.parallel) as ranks:
+        with _meet(place, config) as ranks:
             training = Training.build(config, ranks=ranks)
             training.update(0)
             found.append(len(training.sharding.messages.buckets))
@@ -63,14 +59,14 @@ def messages(place: Place, told: dict) -> list[int]:
 
 
 def differs(place: Place, told: dict) -> None:
-    with _meet(place, Layout(data=place.world)) as ranks:
-        ranks.refuse_differences({"settings": "same", "code": "a" if place.rank else "b"})
+    with _meet(place, Config.from_dict(told["config"]).replace({"seed": place.rank})):
+        pass
 
 
 def weights_and_zeros(place: Place, told: dict) -> list[float]:
     """Loss and gradient norm of a weighted batch, where one rank has less to say."""
     config = Config.from_dict(told["config"])
-    with _meet(place, config.parallel) as ranks:
+    with _meet(place, config) as ranks:
         whole = weighted(config)
 
         class Drawn:
@@ -88,5 +84,3 @@ def weighted(config: Config) -> Batch:
     tokens, targets = (torch.randint(config.model.vocab, shape, generator=rng) for _ in range(2))
     return Batch(tokens, targets, weights=(torch.rand(shape, generator=rng) > torch.linspace(0.1, 0.9, shape[0])[:, None]).float())
 
-
-__all__ = ["Path", "Ranks", "packed", "padded"]

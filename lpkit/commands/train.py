@@ -37,6 +37,7 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
+    from lpkit.parallel import launch
     from lpkit.presets import resolve
     from lpkit.training.background import default_folder, train
     from lpkit.training.runs import Run
@@ -50,10 +51,6 @@ def run(args: Namespace) -> dict:
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)
-    begin = train
-    if args.processes is not None:
-
-        begin = lambda *args, **more: ...
     bar = None      # from the first step on: what is refused before it should not show one
 
     def show(record):
@@ -67,7 +64,9 @@ def run(args: Namespace) -> dict:
         bar.update(record.step - bar.n)
 
     try:
-        summary = begin(config, out=out, resume=args.resume, observers=[show]).summary
+        more = {"out": out, "resume": args.resume, "observers": [show]}
+        summary = (train(config, **more) if args.processes is None else
+                   launch(config, processes=args.processes, **more).result()).summary
     finally:
         if bar is not None:
             bar.close()

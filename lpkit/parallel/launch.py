@@ -7,7 +7,7 @@ The processes are those of `lpkit.parallel.processes`: a kernel that holds a GPU
 They write the run folder, and this process writes nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Launched(Background):
 
     def __init__(self, config: Config, *, processes: int, out: str | Path | None = None,
                  resume: bool = False, timeout_seconds: float = TIMEOUT_SECONDS,
-                 progress_seconds: float = PROGRESS_SECONDS, observers: Iterable[Observer] = ()):
+                 progress_seconds: float = PROGRESS_SECONDS, observers: Sequence[Observer] = ()):
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
         self.title = self.path.name
@@ -93,7 +93,8 @@ class Launched(Background):
 
 @checked
 def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
-           resume: bool = False, timeout_seconds: Positive = TIMEOUT_SECONDS,
+           resume: bool = False, observers: Sequence[Observer] = (),
+           timeout_seconds: Positive = TIMEOUT_SECONDS,
            progress_seconds: Positive = PROGRESS_SECONDS) -> Launched:
     """Begin training on `processes` of this machine, in the background, and return the handle.
 
@@ -104,7 +105,8 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
     are GPUs, or cores.
     """
     return Launched(spread(config, processes), processes=processes, out=out, resume=resume,
-                    timeout_seconds=timeout_seconds, progress_seconds=progress_seconds).begin()
+                    observers=observers, timeout_seconds=timeout_seconds,
+                    progress_seconds=progress_seconds).begin()
 
 
 def spread(config: Config, processes: int) -> Config:

@@ -92,10 +92,9 @@ def _record(error: BaseException) -> dict[str, Any]:
 
 def _kind(error: BaseException) -> str:
     """What the caller should make of it: "peer" when another rank had gone."""
-    lost, memory = (), lambda error: isinstance(error, MemoryError)
-    if "torch" in sys.modules:
-        from lpkit.training.exhausted import out_of_memory as memory
-        lost = getattr(sys.modules["torch"].distributed, "DistError", ())
+    lost: tuple[type, ...] = ()
+    if dist := sys.modules.get("torch.distributed"):
+        lost = (dist.DistError,)
     below: BaseException | None = error
     while below is not None:
         if isinstance(below, lost) or any(words in str(below) for words in PEER):
@@ -104,7 +103,10 @@ def _kind(error: BaseException) -> str:
     for kind in (ConfigError, RunFailedError):
         if isinstance(error, kind):
             return kind.__name__
-    return "memory" if memory(error) else "error"
+    # a rank that trains has imported it; it takes seconds
+    exhausted = sys.modules.get("lpkit.training.exhausted")
+    memory = exhausted.out_of_memory(error) if exhausted else isinstance(error, MemoryError)
+    return "memory" if memory else "error"
 
 
 # --- in the warm parent
@@ -234,15 +236,16 @@ class Supervisor:
             self._send()
 
     def conclude(self) -> None:
-        """The last word."""
+        """The last word, unless nobody waits for one."""
         os.set_blocking(self.reports, True)
-        self.unsent += _line(self.outcome)
+        self.unsent += _line(self.outcome) if self.outcome else b""
         self._send()
 
     def obey(self, lines: list[bytes]) -> None:
         for line in lines:
             what, by = json.loads(line)
-            HEAD.pack_into(self.page, 0, what, by.encode())
+            if ASKS[self.page[0]] != "stop":        # who stops a paused run wakes it up, too
+                HEAD.pack_into(self.page, 0, what, by.encode())
 
     def _hear(self, rank: Rank) -> bool:
         """Whether it said something."""
@@ -274,7 +277,7 @@ class Supervisor:
 
     def _judge(self, now: float) -> None:
         """Whether it is over, and why."""
-        if self.outcome is not None:
+        if self.outcome or self.asked.over:
             return
         working = [rank for rank in self.ranks if rank.working]
         if failed := [rank for rank in self.ranks if rank.trouble_at]:
@@ -324,8 +327,8 @@ class Supervisor:
               ) -> None:
         *most, last = (str(rank.number) for rank in ranks)
         who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-        text = f"\n\n{text.strip()}" if text.strip() else ""
-        self._decide({"kind": kind, "sentence": f"{who} of {len(self.ranks)}{how}{text}"})
+        sentence = f"{who} of {len(self.ranks)}{how}\n\n{text}".strip()
+        self._decide({"kind": kind, "sentence": sentence})
 
     def _decide(self, outcome: dict[str, Any]) -> None:
         self.outcome, self.since = outcome, time.monotonic()
@@ -333,7 +336,7 @@ class Supervisor:
     def _end(self, now: float) -> None:
         """Those that are left, once the outcome is known."""
         passed = now - self.since
-        if "values" in (self.outcome or {}):
+        if "values" in (self.outcome or ()):
             passed -= TEARDOWN_SECONDS
         for rank in self.ranks:
             if passed > NATURAL_SECONDS + POLITE_SECONDS:
@@ -353,7 +356,7 @@ class Supervisor:
             self.unsent.clear()
 
 
-def _line(said: dict[str, Any] | None) -> bytes:
+def _line(said: dict[str, Any]) -> bytes:
     return f"{json.dumps(said)}\n".encode()
 
 
