@@ -23,7 +23,7 @@ from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError
-from lpkit.techniques.layouts import Layout, wrong_world
+from lpkit.techniques.layouts import TRAINED, Layout, wrong_world
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # their names up to torch 2.11
@@ -125,6 +125,11 @@ class Share(DataPolicy):
         return self.policy.batch(step).chunk(self.ranks.world)[self.ranks.rank]
 
 
+def mesh_of(layout: Layout, device: str) -> DeviceMesh:
+    """Of the process group. `device`: its type."""
+    return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)
+
+
 @contextmanager
 def joined(layout: Layout, device: str, *, rank: int, world: int, local_rank: int,
            local_world: int, init_method: str = "env://") -> Iterator[Ranks]:
@@ -142,10 +147,8 @@ def joined(layout: Layout, device: str, *, rank: int, world: int, local_rank: in
     dist.init_process_group(BACKENDS[device], init_method=init_method, rank=rank, world_size=world,
                             timeout=COLLECTIVE_TIMEOUT)
     try:
-        mesh = init_device_mesh(device, (layout.data, layout.shard),
-                                mesh_dim_names=("data", "shard"))
         yield Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                    mesh=mesh)
+                    mesh=mesh_of(layout, device))
     finally:
         dist.destroy_process_group()
 
