@@ -236,8 +236,18 @@ class Config(Group):
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that are forwarded at a time, on one device."""
-        return self.global_batch // self.grad_accum_steps
+        """Sequences that a rank forwards at a time,"""
+        return self._of_rank[0]
+
+    @property
+    def micro_batches(self) -> int:
+        """and how often it does until the update."""
+        return self._of_rank[1]
+
+    @property
+    def _of_rank(self) -> tuple[int, int]:
+        return layouts.micro_batch(self.global_batch, self.grad_accum_steps,
+                                   self.parallel.batch_ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, JSON-ready. A row that has no settings is its name alone."""

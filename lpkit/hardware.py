@@ -60,9 +60,9 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
 
 
 def threads_choice(asked: int | None, device: torch.device, *, flops: float,
-                   before: str | None = None) -> Choice:
+                   before: str | None = None, processes: int = 1) -> Choice:
     """How many threads a run computes with on the CPU, whose largest product takes `flops`. Those
-    that it has, where a GPU computes.
+    that it has, where a GPU computes. `processes` share the cores.
 
     Threads wait for one another after every operation, spinning. Where a product is small, that is
     all that they do; and where others keep the cores busy, each of them waits for one that does not
@@ -70,7 +70,8 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
     was begun with; another number would add up in another order.
     """
     allowed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    most = min(machine_facts.cores(), int(allowed) if allowed.isdigit() else sys.maxsize)
+    most = min(max(1, machine_facts.cores() // processes),
+               int(allowed) if allowed.isdigit() else sys.maxsize)
 
     def used(threads: int | str, why: str) -> Choice:
         return Choice(asked=str(asked or "auto"), used=str(threads), why=why)
@@ -82,7 +83,8 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
     if device.type != "cpu":
         return used(torch.get_num_threads(), f"{device.type} computes")
     if most == 1:
-        return used(1, "this process may use one core")
+        shared = f"; {processes} processes share {machine_facts.cores()}" if processes > 1 else ""
+        return used(1, f"this process may use one core{shared}")
     if flops < SMALL_FLOPS:
         return used(1, f"the largest product takes {flops / 1e6:.0f} MFLOP; below "
                        f"{SMALL_FLOPS / 1e6:.0f} threads wait longer than they work")
@@ -317,13 +319,15 @@ def available_bytes(device: torch.device | str) -> int:
     return free + unused
 
 
-def room(device: torch.device | str) -> Machine:
-    """This device by what a run can still take of its memory. Its speeds are one round figure, that
-    techniques may be put into an order at once: `machine` measures."""
+def room(device: torch.device | str, processes: int = 1) -> Machine:
+    """This device by what a run can still take of its memory, a CPU's shared by `processes`. Its
+    speeds are one round figure, that techniques may be put into an order at once: `machine`
+    measures."""
     device = torch.device(device)
     return Machine(
         name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
-        memory_bytes=available_bytes(device), bytes_per_second=2e12,
+        memory_bytes=available_bytes(device) // (processes if device.type == "cpu" else 1),
+        bytes_per_second=2e12,
         flops=dict.fromkeys(machines.DTYPES, 5e14), source="what is left of this machine's memory")
 
 

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 OptimizerStep = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
+OfAll = Callable[[Tensor], Tensor]      # the norm of one rank's gradients -> that of all ranks'
 
 
-def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> OptimizerStep:
+def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
+          of_all: OfAll = lambda norm: norm) -> OptimizerStep:
     """Clip by the global norm, step, and free every gradient. clip=0: no clipping."""
-    return partial(_after, optimizer, parameters, clip or math.inf)
+    return partial(_after, optimizer, parameters, clip or math.inf, of_all)
 
 
-def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
+def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
+           of_all: OfAll) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = _global_norm(torch._foreach_norm(gradients, 2, torch.float32) if gradients else ())
+    norm = of_all(_global_norm(torch._foreach_norm(gradients, 2, torch.float32)
+                               if gradients else ()))
     nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -43,7 +47,9 @@ class InBackward:
     The updates and the norm are those of `after`, bit for bit.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float):
+    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
+                 of_all: OfAll = lambda norm: norm):
+        self.of_all = of_all
         self.optimizer, self.parameters = optimizer, parameters
         self.group = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.norms: dict[nn.Parameter, Tensor] = {}
@@ -63,4 +69,4 @@ class InBackward:
     def __call__(self) -> Tensor:
         norms = [self.norms[p] for p in self.parameters if p in self.norms]
         self.norms.clear()
-        return _global_norm(norms)
+        return self.of_all(_global_norm(norms))

@@ -25,11 +25,11 @@ from lpkit.techniques import optimizers
 from lpkit.techniques.optimizers import OptimizerSettings
 
 
-def build(model: nn.Module, settings: OptimizerSettings, *, moment_format: str = "float32",
-          placement: StatePlacement | None = None, seed: int = 0,
+def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
+          moment_format: str = "float32", placement: StatePlacement | None = None, seed: int = 0,
           kernels: str = "auto") -> torch.optim.Optimizer:
-    """The optimizer of `settings.name`. `placement` None: on the device. `seed`: of rounding.
-    `kernels`: as `system.kernels`.
+    """The optimizer of `settings.name` for trained parameters by their names. `placement` None: on
+    the device. `seed`: of rounding. `kernels`: as `system.kernels`.
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not keep.
@@ -41,7 +41,6 @@ def build(model: nn.Module, settings: OptimizerSettings, *, moment_format: str =
         raise ConfigError(f"optimizer={settings.name} keeps no state, so that memory.moment_format "
                           f"and memory.optimizer_state change nothing; leave them at their "
                           f"defaults")
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = []
     for group in optimizers.parameter_groups(list(named), settings):
         groups.append({"params": [named[name] for name in group.names], "lr": group.lr,

@@ -258,9 +258,14 @@ def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
     return (module for module in model.modules() if isinstance(module, ScaledLinear))
 
 
-def advance(model: nn.Module) -> None:
-    """After the backward of every micro-batch."""
-    for layer in scaled_linears(model):
+def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
+    """After the backward of every micro-batch. `agree` makes of numbers the largest that any rank
+    has, in place: histories are the same on all of them."""
+    layers = list(scaled_linears(model))
+    amaxes = [t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]
+    if agree is not None and amaxes:
+        torch._foreach_copy_(amaxes, list(agree(torch.stack(amaxes)).unbind()))
+    for layer in layers:
         layer.advance()
 
 

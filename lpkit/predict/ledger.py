@@ -16,7 +16,7 @@ from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
-from lpkit.techniques import machines, optimizers
+from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.layouts import Layout
@@ -140,30 +140,14 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
             row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
 
 
-def micro_batch(config: Config, devices: int) -> tuple[int, int]:
-    """Sequences per device at a time, and how many times until the update.
-
-    `config.global_batch` is the whole update's; `config.grad_accum_steps` says how large a piece
-    fits one device.
-    """
-    share, left = divmod(config.global_batch, devices)
-    if left:
-        raise ConfigError(f"global_batch={config.global_batch} sequences do not split evenly over "
-                          f"{devices} devices; set global_batch to {(share + 1) * devices}, or use "
-                          f"fewer devices")
-    piece = min(config.global_batch // config.grad_accum_steps, share)
-    while share % piece:
-        piece -= 1
-    return piece, share // piece
-
-
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
                                  low_precision=p.compute_bytes < FP32, model=config.model)
-    sequences, pieces = micro_batch(config, layout.batch_ranks)
+    sequences, pieces = layouts.micro_batch(config.global_batch, config.grad_accum_steps,
+                                             layout.batch_ranks)
     return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
                       compute_bytes=p.compute_bytes, residual_bytes=p.residual_bytes,
                       **sizes), pieces

@@ -47,7 +47,7 @@ def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tupl
     of its input is added to that of the residual stream, which went round the norm."""
     cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
     added = (Hold(nbytes=s.stream_bytes, grows=-s.stream_bytes),) if residual else ()
-    return Op(name=name, part="norms", params=params, saved_bytes=saved,
+    return Op(name=name, part="norms", params=params, shape=(s.model.D,), saved_bytes=saved,
               saved_itemsize=s.residual_bytes, backward=(*backward, *added, Hold()), in_stream=True,
               moved_bytes=s.tokens * s.model.D * (2 * s.residual_bytes + cast))
 
@@ -158,8 +158,8 @@ def operations(s: MicroBatch) -> Operations:
     logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
     return Operations(
         # read, written; and with the positions added, read, read and written
-        embed=Op(name="embed", part="embedding", params=m.V * m.D, saved_bytes=N * TOKEN_ID,
-                 moved_bytes=5 * N * m.D * s.residual_bytes),
+        embed=Op(name="embed", part="embedding", params=m.V * m.D, shape=(m.V, m.D),
+                 saved_bytes=N * TOKEN_ID, moved_bytes=5 * N * m.D * s.residual_bytes),
         positions=POSITIONS[m.position].operations(s),
         block=tuple(BLOCKS[m.block].operations(s)),
         norm=NORMS[m.norm].operations("norm", s, residual=False),

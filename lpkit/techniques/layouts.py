@@ -16,12 +16,14 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
           model states as `shard` ranks do
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from lpkit.errors import ConfigError, shown
+from lpkit.errors import ConfigError, pick, shown
+from lpkit.techniques.row import Row
 from lpkit.values import Checked, Count
 
 if TYPE_CHECKING:
@@ -31,9 +33,56 @@ AXES = ("data", "shard", "tensor", "pipeline", "context")
 FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 
+# What ZeRO spreads over ranks; the implementation is a `lpkit.parallel.sharding.Sharding`.
+STAGES = {
+    0: Row(why="every rank has everything, and gradients are averaged",
+           implementation="lpkit.parallel.replicas:Replicas"),
+    1: Row(why="each rank updates its part of every parameter, and has the optimizer's state of it",
+           implementation="lpkit.parallel.replicas:ShardedOptimizer"),
+    2: Row(why="FSDP2; whole weights from forward to the end of backward",
+           implementation="lpkit.parallel.fully_sharded:FullySharded"),
+    3: Row(why="FSDP2; a block's whole weights while it is at work",
+           implementation="lpkit.parallel.fully_sharded:FullySharded"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction(Row):
+    """When whole gradients (ZeRO 0 and 1) travel: in messages of `bucket_bytes`, a parameter at
+    least; `overlaps`: each as soon as backward has its gradients."""
+
+    bucket_bytes: int
+    overlaps: bool
+
+
+DDP = "Li et al. 2020, https://arxiv.org/abs/2006.15704"
+REDUCTIONS = {
+    "per-parameter": Reduction(why="a message a parameter, after backward; the naive way",
+                               bucket_bytes=0, overlaps=False),
+    "buckets": Reduction(why="messages of 25 MiB, after backward", source=DDP,
+                         bucket_bytes=25 << 20, overlaps=False),
+    "overlapped": Reduction(why="messages of 25 MiB, beside the rest of backward", source=DDP,
+                            bucket_bytes=25 << 20, overlaps=True),
+}
+# In what weights travel that are gathered (ZeRO 2 and 3).
+GATHERED = {
+    "compute": Row(why="in the dtype of the computation, as FSDP's mixed precision has it: the "
+                       "residual stream is then in it, too"),
+    "float32": Row(why="as they rest: the numbers of one device"),
+}
+
+
 def _stage(name: str, value: int) -> None:
-    if value not in (0, 1, 2, 3):
+    if value not in STAGES:
         raise ConfigError(f"there is no ZeRO stage {shown(value)}; choose 0, 1, 2 or 3")
+
+
+def _reduction(name: str, value: str) -> None:
+    pick(REDUCTIONS, value, "parallel.reduction")
+
+
+def _gathered(name: str, value: str) -> None:
+    pick(GATHERED, value, "parallel.gathered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +98,8 @@ class Layout(Checked):
     context: Count = 1
     zero: Annotated[int, _stage] = 3
     interleave: Count = 1
+    reduction: Annotated[str, _reduction] = "overlapped"
+    gathered: Annotated[str, _gathered] = "compute"
 
     @property
     def devices(self) -> int:
@@ -63,6 +114,11 @@ class Layout(Checked):
     def state_ranks(self) -> int:
         """Ranks over which ZeRO spreads model states; a context group holds the same weights."""
         return self.shard * self.context
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's, where there are ranks to shard over."""
+        return self.zero if self.state_ranks > 1 else 0
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along an axis."""
@@ -80,7 +136,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
     the nearest that can."""
     if devices is not None and layout.devices != devices:
-        raise ConfigError(_wrong_world(layout, devices))
+        raise ConfigError(wrong_world(layout, devices))
     m, t, c = config.model, layout.tensor, layout.context
     splits = lambda n: n == 1 or m.T % (2 * n) == 0
     if not splits(c):
@@ -114,6 +170,67 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
                           f"{_nearest(ranks, batch, splits, 'data x shard')}")
 
 
+def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
+    """Sequences that a rank forwards at a time, and how many times until the update. `pieces`, into
+    which one device would split the batch, say how large one may be. Raises ConfigError."""
+    share, left = divmod(global_batch, ranks)
+    if left:
+        raise ConfigError(f"global_batch={global_batch} sequences do not split evenly over "
+                          f"{ranks} devices; set global_batch to {(share + 1) * ranks}, or use "
+                          f"fewer devices")
+    piece = min(global_batch // pieces, share)
+    while share % piece:
+        piece -= 1
+    return piece, share // piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsharded:
+    """A setting that must be `only` where training has ZeRO's `stage` or above on several ranks."""
+
+    stage: int
+    key: str
+    only: Any
+    why: str
+
+
+UNSHARDED = (
+    Unsharded(stage=0, key="memory.optimizer_step", only="after",
+              why="updates a parameter before its gradient has met those of other ranks"),
+    Unsharded(stage=1, key="memory.moment_format", only="float32",
+              why="has scales of blocks that cross the rows of two ranks"),
+    Unsharded(stage=1, key="memory.optimizer_state", only="device",
+              why="moves whole states, and a rank has a part"),
+    Unsharded(stage=2, key="precision.cache_weight_casts", only=False,
+              why="keeps casts of weights that are gathered anew in each micro-batch"),
+    Unsharded(stage=2, key="precision.telemetry_every", only=0,
+              why="looks at whole weights, and a rank has rows"),
+    Unsharded(stage=2, key="memory.param_dtype", only="fp32",
+              why="leaves no float32 weights to gather from"),
+    Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows"),
+)
+TRAINED = ("data", "shard")     # the axes
+
+
+def refuse_untrainable(config: "Config") -> None:
+    """Raises ConfigError where this can be predicted, and is not trained in this layout."""
+    layout = config.parallel
+    if layout.devices == 1:
+        return
+    axes = [axis for axis in AXES if axis not in TRAINED and getattr(layout, axis) > 1]
+    if axes:
+        raise ConfigError(f"parallel.{axes[0]}={getattr(layout, axes[0])} can be predicted, but "
+                          f"training has the axes {' and '.join(TRAINED)} so far; set parallel."
+                          f"{axes[0]}=1")
+    for row in UNSHARDED:
+        value = functools.reduce(getattr, row.key.split("."), config)
+        value = getattr(value, "name", value)
+        if layout.stage >= row.stage and value != row.only:
+            lower = f", or parallel.zero={row.stage - 1}" if row.stage else ""
+            said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{row.key}={said} {row.why}; set {row.key}={row.only}{lower}")
+
+
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
     """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside
     the embedding and the head, as Llama 3 does (126 layers on 16 stages of 8 chunks,
@@ -137,7 +254,7 @@ def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> s
     return f"{name} may be {' or '.join(map(str, below + above))}"
 
 
-def _wrong_world(layout: Layout, devices: int) -> str:
+def wrong_world(layout: Layout, devices: int) -> str:
     product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
     rest = {axis: layout.devices // getattr(layout, axis) for axis in AXES}
     ways = [f"{axis}={devices // others}" for axis, others in rest.items()

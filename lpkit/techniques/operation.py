@@ -11,6 +11,7 @@ to a measured step, to the byte.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,6 +50,7 @@ class Op:
     name: str
     part: str                               # of the parameters: attention, mlp, norms, ...
     params: int = 0
+    shape: tuple[int, ...] = ()             # of each parameter that is no Linear's; (): one vector
     matmul: tuple[int, int] | None = None   # of a Linear: numbers in, numbers out, for each token
     cut: Literal["", "column", "row"] = ""  # the side of the weight that tensor parallelism cuts
     reads_residual: bool = False            # a Linear's input has the residual stream's dtype
@@ -69,6 +71,17 @@ class Op:
     def weights(self) -> int:
         """Parameters in a matrix product."""
         return self.matmul[0] * self.matmul[1] if self.matmul else 0
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its parameters, as its module has them."""
+        if not self.params:
+            return ()
+        if self.matmul:
+            bias = self.params - self.weights
+            return (self.matmul[::-1], (bias,)) if bias else (self.matmul[::-1],)
+        shape = self.shape or (self.params,)
+        return (shape,) * (self.params // math.prod(shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +167,8 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
 # Positions: operations outside the blocks.
 
 def learned(s: MicroBatch) -> Op:
-    return Op(name="positions", part="positions", params=s.model.T * s.model.D)
+    m = s.model
+    return Op(name="positions", part="positions", params=m.T * m.D, shape=(m.T, m.D))
 
 
 def rope(s: MicroBatch) -> Op:

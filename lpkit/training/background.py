@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
@@ -26,6 +26,13 @@ from lpkit.files import one_name, own_folder
 from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
+
+if TYPE_CHECKING:   # they import torch
+    from lpkit.parallel.ranks import Ranks
+    from lpkit.training.training import Training
+
+
+GO_ON, PAUSE, STOP = range(3)       # what a loop is asked
 
 
 class Control:
@@ -40,10 +47,10 @@ class Control:
         self.stopped_by = self.stopped_by or by
         self.go_on.set()
 
-    def stopped(self) -> bool:
-        """Waits while paused."""
-        self.go_on.wait()
-        return bool(self.stopped_by)
+    def asked(self) -> int:
+        if self.stopped_by:
+            return STOP
+        return GO_ON if self.go_on.is_set() else PAUSE
 
 
 def default_folder(name: str = "run") -> Path:
@@ -72,17 +79,26 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
 
 def _trained(config: Config, path: Path, resume: bool, observers: Observers,
              control: Control) -> Run:
+    from lpkit.parallel.ranks import here
     from lpkit.training.loop import fit
+
+    with here(config) as ranks:
+        training = built(config, path, resume, ranks)
+        # from here on there is something to save; before, a signal ends the preparation
+        with signals_stop(control.stop):
+            return fit(training, path, resume=resume, observers=observers, control=control)
+
+
+def built(config: Config, path: Path, resume: bool, ranks: "Ranks") -> "Training":
+    """What will write the run folder `path`, with what looks at it."""
     from lpkit.training.training import Training
 
-    training = Training.build(config, before=Run(path).environment if resume else None)
-    if config.precision.telemetry_every:
+    training = Training.build(config, before=Run(path).environment if resume else None, ranks=ranks)
+    if config.precision.telemetry_every and ranks.first:
         from lpkit.measure import telemetry  # most runs are not looked at
 
         telemetry.attach(training, path, every=config.precision.telemetry_every)
-    # from here on there is something to save; before, a signal ends the preparation
-    with _signals_stop(control.stop):
-        return fit(training, path, resume=resume, observers=observers, control=control)
+    return training
 
 
 @contextmanager
@@ -100,7 +116,7 @@ def _let_go() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
+def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand; a second Ctrl-C
     interrupts at once. A thread hears none: there the handle's `stop` serves."""
     def heard(number: int, frame: Any) -> None:

@@ -23,9 +23,11 @@ from lpkit.kernels import wide_product
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
+from lpkit.parallel.ranks import Ranks
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.predict.fit import Fit, fit
+from lpkit.techniques import layouts
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
@@ -37,9 +39,13 @@ from lpkit.training.compiled import OFF, Compile
 from lpkit.training.kernels import OF_KERNEL, Kernels
 
 
-def choose_device(asked: str) -> Choice:
-    """Raises ConfigError when a GPU was demanded and there is none."""
+def choose_device(asked: str, local_rank: int = 0) -> Choice:
+    """Raises ConfigError when a GPU was demanded and there is none. Of several ranks each has the
+    GPU of its number."""
     count = torch.cuda.device_count()
+    if asked in ("auto", "cuda") and count and local_rank:
+        return Choice(asked=asked, used=f"cuda:{local_rank}",
+                      why=f"PyTorch sees {count} GPUs, and this is rank {local_rank} of them")
     if asked == "auto" and count:
         return Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}")
     if asked == "auto":
@@ -78,18 +84,27 @@ class Decisions:
         return {key: asdict(choice) for key, choice in self.choices.items()}
 
 
-def decide(config: Config, *, before: Mapping[str, Any] | None = None) -> Decisions:
-    """`before`: the environment of a run that goes on. Raises ConfigError for what cannot be."""
-    if config.parallel.devices > 1:
-        raise ConfigError(f"parallel: {config.parallel} can be predicted and traced, but training "
-                          f"runs on one device so far; set every axis of parallel to 1")
-    on = choose_device(config.system.device)
+def decide(config: Config, *, before: Mapping[str, Any] | None = None,
+           ranks: Ranks | None = None) -> Decisions:
+    """`before`: the environment of a run that goes on. What is raced is raced by the first of
+    `ranks`, and holds for all. Raises ConfigError for what cannot be."""
+    ranks = ranks or Ranks()
+    layouts.refuse_untrainable(config)
+    if not ranks.first:
+        return _decide(config, {"chosen": ranks.heard()}, ranks)
+    decisions = _decide(config, before, ranks)
+    ranks.tell(decisions.record)
+    return decisions
+
+
+def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> Decisions:
+    on = choose_device(config.system.device, ranks.local_rank)
     device = torch.device(on.used)
     asked = config.precision.recipe
     begun = {key: choice["used"] for key, choice in (before or {}).get("chosen", {}).items()}
     m, tokens = config.model, config.micro_batch * config.model.T
     threads = hardware.threads_choice(config.system.threads, device, before=begun.get("threads"),
-                                      flops=2 * tokens * m.D * m.F)
+                                      flops=2 * tokens * m.D * m.F, processes=ranks.local_world)
     torch.set_num_threads(int(threads.used))        # also for the race of dtypes
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used
@@ -128,12 +143,13 @@ def kernels(config: Config, decisions: Decisions) -> Kernels:
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
-def build_model(config: Config, decisions: Decisions,
-                more: tuple[Transform, ...] = ()) -> nn.Module:
-    """Initialised, moved to its device, changed by its techniques' transforms and by `more`."""
+def build_model(config: Config, decisions: Decisions, more: tuple[Transform, ...] = (), *,
+                rank: int = 0) -> nn.Module:
+    """Initialised, moved to its device, changed by its techniques' transforms and by `more`. Each
+    `rank` rounds its activations and gradients by noise of its own."""
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
-    precision = LowPrecision(recipe=recipe, backend=backend, seed=config.seed,
+    precision = LowPrecision(recipe=recipe, backend=backend, seed=config.seed + (rank << 24),
                              tokens=config.micro_batch * config.model.context)
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
@@ -173,21 +189,22 @@ def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
     return model
 
 
-def fit_here(config: Config, decisions: Decisions) -> Fit:
-    """An update as `decisions` have it, in what the device has left. Under 2 ms."""
+def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
+    """An update as `decisions` have it, in what the device has left, which on a CPU `processes`
+    share. Under 2 ms."""
     used = {key: choice.used for key, choice in decisions.choices.items()}
     config = config.replace({
         "precision.recipe": used["precision"], "system.attention": used["attention"],
         "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
-    return fit(config, hardware.room(decisions.device), compiled=used["compile"] != OFF)
+    return fit(config, hardware.room(decisions.device, processes), compiled=used["compile"] != OFF)
 
 
-def refuse_what_cannot_fit(config: Config, decisions: Decisions) -> None:
+def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
     """By formula, before anything is allocated. Raises ConfigError with what would fit."""
-    if not fit_here(config, decisions).refused:
+    if not fit_here(config, decisions, processes).refused:
         return
     gc.collect()        # a model that nobody holds may still be there, in a cycle
-    asked = fit_here(config, decisions)
+    asked = fit_here(config, decisions, processes)
     if asked.refused:
         raise ConfigError(asked.sentence(hardware.memory_bytes(decisions.device)))
 

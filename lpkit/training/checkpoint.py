@@ -12,17 +12,17 @@ Process 0 makes, checks, renames and removes folders, and the others learn what 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lpkit import files, records
 from lpkit.errors import DamagedError
+from lpkit.parallel.ranks import by_first
 from lpkit.training import shards
 
 FORMAT = 3
@@ -64,26 +64,10 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
             for old in folders(root)[keep:]:
                 files.remove_folder(old)
 
-        folder = _by_process_0(begin)
+        folder = by_first(begin)
         shards.save(folder, tensors)
-        _by_process_0(finish)
+        by_first(finish)
     return final
-
-
-def _by_process_0(work: Callable, *args: Any) -> Any:
-    """What `work(*args)` returned, or raised, on process 0, on all of them."""
-    if not shards.distributed():
-        return work(*args)
-    outcome: list[Any] = [None, None]       # result, error
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work(*args)
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def folders(root: Path) -> list[Path]:
@@ -126,7 +110,7 @@ def load(folder: Path, *, only: str = "", into: dict[str, Tensor] | None = None)
     they were cut; without it whole tensors come back. Raises DamagedError, and ValueError when a
     tensor of `into` is not there in this shape and number format.
     """
-    return _read(folder, _by_process_0(verify, folder), only, into)
+    return _read(folder, by_first(verify, folder), only, into)
 
 
 def _read(folder: Path, manifest: dict[str, Any], only: str,
@@ -144,7 +128,7 @@ def load_latest(root: Path, *, run: str = "", only: str = "",
 
     `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
-    folder, manifest, problems = _by_process_0(_newest_whole, root, run, quarantine)
+    folder, manifest, problems = by_first(_newest_whole, root, run, quarantine)
     if folder is None:
         return None, problems
     return _read(folder, manifest, only, into), problems
@@ -166,4 +150,4 @@ def _newest_whole(root: Path, run: str,
 
 def sweep(root: Path) -> None:
     """Remove what a killed save left behind. Only for the owner of the run, before it saves."""
-    _by_process_0(files.sweep, root, ".*.tmp")
+    by_first(files.sweep, root, ".*.tmp")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lpkit import hardware
 from lpkit.config import Config
+from lpkit.parallel.sharding import local
 from lpkit.predict.fit import Fit, fit, largest
 from lpkit.predict.units import quantity
 from lpkit.training.build import choose_device, fit_here
@@ -65,7 +66,8 @@ class Account:
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         """On the device, of a storage once."""
-        here = [t.untyped_storage() for t in tensors if t.device.type == self.training.device.type]
+        here = [local(t).untyped_storage() for t in tensors
+                if t.device.type == self.training.device.type]
         return sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
 
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:

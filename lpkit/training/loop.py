@@ -20,11 +20,13 @@ from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
 from lpkit.training.ahead import AHEAD, Arriving, moment
-from lpkit.training.background import Control
+from lpkit.training.background import PAUSE, STOP, Control
 from lpkit.training.build import environment
 from lpkit.training.exhausted import Account, out_of_memory
 from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.training import Training, Update
+
+PAUSED_SECONDS = 0.1        # after which the other ranks hear again that they wait
 
 
 def fit(training: Training, path: Path, *, resume: bool = False,
@@ -38,6 +40,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     """
     config, control, run = training.config, control or Control(), Run(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
+    if not training.ranks.first:
+        return _follow(training, run, observers)
     hardware.reset_peak(training.device)
     account = Account(training)
     # what stays "running" was killed
@@ -78,6 +82,16 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                     trained = reached - summary["from_step"]
                     summary["energy_tokens"] = trained * config.tokens_per_step
                 _conclude(run, found | summary, reached, config)
+    return run
+
+
+def _follow(training: Training, run: Run, observers: Observers) -> Run:
+    """What the other ranks do: the same updates, and their part of each checkpoint. They write
+    nothing else, and stop when the first one does."""
+    start, _ = _restore(training, run)
+    for record in _steps(training, run, start, Control()):
+        observers(record)
+        _refuse_nan(record, run, training)
     return run
 
 
@@ -155,9 +169,9 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
         return step == config.steps or (n > 0 and step % n == 0)
 
     for step in range(start + 1, config.steps + 1):
-        if not control.go_on.is_set():
+        if control.asked() == PAUSE:
             yield from _arrived(training, waiting, 0)
-        if stopping := control.stopped():
+        if stopping := _stopped(training, control):
             step -= 1
         else:
             since = waiting[-1].numbers.at if waiting else moment(device)
@@ -178,6 +192,13 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
             return
 
 
+def _stopped(training: Training, control: Control) -> bool:
+    """Waits while paused. The first rank is asked, and all do what it says."""
+    while (said := training.ranks.told(control.asked())) == PAUSE:
+        control.go_on.wait(PAUSED_SECONDS)
+    return said == STOP
+
+
 # A frame that an error keeps is cleared, but not what a function closes over.
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int,
              evaluate_at: int = 0) -> Iterator[StepRecord]:
@@ -192,7 +213,8 @@ def _nothing() -> None:
 
 
 def _save(training: Training, run: Run, step: int) -> None:
-    sync(run.path / runs.METRICS)       # no step that the checkpoint vouches for gets lost
+    if training.ranks.first:
+        sync(run.path / runs.METRICS)   # no step that the checkpoint vouches for gets lost
     state = training.state_dict()
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     numbers = {name: value for name, value in state.items() if name not in tensors}

@@ -15,7 +15,7 @@ import hashlib
 import statistics
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import refuse_links
 from lpkit.tables import html_table
+from lpkit.techniques.layouts import Layout
 from lpkit.values import Place, checked
 
 IDENTITY, LOCK = "run.json", ".lock"
@@ -33,8 +34,9 @@ CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl
 SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints"
 
 
-# What may differ when a run goes on: steps may be raised, and the rest changes no number.
-MAY_CHANGE = {"steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+# What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
+# the order in which ranks add up.
+MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
               "precision.telemetry_every"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 

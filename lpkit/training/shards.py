@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.metadata as facts
 from safetensors import safe_open
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lpkit.files import sync
+from lpkit.parallel.ranks import distributed
 
 SHARDING = "DCP_SHARDING_INFO"      # one key alone: safetensors writes several in any order
 
@@ -35,10 +35,6 @@ def file_names(processes: int) -> list[str]:
     if processes <= 1:
         return ["tensors.safetensors"]
     return [f"tensors-{i + 1:05d}-of-{processes:05d}.safetensors" for i in range(processes)]
-
-
-def distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:

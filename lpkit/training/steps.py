@@ -1,12 +1,14 @@
 """What one update does before the optimizer: forward and backward, whole or in micro-batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from lpkit.contracts import Batch, Loss
+from lpkit.parallel.ranks import Ranks
+from lpkit.parallel.sharding import Sharding
 from lpkit.precision.linear import advance
 
 
@@ -26,19 +28,23 @@ class LossScaler(nn.Module):
         self.register_buffer("good_steps", torch.tensor(0))     # in a row
 
     @torch.no_grad()
-    def unscale(self, model: nn.Module) -> None:
-        scale = self.scale.item()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
+    def unscale(self, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None) -> None:
+        """The gradients of what this rank owns; it is dropped everywhere, or nowhere."""
+        scale, parameters = self.scale.item(), list(parameters)
+        grads = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(grads, 1 / scale)
-        finite = (torch.stack([g.sum() for g in grads]).isfinite().all().item()
-                  or all(g.isfinite().all() for g in grads))
+        overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
+                          or all(g.isfinite().all() for g in grads))
+        if ranks is not None:
+            overflowed = ranks.largest(self.scale.new_tensor(overflowed)).item()
+        finite = not overflowed
         if finite or scale <= self.least:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
                 self.scale *= 2
                 self.good_steps.zero_()
             return
-        for p in model.parameters():
+        for p in parameters:
             p.grad = None
         self.scale.mul_(0.5).clamp_(min=self.least)
         self.good_steps.zero_()
@@ -49,23 +55,29 @@ Phases = Callable[[str], AbstractContextManager]
 
 
 def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
-               scaler: LossScaler | None = None, phases: Phases = nullcontext) -> Tensor:
-    """Forward and backward of `parts` micro-batches; leaves the gradients in the model and returns
-    the mean loss.
+               scaler: LossScaler | None = None, phases: Phases = nullcontext,
+               sharding: Sharding | None = None) -> Tensor:
+    """Forward and backward of `parts` micro-batches; leaves the gradients in what this rank owns
+    (without `sharding` in the model) and returns the mean loss, that of all ranks.
 
     The gradient is that of the whole batch, and the activations take 1 / parts of its memory.
     """
-    losses = []
-    for piece in batch.chunk(parts):
+    sharding = sharding or Sharding()
+    ranks, losses = sharding.ranks, []
+    whole_weight = None if batch.weights is None else ranks.mean(batch.weights.sum())
+    for i, piece in enumerate(batch.chunk(parts)):
         with phases("forward"):
             whole_over_piece = parts        # makes the mean of the batch of means of micro-batches
-            if batch.weights is not None:
-                whole_over_piece = batch.weights.sum() / piece.weights.sum()
+            if whole_weight is not None:
+                whole_over_piece = whole_weight / piece.weights.sum()
             part = loss(model, piece) / whole_over_piece
         with phases("backward"):
+            sharding.backward(last=i == parts - 1)
             (part if scaler is None else part * scaler.scale).backward()
-            advance(model)
+            advance(model, ranks.largest)
         losses.append(part.detach())
+    with phases("backward"):
+        sharding.reduce()
     if scaler is not None:
-        scaler.unscale(model)
-    return torch.stack(losses).sum()
+        scaler.unscale(sharding.owned.values() or model.parameters(), ranks)
+    return ranks.mean(torch.stack(losses).sum())

@@ -20,12 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement, Transform
 from lpkit.datasets import prepare
 from lpkit.optim import stepper
+from lpkit.parallel.ranks import Ranks, Share
+from lpkit.parallel.sharding import Sharding, local, sharding
+from lpkit.precision.compute import compute_dtype
 from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
@@ -42,10 +46,11 @@ VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements. Drawn when first needed."""
+    """The same random tokens at every step, for measurements: those of one rank. Drawn when first
+    needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        shape = config.global_batch, config.model.context
+        shape = config.micro_batch * config.micro_batches, config.model.context
         self.draw = partial(torch.randint, config.model.vocab, shape, device=device)
 
     @cached_property
@@ -81,6 +86,7 @@ class Training:
     tokens: dict[str, str]                  # SHA-256 of the training and the validation tokens
     state_placement: StatePlacement
     scaler: LossScaler | None
+    sharding: Sharding
     # around the micro-batches of an update: casts of weights are kept meanwhile
     cached_casts: Callable[[nn.Module], AbstractContextManager]
     governors: dict[str, Governor]
@@ -90,37 +96,48 @@ class Training:
     @classmethod
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
               more: tuple[Transform, ...] = (), data: DataPolicy | None = None,
-              decisions: Decisions | None = None) -> Training:
+              decisions: Decisions | None = None, ranks: Ranks | None = None) -> Training:
         """`before`: the environment of a run that goes on. `more`: transforms beside the config's.
-        `data`: read instead of the config's corpus, also in evaluation.
+        `data`: read instead of the config's corpus, also in evaluation. `ranks`: that train
+        together; None: this process alone.
 
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
-        decisions = decisions or build.decide(config, before=before)
+        ranks = ranks or Ranks()
+        decisions = decisions or build.decide(config, before=before, ranks=ranks)
         val, tokenizer, tokens = data, {}, {}
         if data is None:
-            build.refuse_what_cannot_fit(config, decisions)
+            build.refuse_what_cannot_fit(config, decisions, ranks.local_world)
             files = prepare(config.data, vocab=config.model.vocab)
             tokenizer = files.tokenizer.to_dict()
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
             asked = config.data.policy
-            data = prefetched(_policy(config, asked, files.train, config.global_batch,
-                                      config.seed), decisions.device)
+            data = prefetched(Share(_policy(config, asked, files.train, config.global_batch,
+                                            config.seed), ranks), decisions.device)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             other = POLICIES[asked.name].evaluation
+            piece = config.global_batch // config.grad_accum_steps      # on any number of ranks
             val = _policy(config, asked if other == asked.name else chosen(POLICIES, other),
-                          files.val, config.micro_batch, config.seed + VALIDATION)
+                          files.val, -(-piece // ranks.world) * ranks.world,
+                          config.seed + VALIDATION)
+            val = Share(val, ranks)
         rows, device, m = rows_of(config), decisions.device, config.memory
         kernels = build.kernels(config, decisions)
-        model = build.build_model(config, decisions, (*more, kernels))
+        shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
+                          entry=rows["cross_entropy"].entry)
+        model = build.build_model(config, decisions, (*more, kernels, *shards.transforms),
+                                  rank=ranks.rank)
+        if not shards.autocasts:
+            decisions = replace(decisions, recipe=replace(decisions.recipe, compute=None))
+        owned = shards.own(model)
         scaler, step_metrics = None, {}
         if scaling := decisions.recipe.loss_scaling:
             scaler = LossScaler(initial=scaling.loss_scale, growth_steps=scaling.growth_steps)
             scaler.to(device)
             step_metrics["loss_scale"] = partial(Tensor.clone, scaler.scale)
         placement = rows["optimizer_state"].load()(device)
-        optimizer = stepper.build(model, config.optimizer, moment_format=m.moment_format.name,
-                                  placement=placement, seed=config.seed,
+        optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
+                                  placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -133,9 +150,9 @@ class Training:
             optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
-                optimizer, list(model.parameters()), config.optimizer.clip),
+                optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=build.build_loss(config, decisions),
-            state_placement=placement, scaler=scaler, step_metrics=step_metrics,
+            state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
             cached_casts=cached_casts,
             governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
 
@@ -143,7 +160,12 @@ class Training:
     def device(self) -> torch.device:
         return self.decisions.device
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.sharding.ranks
+
     def batch(self, step: int) -> Batch:
+        """What this rank reads."""
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
@@ -163,23 +185,32 @@ class Training:
             loss = self.forward_backward(self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
+            self.sharding.spread()
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
 
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
         with self.cached_casts(self.model):
-            return accumulate(self.model, self.loss, batch, self.config.grad_accum_steps,
-                              scaler=self.scaler, phases=phases)
+            return accumulate(self.model, self.loss, batch, self.config.micro_batches,
+                              scaler=self.scaler, phases=phases, sharding=self.sharding)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean nats per token over the first `eval_batches` batches of the validation data."""
         self.model.eval()
-        losses = [self.loss(self.model, self.val.batch(i).to(self.device))
-                  for i in range(self.config.eval_batches)]
+        losses, weights = [], []
+        for i in range(self.config.eval_batches):
+            batch = self.val.batch(i).to(self.device)
+            losses.append(self.loss(self.model, batch))
+            weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
+                           else batch.weights.sum())
         self.model.train()
-        return torch.stack(losses).mean().item()
+        if self.ranks.world == 1:
+            return torch.stack(losses).mean().item()
+        total = self.ranks.mean(torch.stack([torch.stack(weights) * torch.stack(losses),
+                                             torch.stack(weights)]))
+        return (total[0] / total[1]).mean().item()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, *cache: Any) -> Tensor:
@@ -200,10 +231,12 @@ class Training:
         """Tensors and numbers by the names that they have in a checkpoint."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)      # state may still be on its way to the host
-        names = {p: name for name, p in self.model.named_parameters()}
+        names = {p: name for name, p in self.sharding.owned.items()}
         state: dict[str, Any] = self._tensors()
         for p, slots in self.optimizer.state.items():
-            state |= {f"optimizer/{names[p]}/{slot}": value for slot, value in slots.items()}
+            whole = partial(self.sharding.whole, names[p])
+            state |= {f"optimizer/{names[p]}/{slot}": whole(t) if torch.is_tensor(t) else t
+                      for slot, t in slots.items()}
         state["rng/cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -211,7 +244,7 @@ class Training:
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self.sharding.owned
         slots = [name for name in state
                  if name.startswith("optimizer/") and name.split("/")[1] in parameters]
         governed = [name for name in state
@@ -226,7 +259,8 @@ class Training:
             _, parameter, slot = name.split("/")
             value = state[name]
             if torch.is_tensor(value):
-                value = self.state_placement.store(value.to(self.device))
+                value = self.sharding.part(parameter, value).to(self.device)
+                value = self.state_placement.store(value)
             self.optimizer.state[parameters[parameter]][slot] = value
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
@@ -264,7 +298,9 @@ class Training:
                     f"{source} holds {name} as {theirs.dtype} {tuple(theirs.shape)}, and this run "
                     f"has it as {t.dtype} {tuple(t.shape)}; {way_out}")
         for name, t in ours.items():
-            if not name.startswith("governor/"):
+            if isinstance(t, DTensor):
+                local(t).copy_(self.sharding.rows(state[name]))
+            elif not name.startswith("governor/"):
                 t.copy_(state[name])
 
 

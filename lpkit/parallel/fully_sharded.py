@@ -1,0 +1,80 @@
+"""Weights, gradients and the optimizer's state cut over ranks (ZeRO 2 and 3), by PyTorch's FSDP2: a
+block's weights are gathered when its forward and its backward need them, and its gradients are
+scattered as soon as they are there. With `data` replicas of it: hybrid sharding.
+
+Gradients of each micro-batch are scattered: whole ones, kept until the last, would take the memory
+that sharding saves.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from lpkit.contracts import Stage, Transform
+from lpkit.parallel.sharding import OfRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(Transform):
+    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32.
+    `entry`: the method of the model that the loss calls; None: the model itself."""
+
+    mesh: DeviceMesh
+    compute: torch.dtype | None
+    zero: int
+    entry: str | None = None
+    stage = Stage.DATA
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
+        # None: blocks are gathered once more for backward, the rest stays
+        again = None if self.zero == 3 else False
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
+        if self.entry:
+            register_fsdp_forward_method(model, self.entry)
+        return model
+
+
+def gathered(model: nn.Module) -> Iterator[Tensor]:
+    """What whole parameters are gathered into; without memory between reshard and unshard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+
+
+class FullySharded(OfRows):
+    def __post_init__(self):
+        super().__post_init__()
+        gathered = self.compute if self.layout.gathered == "compute" else None
+        self.autocasts = gathered is None
+        mesh = self.ranks.mesh if self.layout.data > 1 else self.ranks.mesh["shard"]
+        self.transforms = (Shard(mesh=mesh, compute=gathered, zero=self.layout.zero,
+                                 entry=self.entry),)
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        self.shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = {name: p.shape for name, p in self.shards.items()}
+        self.owned = {name: nn.Parameter(p.detach().to_local()) for name, p in self.shards.items()}
+        return self.owned
+
+    def reduce(self) -> None:
+        for name, p in self.shards.items():
+            mine = self.owned[name]
+            mine.data = p.detach().to_local()       # FSDP2 may have put them elsewhere
+            mine.grad = None if p.grad is None else p.grad.to_local()
+            p.grad = None

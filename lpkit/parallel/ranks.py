@@ -1,0 +1,203 @@
+"""The processes that train together: which one this is, and what they tell one another.
+
+PyTorch's own: `torch.distributed`, a DeviceMesh with the axes `data` and `shard`. On GPUs tensors
+travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import lpkit
+from lpkit import records
+from lpkit.config import Config, flat
+from lpkit.contracts import Batch, DataPolicy
+from lpkit.errors import ConfigError
+from lpkit.techniques.layouts import TRAINED, Layout, wrong_world
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# their names up to torch 2.11
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# nobody waits longer in a collective; `launch` names who hangs long before
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among those that train together. Alone, nothing is sent."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0     # among those of this machine,
+    local_world: int = 1    # which are this many
+    mesh: DeviceMesh | None = None
+
+    @property
+    def first(self) -> bool:
+        """The one that writes and that is asked."""
+        return self.rank == 0
+
+    def mean(self, t: Tensor) -> Tensor:
+        """Of a tensor that each has."""
+        if self.mesh is None:
+            return t
+        total = t.detach().clone()
+        dist.all_reduce(total)
+        return total / self.world
+
+    def largest(self, t: Tensor) -> Tensor:
+        """Of what all have, number by number, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(t, dist.ReduceOp.MAX)
+        return t
+
+    def told(self, number: int) -> int:
+        """What the first process says; by the host, no device is waited for."""
+        if self.mesh is None:
+            return number
+        said = torch.tensor([number])
+        dist.broadcast(said, 0)
+        return int(said)
+
+    def tell(self, what: Any) -> None:
+        """The first process, to all others: they call `heard`."""
+        if self.mesh is not None:
+            dist.broadcast_object_list([what], src=0)
+
+    def heard(self) -> Any:
+        what = [None]
+        dist.broadcast_object_list(what, src=0)
+        return what[0]
+
+    def refuse_differences(self, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError, on all, when `facts` are not the same on all: it names who differs,
+        and in what."""
+        if self.mesh is None:
+            return
+        everybody: list[Any] = [None] * self.world
+        dist.all_gather_object(everybody, records.plain(dict(facts)))
+        for rank, theirs in enumerate(everybody):
+            for name, due in everybody[0].items():
+                if theirs[name] != due:
+                    raise ConfigError(f"rank {rank} has another {name} than rank 0: "
+                                      f"{theirs[name]} and {due}; start all ranks from the same "
+                                      f"settings, code and versions")
+
+
+def by_first(work: Callable, *args: Any) -> Any:
+    """What `work(*args)` returned, or raised, on rank 0 of the process group, on all of it."""
+    if not distributed():
+        return work(*args)
+    outcome: list[Any] = [None, None]       # result, error
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work(*args)
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class Share(DataPolicy):
+    """Of each batch of `policy`, the sequences of one rank."""
+
+    def __init__(self, policy: DataPolicy, ranks: Ranks):
+        self.policy, self.ranks = policy, ranks
+
+    def batch(self, step: int) -> Batch:
+        return self.policy.batch(step).chunk(self.ranks.world)[self.ranks.rank]
+
+
+def mesh_of(layout: Layout, device: str) -> DeviceMesh:
+    """Of the process group. `device`: its type."""
+    return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)
+
+
+@contextmanager
+def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
+           init_method: str = "env://") -> Iterator[Ranks]:
+    """Make the process group, and leave it at the end.
+
+    Raises ConfigError when the config's layout is of another number of devices, and when ranks have
+    other settings, code or versions than the first.
+    """
+    layout, device = config.parallel, device_type(config)
+    if layout.devices != world:
+        raise ConfigError(f"{world} processes were started; {wrong_world(layout, world)}")
+    if device == "cuda":
+        if not dist.is_nccl_available():
+            raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
+                              "system.device=cpu, or a build that has it")
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(BACKENDS[device], init_method=init_method, rank=rank, world_size=world,
+                            timeout=COLLECTIVE_TIMEOUT)
+    try:
+        ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
+                      mesh=mesh_of(layout, device))
+        ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
+                                  "PyTorch": torch.__version__})
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _code() -> str:
+    """The SHA-256 of this package's files."""
+    files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def device_type(config: Config) -> str:
+    asked = config.system.device.partition(":")[0]
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def here(config: Config) -> Iterator[Ranks]:
+    """As torchrun or `accelerate launch` have said in the environment; else alone.
+
+    Raises ConfigError when the config asks for several processes and this is one.
+    """
+    layout = config.parallel
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1 and layout.devices > 1:
+        raise ConfigError(
+            f"parallel: {layout} takes {layout.devices} processes, and this is one; start them "
+            f"with `lpkit train --processes {layout.devices}`, in Python with lpkit.launch, or by "
+            f"`torchrun --nproc-per-node {layout.devices} -m lpkit train` (on CPUs `accelerate "
+            f"launch --cpu` starts a single process and says nothing)")
+    if world == 1:
+        yield Ranks()
+        return
+    said = {key: int(os.environ.get(name, default)) for key, name, default in (
+        ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
+        ("local_world", "LOCAL_WORLD_SIZE", 1))}
+    try:
+        with joined(config, world=world, **said) as ranks:
+            yield ranks
+    except dist.DistNetworkError as error:
+        port = os.environ.get("MASTER_PORT", "")
+        raise ConfigError(f"rank {said['rank']} on {socket.gethostname()} cannot reach the others "
+                          f"at port {port} ({str(error).splitlines()[0]}); choose another with "
+                          f"torchrun --master-port") from None

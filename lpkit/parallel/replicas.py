@@ -1,0 +1,187 @@
+"""Whole weights on every rank: gradients are averaged (ZeRO 0), or each rank gets the average of its
+rows alone, updates those and sends them to the others (ZeRO 1).
+
+    all-reduce       every rank gets the sum of all      2 (n - 1) / n of the bytes, sent by each
+    reduce-scatter   rank i gets the sum of part i           (n - 1) / n
+    all-gather       every rank gets the parts of all        (n - 1) / n
+
+So ZeRO 1 sends what ZeRO 0 sends, and keeps 1 / n of the optimizer's state.
+
+Gradients travel in buckets, the last parameters first: backward has those first. As soon as it has
+all of a bucket, the message leaves, and travels while backward goes on (Li et al. 2020, section
+3.2.3, https://arxiv.org/abs/2006.15704). torch's DistributedDataParallel does it so, around the
+model's `forward`; here it is the parameters that are listened to, since a loss in pieces calls
+other methods. tests/test_parallel.py holds the one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from lpkit.parallel.ranks import all_gather, reduce_scatter
+from lpkit.parallel.sharding import OfRows, Sharding, waiting
+from lpkit.techniques.layouts import REDUCTIONS
+
+Finish = Callable[[], None]
+# sends something of these parameters; what it returns waits, and takes what arrived
+Send = Callable[[list[nn.Parameter]], Finish]
+
+
+def buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """In this order, of one dtype, and of `most_bytes` at most unless one parameter has more."""
+    bucket: list[nn.Parameter] = []
+    for p in parameters:
+        if bucket and (p.dtype != bucket[0].dtype
+                       or sum(one.nbytes for one in (*bucket, p)) > most_bytes):
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    if bucket:
+        yield bucket
+
+
+class Messages:
+    """Of the gradients of `parameters`, by `send`: when and in which sizes, REDUCTIONS says."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], reduction: str, send: Send):
+        row = REDUCTIONS[reduction]
+        self.buckets = list(buckets(parameters[::-1], row.bucket_bytes))
+        self.send, self.listening = send, False
+        self.waiting: dict[int, set[nn.Parameter]] = {}     # for whose gradients, by bucket
+        self.sent: dict[int, Finish] = {}
+        if row.overlaps:
+            for i, bucket in enumerate(self.buckets):
+                for p in bucket:
+                    p.register_post_accumulate_grad_hook(lambda p, i=i: self._has_gradient(i, p))
+
+    def backward(self, last: bool) -> None:
+        self.listening = last
+        self.waiting = {i: set(bucket) for i, bucket in enumerate(self.buckets)}
+
+    def _has_gradient(self, i: int, p: nn.Parameter) -> None:
+        self.waiting[i].discard(p)
+        # in the order of the buckets, on every rank
+        while self.listening and (next_one := len(self.sent)) < len(self.buckets) and (
+                not self.waiting[next_one]):
+            self.sent[next_one] = self.send(self.buckets[next_one])
+
+    def finish(self) -> None:
+        self.listening = False
+        for i in range(len(self.sent), len(self.buckets)):
+            self.sent[i] = self.send(self.buckets[i])
+        for arrived in self.sent.values():
+            arrived()
+        self.sent.clear()
+
+
+class Replicas(Sharding):
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        super().own(model)
+        self.messages = Messages(list(self.owned.values()), self.layout.reduction, self._average)
+        return self.owned
+
+    def _average(self, bucket: list[nn.Parameter]) -> Finish:
+        gradients = [p.grad for p in bucket if p.grad is not None]
+        if not gradients:       # parameters that the model does not use
+            return lambda: None
+        flat = _flatten_dense_tensors(gradients)
+        work = dist.all_reduce(flat, async_op=True)
+
+        def arrived() -> None:
+            work.wait()
+            flat.div_(self.ranks.world)
+            torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
+
+        return arrived
+
+    def backward(self, last: bool) -> None:
+        self.messages.backward(last)
+
+    def reduce(self) -> None:
+        with waiting(self):
+            self.messages.finish()
+
+
+class ShardedOptimizer(OfRows):
+    """ZeRO 1. Rows of all ranks lie one after the other in a message, padded to the same number."""
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = {name: p.shape for name, p in whole.items()}
+        self.owned = {name: nn.Parameter(self.rows(p.detach())) for name, p in whole.items()}
+        self.of = {p: self.owned[name] for name, p in whole.items()}
+        self.messages = Messages(list(whole.values()), self.layout.reduction, self._scatter)
+        return self.owned
+
+    def backward(self, last: bool) -> None:
+        self.messages.backward(last)
+
+    def reduce(self) -> None:
+        with waiting(self):
+            self.messages.finish()
+
+    def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
+        """Of each gradient the mean of this rank's rows; the whole ones are freed."""
+        used = [p.grad is not None for p in bucket]
+        parts = packed([p.grad if there else torch.zeros_like(p)
+                        for p, there in zip(bucket, used)], self.size)
+        mine = parts.new_empty(parts.shape[1])
+        work = reduce_scatter(mine, parts.view(-1), group=self.group, async_op=True)
+
+        def arrived() -> None:
+            work.wait()
+            if self.layout.data > 1:
+                dist.all_reduce(mine, group=self.ranks.mesh.get_group("data"))
+            mine.div_(self.ranks.world)
+            at = 0
+            for p, there in zip(bucket, used):
+                rows = self.of[p]
+                rows.grad = mine[at:at + rows.numel()].view_as(rows) if there else None
+                at += padded(p, self.size)
+                p.grad = None
+
+        return arrived
+
+    def spread(self) -> None:
+        with torch.no_grad(), waiting(self):
+            for bucket in self.messages.buckets:
+                self._gather(bucket)
+
+    def _gather(self, bucket: list[nn.Parameter]) -> None:
+        mine = bucket[0].new_zeros(sum(padded(p, self.size) for p in bucket))
+        at = 0
+        for p in bucket:
+            rows = self.of[p].detach()
+            mine[at:at + rows.numel()] = rows.view(-1)
+            at += padded(p, self.size)
+        parts = mine.new_empty(self.size, len(mine))
+        all_gather(parts.view(-1), mine, group=self.group)
+        at = 0
+        for p in bucket:
+            each = padded(p, self.size)
+            p.view(-1).copy_(parts[:, at:at + each].reshape(-1)[:p.numel()])
+            at += each
+
+
+def padded(whole: Tensor, ranks: int) -> int:
+    """Numbers that each rank sends of a tensor."""
+    return -(-whole.shape[0] // ranks) * whole[0].numel()
+
+
+def packed(tensors: Sequence[Tensor], ranks: int) -> Tensor:
+    """(ranks, numbers): in each line the rows of one rank, of one tensor after the other."""
+    parts = tensors[0].new_zeros(ranks, sum(padded(t, ranks) for t in tensors))
+    at = 0
+    for t in tensors:
+        each = padded(t, ranks)
+        lines = parts[:, at:at + each]
+        for rank in range(ranks):
+            of_rank = t.reshape(-1)[rank * each:(rank + 1) * each]
+            lines[rank, :len(of_rank)] = of_rank
+        at += each
+    return parts

@@ -1,0 +1,122 @@
+"""How the model states of a run lie on its ranks. One class for each of ZeRO's ways, named by
+`lpkit.techniques.layouts.STAGES`; this one, `Sharding`, is one device.
+
+An optimizer is given what a rank owns, as plain tensors: whole parameters, or its rows of each. So
+every optimizer, format of moments and rounding is what it is on one device. Rows are cut as FSDP2
+cuts them, ceil(rows / ranks) to each, the last ranks have fewer or none; in a checkpoint they are
+DTensors, which any other layout can read.
+
+Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lpkit.contracts import Transform
+from lpkit.parallel.ranks import Ranks
+from lpkit.techniques.layouts import STAGES, Layout
+
+
+@dataclass(kw_only=True)
+class Sharding:
+    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the method of the
+    model that the loss calls, None for the model itself."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    layout: Layout = field(default_factory=Layout)
+    compute: torch.dtype | None = None
+    entry: str | None = None
+
+    autocasts = True        # whether the model computes under autocast
+    index = 0               # of the part that this rank owns
+
+    def __post_init__(self):
+        self.transforms: tuple[Transform, ...] = ()
+        self.owned: dict[str, nn.Parameter] = {}
+        self.waited_seconds = 0.0       # for messages, since somebody last set it to 0
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """What this rank updates of the built and transformed model, by name."""
+        self.owned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return self.owned
+
+    def backward(self, last: bool) -> None:
+        """Before the backward of a micro-batch; after the `last` one gradients must be reduced."""
+
+    def reduce(self) -> None:
+        """After it: what is owned has the gradients of the whole batch."""
+
+    def norm(self, norm: Tensor) -> Tensor:
+        """Of all gradients, from that of the owned ones."""
+        return norm
+
+    def spread(self) -> None:
+        """After the optimizer's step: every rank has the new weights that it is to have."""
+
+    def whole(self, name: str, t: Tensor) -> Tensor:
+        """`t`, which belongs to the owned part of a parameter, as a checkpoint has it."""
+        return t
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """The other way: what belongs to the owned part."""
+        return whole
+
+
+@contextmanager
+def waiting(sharding: Sharding) -> Iterator[None]:
+    """For messages; the host's time."""
+    began = time.perf_counter()
+    yield
+    sharding.waited_seconds += time.perf_counter() - began
+
+
+def local(t: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
+    kind = Sharding if ranks.mesh is None else STAGES[layout.stage].load()
+    return kind(ranks=ranks, layout=layout, **of_run)
+
+
+class OfRows(Sharding):
+    """Each rank of the group `shard` owns some rows of every parameter."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.shapes: dict[str, torch.Size] = {}
+        self.group = self.ranks.mesh.get_group("shard")
+        self.size, self.index = self.layout.shard, self.ranks.mesh.get_local_rank("shard")
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """A view of those of this rank."""
+        each = -(-whole.shape[0] // self.size)
+        start = min(self.index * each, whole.shape[0])
+        return whole[start:start + each]
+
+    def norm(self, norm: Tensor) -> Tensor:
+        squares = norm.square()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+    def whole(self, name: str, t: Tensor) -> Tensor:
+        shape = self.shapes[name]
+        if t.shape != self.owned[name].shape or not shape:      # a number for the whole parameter
+            return t
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(t, self.ranks.mesh, [Replicate(), Shard(0)], run_check=False,
+                                  shape=shape, stride=stride)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return self.rows(whole) if whole.shape == self.shapes[name] else whole
