@@ -17,6 +17,7 @@ from lpkit.predict.activations import Kept, saved
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
 from lpkit.techniques import layouts, machines, optimizers
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.layouts import Layout
@@ -198,7 +199,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         as_it_is = operations(replace(s, operand_bytes=None))
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
-    doubt = _doubt(config, p, padded)
+    doubt = _doubt(config, p, padded, s.attention)
     found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
                     optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt)
              for embeds, heads in stages]
@@ -209,9 +210,11 @@ TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 WORDS = frozenset(("head", "first", "last"))
 
 
-def _doubt(config: Config, p: Precision, padded: Mapping[str, Any]) -> str:
+def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: str) -> str:
     """What the formula does not follow tensor by tensor, and what does."""
-    memory = config.memory
+    memory, kind = config.memory, config.model.attention.name
+    if attention == "plain" and KINDS[kind].state_bytes:
+        return f"the definition of {kind} attention is counted roughly" + TRACE
     if memory.activation_offload.name != "device":
         return "what comes back, and what goes, is taken to be one tensor of the MLP" + TRACE
     if p.dtype == "fp16" and memory.cross_entropy.name != "full":

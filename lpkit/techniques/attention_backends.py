@@ -313,37 +313,52 @@ def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) ->
                  for name, heads, M, N, K in products)
 
 
-def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], wide: int, scores: int, states: int,
+def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
                **facts: Any) -> Op:
-    """An operator that keeps what it is given and works in float32: backward holds `wide` numbers
-    and `scores` pairs for each token, and `states` numbers for each chunk."""
-    m, (C, padded) = s.model, chunk_of(s.model.T)
-    grads = s.tokens * _qkv(m) * s.compute_bytes
-    work = s.batch * FP32 * (padded * wide + padded * C * scores + padded // C * states)
-    op = _attention(s, views=_given(s), work=work + grads, out=grads, pairs=pairs,
+    """An operator that keeps what it is given and works in float32: forward `moves` numbers for
+    each token, and backward holds `work` numbers at the most, its gradients among them."""
+    padded = chunk_of(s.model.T)[1]
+    grads = s.tokens * _qkv(s.model) * s.compute_bytes
+    op = _attention(s, views=_given(s), work=FP32 * work, out=grads, pairs=pairs,
                     score_passes=(4, 8), **facts)
-    return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * wide * FP32)
+    return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * moves * FP32)
 
 
 def linear_chunks(s: MicroBatch) -> Op:
     """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
-    query, which is the sum of a column of ones beside the values."""
-    m, sums = s.model, s.tokens * s.model.H * FP32
-    features = getattr(m.attention, "features", m.E)
-    pairs = linear_pairs(s.batch, m.H, m.G, m.T, m.E, features)
-    return _in_chunks(s, pairs=pairs, wide=(m.H + m.G) * (4 * features + m.E), scores=2 * m.H,
-                      states=2 * m.G * features * m.E, numbers=_given(s) + m.H * m.E, saved=sums,
+    query, which is the sum of a column of ones beside the values. The most of backward is where
+    the gradient of q, or of k, goes back through its features."""
+    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
+    F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
+    keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view, and so for q
+    queries = padded if m.G < m.H else keys
+    last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+ goes back by a product
+    common = m.H * queries * F + m.G * keys * F + padded * (m.G * F + (m.H + 2 * m.G) * (m.E + 1))
+    common += 2 * m.H * padded * C + m.G * (2 * padded / C + 1) * F * (m.E + 1)
+    common += (s.compute_bytes < FP32) * m.H * T * m.E
+    through_q = m.H * (padded * F + T * (3 * F + last[0])) + m.G * T * F
+    through_k = m.H * T * (F + m.E) + m.G * T * (3 * F + last[1])
+    return _in_chunks(s, pairs=linear_pairs(s.batch, m.H, m.G, T, m.E, F),
+                      moves=(m.H + m.G) * (4 * F + m.E),
+                      work=s.batch * (common + max(through_q, through_k)),
+                      numbers=_given(s) + m.H * m.E, saved=s.tokens * m.H * FP32,
                       saves_result=True, backward_pairs=2.5)
 
 
 def delta_chunks(s: MicroBatch) -> Op:
     """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
-    and the gates."""
-    m = s.model
-    pairs = delta_pairs(s.batch, m.H, m.G, m.T, m.E)
-    return _in_chunks(s, pairs=pairs, wide=(4 * m.H + 11 * m.G) * m.E,
-                      scores=2 * m.H + 6 * m.G, states=3 * m.G * m.E**2, numbers=_given(s),
-                      saved=0, gates=m.G, backward_pairs=2.75)
+    and the gates. The most of backward is where the gradient of q goes back through its length, or
+    before, where that of k is summed."""
+    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
+    narrow = s.compute_bytes < FP32
+    shared = (s.batch == 1 and T == padded) * (2 - narrow) * (m.G + m.H * (m.G == m.H))    # views
+    common = T * (m.H + m.G) * m.E + padded * (3 * m.H + 15 * m.G - shared) * m.E
+    common += padded * (2 * m.H + 4 * m.G) * C + m.G * m.E**2 * (3 * padded / C + 1)
+    common += padded * 5 * m.G                                  # gates
+    most = max(T * (6 + narrow) * m.H * m.E, padded * m.G * (m.E + C))
+    return _in_chunks(s, pairs=delta_pairs(s.batch, m.H, m.G, T, m.E),
+                      moves=(4 * m.H + 11 * m.G) * m.E, work=s.batch * (common + most),
+                      numbers=_given(s), saved=0, gates=m.G, backward_pairs=2.75)
 
 
 def quadratic(s: MicroBatch) -> Op:
