@@ -188,13 +188,14 @@ class State(Cache):
 
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
-        out, state = attention.kind.extend(q, k, v, self.states[layer], own)
-        self.states[layer].copy_(state)
-        return out
+        self.states[layer].copy_(attention.kind.after(k, v, own))
+        return attention.attend(q, k, v, documents, own)
 
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        return self.prompt(layer, attention, q, k, v, None, own)
+        out, state = attention.kind.step(q, k, v, self.states[layer], own)
+        self.states[layer].copy_(state)
+        return out
 
     def row(self, b: int) -> Self:
         one = copy.copy(self)
