@@ -207,9 +207,9 @@ def _delta_flops(q: torch.Size, k: torch.Size) -> int:
     return _flops(delta_pairs(B, H, k[1], T, E))
 
 
-class _Delta:
+class Chunks:
     """What forward and backward have in common. `written` is what each token writes into the state
-    at its key, `states` the state before each chunk."""
+    at its key, `states` the state before each chunk, `state` that after all."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor):
         G, E = k.shape[1], q.shape[-1]
@@ -231,6 +231,7 @@ class _Delta:
             states.append(state)
             written.append(torch.baddbmm(writes[:, c], self.reads[:, c], state, alpha=-1))
             state = torch.baddbmm(state, self.keys[:, c].mT, written[c])
+        self.state = state
         self.states = torch.stack(states, 1) if states else self.keys.new_zeros(len(state), 0, E, E)
         self.written = torch.stack(written, 1) if written else self.values
 
@@ -239,7 +240,7 @@ class _Delta:
           flops=lambda q, k, *_, **__: _delta_flops(q, k))
 def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     with in_full(q):
-        d = _Delta(q, k, v, gates)
+        d = Chunks(q, k, v, gates)
         return _whole(d.scores @ d.written + d.queries @ d.states, q)
 
 
@@ -249,7 +250,7 @@ def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
 def delta_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
                     gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with in_full(q):
-        d, G, E = _Delta(q, k, v, gates), k.shape[1], q.shape[-1]
+        d, G, E = Chunks(q, k, v, gates), k.shape[1], q.shape[-1]
         dy = _chunked(wide(d_out), G)
         d_scores = _past(dy, d.written)
         dq, dk = d_scores @ d.keys + dy @ d.states.mT, d_scores.mT @ d.queries

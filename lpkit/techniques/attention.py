@@ -213,8 +213,8 @@ class AttentionKind(Row):
     """`settings` has `rule(context)`: the Rule of a softmax kind, else None; and `problem(context)`.
 
     implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
-                    softmax it has a method for each backend that computes it, and `state` and
-                    `step` for one token after the other (`lpkit.nn.linear_attention`)
+                    softmax it has a method for each backend that computes it, and `state`, `after`
+                    (a prompt) and `step` (a token) to generate (`lpkit.nn.linear_attention`)
     operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
     products        of what the module itself does: f(MicroBatch), Ops
     cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
