@@ -63,14 +63,9 @@ class Kernel:
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
     moved_bytes: that any version must read and write, for given arguments, forward.
     timed:       arguments like those of a training step, for a generator and a device.
-<<<<<<< HEAD
     peers:       other libraries' kernels with the same arguments, which give the first of the
                  results at least; ImportError where one is missing.
-    builds:      what the tests compile for GPUs.
-=======
-    peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
     builds:      what the tests compile for GPUs; more_builds: what the page has besides.
->>>>>>> flash
     typical:     arguments of a training step's size, on the meta device, by what they stand for.
     """
 
