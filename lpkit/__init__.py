@@ -14,11 +14,12 @@ _WHERE = {
     "advise": "lpkit.studies.advice",
     "start": "lpkit.training.background",
     "start_each": "lpkit.training.background",
+    "launch": "lpkit.parallel.launch",
     "sample": "lpkit.training.sampling",
     "predict_trace": "lpkit.measure.trace",
     "reconcile": "lpkit.measure.trace",
 }
-_ROOMS = {"measure", "predict", "presets", "ui"}
+_ROOMS = {"measure", "parallel", "predict", "presets", "ui"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "lpkit"
-BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "records", "signals", "tables", "timing", "values"}     # settings, seams, tools: anybody
+BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values"}     # settings, seams, tools: anybody
 MAY_IMPORT = {
     "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": set(),
     "plain_yaml": {"errors", "files"}, "values": {"errors"},
-    "tables": set(), "timing": set(), "machine_facts": set(), "signals": set(), "records": {"errors", "files"},
+    "tables": set(), "timing": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "values"},     # rows: settings and facts, no implementation
     "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
@@ -25,16 +25,17 @@ MAY_IMPORT = {
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
-    "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "precision", "predict", "techniques"},
-    "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "precision", "predict", "techniques", "training"},
-    "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "precision", "predict", "techniques", "training"},
+    "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
+    "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
+    "parallel": BASE | {"techniques", "training"},
+    "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "course": BASE | {"kernels", "nn", "precision", "predict", "studies", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
                  "course.lab", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 

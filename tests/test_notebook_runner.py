@@ -14,8 +14,9 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from lpkit import processes
 from lpkit.commands import notebook as command
-from lpkit.course import learner, notebooks, processes
+from lpkit.course import learner, notebooks
 from lpkit.errors import ConfigError
 from tests import smoke_copies
 

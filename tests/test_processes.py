@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lpkit.course import processes
+from lpkit import processes
 from tests.attack import processes as attack
 
 # A child that hears no SIGTERM, with a session of its own inside, and an orphan.
@@ -23,7 +23,7 @@ echo ready > ready; sleep 600; true"""
 PARENT = """
 import sys
 from pathlib import Path
-from lpkit.course import processes
+from lpkit import processes
 {prelude}
 folder = processes.new_folder()
 with processes.Children().start(["bash", "-c", sys.argv[1]], folder, files={{"secret/a": "x"}}, cwd=folder) as keeper:

@@ -18,6 +18,7 @@ BENCHES = {     # module of this folder, and function
     "fp8-step": "fp8:step",
     "import": "imports:run",
     "kernels": "fused:fused",
+    "launch": "launch:run",
     "ledger": "ledger:run",
     "linear-cross-entropy": "losses:run",
     "loader": "loader:run",

@@ -42,7 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
-    from lpkit.course import copies, lab, processes
+    from lpkit import processes
+    from lpkit.course import copies, lab
 
     root, children = copies.work_folder(args.course), processes.Children()
     changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]

@@ -40,7 +40,8 @@ def arguments(parser):
 def run(args) -> dict[str, Any]:
     all_of_them = ("papermill", "nbformat", "ipykernel", "ipywidgets", "plotly")
     needs("lpkit notebook", *(["nbformat"] if args.list else all_of_them))
-    from lpkit.course import notebooks, processes
+    from lpkit import processes
+    from lpkit.course import notebooks
 
     name, asked = target_and_asked(args)
     if args.list:

@@ -4,6 +4,7 @@
   lpkit train cpu-3m steps=600 model.layers=6 --out runs/six
   lpkit train --out runs/six --resume
   lpkit train --out runs/six --resume steps=900
+  lpkit train cpu-3m --processes 2
 
 Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a checkpoint;
 --resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
@@ -29,11 +30,14 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="the run folder (default: a new one under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
+                        "machine: replicas, where parallel.* does not say otherwise")
 
 
 def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
+    from lpkit.parallel import launch
     from lpkit.presets import resolve
     from lpkit.training.background import default_folder, train
     from lpkit.training.runs import Run
@@ -60,7 +64,9 @@ def run(args: Namespace) -> dict:
         bar.update(record.step - bar.n)
 
     try:
-        summary = train(config, out=out, resume=args.resume, observers=[show]).summary
+        more = {"out": out, "resume": args.resume, "observers": [show]}
+        summary = (train(config, **more) if args.processes is None else
+                   launch(config, processes=args.processes, **more).result()).summary
     finally:
         if bar is not None:
             bar.close()

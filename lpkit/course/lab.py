@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpkit.course import processes
+from lpkit import processes
 from lpkit.errors import ConfigError
 
 FIRST = "00_start_here.ipynb"      # of a work folder (lpkit.course.copies)

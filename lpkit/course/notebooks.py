@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import psutil
 
+from lpkit import processes
 from lpkit.config import key_and_value
-from lpkit.course import processes
 from lpkit.errors import ConfigError, named, nearest, pick, shown
 from lpkit.files import read_text, resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions

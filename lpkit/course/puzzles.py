@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpkit.course import processes
+from lpkit import processes
 from lpkit.course.judge import Exercise, Verdict, source_of, to_do
 from lpkit.kernels.defects import defects
 from lpkit.machine_facts import versions

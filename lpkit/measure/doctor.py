@@ -7,31 +7,25 @@ returns a detail and raises when it cannot. What may crash or hang (processes th
 other) runs in a process of its own with a time limit.
 """
 
-import copy
-import multiprocessing
-import os
+import functools
 import platform
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lpkit.kernels import defects
 from lpkit.kernels.choose import refused_here
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.measure import attention
+from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques import FAMILIES
 from lpkit.techniques.blocks import ATTENTION
@@ -209,96 +203,19 @@ def fp8_stores(device: torch.device,
 # Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end
 # of the doctor.
 
-def _all_reduce(rank: int, world: int, device: torch.device) -> None:
-    x = torch.full((4,), float(rank + 1), device=device)
-    dist.all_reduce(x)
-    assert x.tolist() == [world * (world + 1) / 2] * 4, f"the sum is wrong: {x.tolist()}"
-
-
-def _gradients(wrap: Callable[[nn.Module], nn.Module], rank: int, world: int,
-               device: torch.device) -> None:
-    """Rank r sees (r + 1) x; the gradient must be that of one process that sees them all."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8).to(device)
-    alone = copy.deepcopy(model)
-    x = torch.arange(16.0, device=device).view(2, 8)
-    sum(alone(x * (r + 1)).square().mean() / world for r in range(world)).backward()
-    wrapped = wrap(model)
-    wrapped(x * (rank + 1)).square().mean().backward()
-    got = next(wrapped.parameters()).grad
-    torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got,
-                               alone.weight.grad)
-
-
-def _fsdp2(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    device = next(model.parameters()).device.type
-    return fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
-
-
-PROGRAMS: dict[str, Callable[[int, int, torch.device], None]] = {
-    "all-reduce": _all_reduce,
-    "DDP": partial(_gradients, nn.parallel.DistributedDataParallel),
-    "FSDP2": partial(_gradients, _fsdp2),
-}
-
-
-def _rank(program: str, backend: str, rank: int, world: int, folder: str) -> None:
-    """One process. What goes wrong is left in a file, for `_processes` to read. The store is a
-    file: no port to find."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    try:
-        if backend == "nccl":
-            torch.cuda.set_device(device)
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank,
-                                world_size=world, timeout=timedelta(seconds=PROCESS_SECONDS))
-        PROGRAMS[program](rank, world, device)
-        dist.destroy_process_group()
-    except Exception as error:
-        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
-        os._exit(1)     # the others may wait for this rank for ever; nobody waits for its clean end
-
-
-def _fork_server() -> Any:
-    """A process with torch forks each rank: torch is loaded once, and this process stays whole."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed.fsdp"])
-    return context
+_warm_parent = functools.cache(WarmParent)      # until this process ends
 
 
 def _processes(program: str, backend: str, device: torch.device, world: int = 2) -> str:
-    """Run one of PROGRAMS as `world` ranks."""
+    """Run one of `ranks.PROGRAMS` as `world` ranks."""
     if backend == "nccl":
         _need(device, "cuda", "NCCL moves data between NVIDIA GPUs")
         if (here := torch.cuda.device_count()) < world:
             raise UnavailableError(f"it takes {world} GPUs, and {here} is here")
-    context, deadline = _fork_server(), time.monotonic() + PROCESS_SECONDS
-    with tempfile.TemporaryDirectory(prefix="lpkit-doctor-") as folder:
-        ranks = [context.Process(target=_rank, args=(program, backend, rank, world, folder),
-                                 daemon=True) for rank in range(world)]
-        try:
-            for rank in ranks:
-                rank.start()
-            waiting = ranks
-            while waiting and not any(rank.exitcode for rank in ranks):
-                wait([rank.sentinel for rank in waiting], timeout=1)
-                waiting = [rank for rank in ranks if rank.exitcode is None]
-                if time.monotonic() > deadline:
-                    raise UnavailableError(f"no answer within {PROCESS_SECONDS:.0f} s")
-            failures = [file.read_text() for file in sorted(Path(folder).glob("*.error"))]
-            failures += [f"a process ended with {rank.exitcode}" for rank in ranks if rank.exitcode]
-            if failures:
-                raise UnavailableError(failures[0])
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+    with Processes("lpkit.measure.ranks:run", {"program": program, "backend": backend}, world=world,
+                   timeout_seconds=PROCESS_SECONDS, progress_seconds=PROCESS_SECONDS,
+                   parent=_warm_parent()) as ranks:
+        ranks.wait()
     return f"{world} processes; the numbers are those of one"
 
 

@@ -6,12 +6,15 @@ travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import lpkit
 from lpkit import records
-from lpkit.config import Config
+from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError
 from lpkit.techniques.layouts import TRAINED, Layout, wrong_world
@@ -131,12 +135,14 @@ def mesh_of(layout: Layout, device: str) -> DeviceMesh:
 
 
 @contextmanager
-def joined(layout: Layout, device: str, *, rank: int, world: int, local_rank: int,
-           local_world: int, init_method: str = "env://") -> Iterator[Ranks]:
-    """Make the process group, and leave it at the end. `device`: its type.
+def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
+           init_method: str = "env://") -> Iterator[Ranks]:
+    """Make the process group, and leave it at the end.
 
-    Raises ConfigError when the layout is of another number of devices.
+    Raises ConfigError when the config's layout is of another number of devices, and when ranks have
+    other settings, code or versions than the first.
     """
+    layout, device = config.parallel, device_type(config)
     if layout.devices != world:
         raise ConfigError(f"{world} processes were started; {wrong_world(layout, world)}")
     if device == "cuda":
@@ -147,10 +153,24 @@ def joined(layout: Layout, device: str, *, rank: int, world: int, local_rank: in
     dist.init_process_group(BACKENDS[device], init_method=init_method, rank=rank, world_size=world,
                             timeout=COLLECTIVE_TIMEOUT)
     try:
-        yield Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                    mesh=mesh_of(layout, device))
+        ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
+                      mesh=mesh_of(layout, device))
+        ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
+                                  "PyTorch": torch.__version__})
+        yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _code() -> str:
+    """The SHA-256 of this package's files."""
+    files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def device_type(config: Config) -> str:
+    asked = config.system.device.partition(":")[0]
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
@@ -159,9 +179,7 @@ def here(config: Config) -> Iterator[Ranks]:
 
     Raises ConfigError when the config asks for several processes and this is one.
     """
-    layout, device = config.parallel, config.system.device.partition(":")[0]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout = config.parallel
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1 and layout.devices > 1:
         raise ConfigError(
@@ -176,7 +194,7 @@ def here(config: Config) -> Iterator[Ranks]:
         ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
         ("local_world", "LOCAL_WORLD_SIZE", 1))}
     try:
-        with joined(layout, device, world=world, **said) as ranks:
+        with joined(config, world=world, **said) as ranks:
             yield ranks
     except dist.DistNetworkError as error:
         port = os.environ.get("MASTER_PORT", "")

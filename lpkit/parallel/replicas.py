@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lpkit.parallel.ranks import all_gather, reduce_scatter
-from lpkit.parallel.sharding import OfRows, Sharding
+from lpkit.parallel.sharding import OfRows, Sharding, waiting
 from lpkit.techniques.layouts import REDUCTIONS
 
 Finish = Callable[[], None]
@@ -103,7 +103,8 @@ class Replicas(Sharding):
         self.messages.backward(last)
 
     def reduce(self) -> None:
-        self.messages.finish()
+        with waiting(self):
+            self.messages.finish()
 
 
 class ShardedOptimizer(OfRows):
@@ -121,7 +122,8 @@ class ShardedOptimizer(OfRows):
         self.messages.backward(last)
 
     def reduce(self) -> None:
-        self.messages.finish()
+        with waiting(self):
+            self.messages.finish()
 
     def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
         """Of each gradient the mean of this rank's rows; the whole ones are freed."""
@@ -146,7 +148,7 @@ class ShardedOptimizer(OfRows):
         return arrived
 
     def spread(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), waiting(self):
             for bucket in self.messages.buckets:
                 self._gather(bucket)
 

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,8 +27,9 @@ from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
 
-if TYPE_CHECKING:   # it imports torch
+if TYPE_CHECKING:   # they import torch
     from lpkit.parallel.ranks import Ranks
+    from lpkit.training.training import Training
 
 
 GO_ON, PAUSE, STOP = range(3)       # what a loop is asked
@@ -77,24 +78,27 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
 
 
 def _trained(config: Config, path: Path, resume: bool, observers: Observers,
-             control: Control, ranks: "Ranks | None" = None) -> Run:
-    """`ranks` None: as the environment says."""
+             control: Control) -> Run:
     from lpkit.parallel.ranks import here
     from lpkit.training.loop import fit
+
+    with here(config) as ranks:
+        training = built(config, path, resume, ranks)
+        # from here on there is something to save; before, a signal ends the preparation
+        with signals_stop(control.stop):
+            return fit(training, path, resume=resume, observers=observers, control=control)
+
+
+def built(config: Config, path: Path, resume: bool, ranks: "Ranks") -> "Training":
+    """What will write the run folder `path`, with what looks at it."""
     from lpkit.training.training import Training
 
-    with ExitStack() as until_end:
-        if ranks is None:
-            ranks = until_end.enter_context(here(config))
-        training = Training.build(config, before=Run(path).environment if resume else None,
-                                  ranks=ranks)
-        if config.precision.telemetry_every and ranks.first:
-            from lpkit.measure import telemetry  # most runs are not looked at
+    training = Training.build(config, before=Run(path).environment if resume else None, ranks=ranks)
+    if config.precision.telemetry_every and ranks.first:
+        from lpkit.measure import telemetry  # most runs are not looked at
 
-            telemetry.attach(training, path, every=config.precision.telemetry_every)
-        # from here on there is something to save; before, a signal ends the preparation
-        with _signals_stop(control.stop):
-            return fit(training, path, resume=resume, observers=observers, control=control)
+        telemetry.attach(training, path, every=config.precision.telemetry_every)
+    return training
 
 
 @contextmanager
@@ -112,7 +116,7 @@ def _let_go() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
+def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand; a second Ctrl-C
     interrupts at once. A thread hears none: there the handle's `stop` serves."""
     def heard(number: int, frame: Any) -> None:

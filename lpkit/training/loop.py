@@ -169,7 +169,7 @@ def _steps(training: Training, run: Run, start: int, control: Control) -> Iterat
         return step == config.steps or (n > 0 and step % n == 0)
 
     for step in range(start + 1, config.steps + 1):
-        if not control.go_on.is_set():
+        if control.asked() == PAUSE:
             yield from _arrived(training, waiting, 0)
         if stopping := _stopped(training, control):
             step -= 1

@@ -15,7 +15,7 @@ import ipywidgets as widgets
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import FAINT, FONT, INK, QUIET, TEXT
+from lpkit.tables import FAINT, FONT, INK, QUIET, TEXT, html_table
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, heat, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS, DECIBELS, lines_of
@@ -81,9 +81,28 @@ def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
     return " · ".join(parts)
 
 
+RANK = {     # of what a rank says of itself: head, and how it is shown
+    "step": ("step", "{:,}".format),
+    "loss": ("loss", "{:.3f}".format),
+    "step_seconds": ("seconds a step", "{:.3f}".format),
+    "peak_bytes": ("peak memory", lambda nbytes: quantity(nbytes, "bytes")),
+    "communication_share": ("communication", "{:.0%}".format),
+}
+
+
+def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
+    """HTML: a row for each rank; no ranks, no table."""
+    if not ranks:
+        return ""
+    rows = [[rank, *(form(said[name]) if said.get(name) is not None else "-"
+                     for name, (_, form) in RANK.items())] for rank, said in sorted(ranks.items())]
+    return html_table(["rank", *(head for head, _ in RANK.values())], rows)
+
+
 class LiveRun(Stored, widgets.VBox):
-    """A live figure of the run of a `handle` that `lpkit.start` returned, with Stop and Pause. Stop
-    keeps a checkpoint and the partial run.
+    """A live figure of the run of a `handle` that `lpkit.start` or `lpkit.launch` returned, with
+    Stop and Pause, and a row for each rank where there are several. Stop keeps a checkpoint and the
+    partial run.
 
     The buttons work while the kernel is idle or awaits (`run = await handle`); a cell that blocks
     hears nothing.
@@ -101,7 +120,9 @@ class LiveRun(Stored, widgets.VBox):
         bar = widgets.HBox(
             [self.status, self.pause_button, self.stop_button],
             layout={"flex_flow": "row wrap", "align_items": "center", "padding": "4px 12px"})
-        super().__init__([bar, self.figure], layout={"width": "100%", "overflow": "hidden"})
+        self.ranks = widgets.HTML()
+        below = [self.ranks] if hasattr(handle, "ranks") else []
+        super().__init__([bar, self.figure, *below], layout={"width": "100%", "overflow": "hidden"})
         self.pause_button.on_click(self._pause)
         self.stop_button.on_click(self._stop)
         self._show()
@@ -135,6 +156,7 @@ class LiveRun(Stored, widgets.VBox):
 
     def _show(self, _record: Any = None) -> None:
         self.figure.show(self._spec())
+        self.ranks.value = ranks_table(dict(getattr(self.handle, "ranks", {})))
         self._say()
 
     def _say(self) -> None:
@@ -142,7 +164,7 @@ class LiveRun(Stored, widgets.VBox):
         if state != "running":
             words = words.split(" · about")[0]
         if state == "failed":
-            words = str(self.handle.error)
+            words = str(self.handle.error).split("\n")[0]      # of several ranks, a traceback follows
         colour = STATE_COLOURS.get(state, TEXT)
         self.status.value = (f'<div style="{STATUS}"><span style="color:{colour}">&#9679;</span> '
                              f'<b style="color:{TEXT}">{state}</b>&ensp;'

@@ -50,7 +50,8 @@ sys.modules["rfc3987_syntax"] = None            # slow to import, and not needed
 import nbformat
 from lpkit import cli
 from lpkit.commands import lab, notebook
-from lpkit.course import lab, notebooks, processes
+from lpkit import processes
+from lpkit.course import lab, notebooks
 {prelude}
 signal.signal(signal.SIGINT, signal.SIG_DFL)    # Python's own is lost in what runs after a fork
 for line in sys.stdin:

@@ -34,7 +34,7 @@ CHILD_SECONDS = 1.0         # after SIGTERM, before SIGKILL: for the child itsel
 REST_SECONDS = 0.3          # and for what it left
 SWEEP_SECONDS = 5.0         # for the system to bury what was killed
 TAIL_BYTES = 1500           # of a log that goes with its folder
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def new_folder() -> Path:
@@ -150,9 +150,7 @@ def _write_private(path: Path, text: str) -> None:
 
 def _run(told: Mapping[str, Any]) -> int:
     """The exit code of the command, when none of its descendants is left."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):      # Linux
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     with contextlib.ExitStack() as stack:
         out: Any = 2
         if told["log"]:
@@ -169,7 +167,7 @@ def _run(told: Mapping[str, Any]) -> int:
         if pid == child.pid:
             break
     ended.set()
-    _sweep()
+    sweep()
     return os.waitstatus_to_exitcode(status)
 
 
@@ -182,8 +180,24 @@ def _end_at_eof(pid: int, ended: threading.Event) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _sweep() -> None:
-    """End what the child left, and wait until it is buried."""
+def adopt_orphans() -> None:
+    """Processes that descend from this one, and whose parent ends, become its children."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    """This process gets SIGKILL when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):      # Linux
+        libc.prctl(option, value, 0, 0, 0)
+
+
+def sweep() -> None:
+    """End what descends from this process, and wait until it is buried."""
     keeper = psutil.Process()
     for number, seconds in ((signal.SIGTERM, REST_SECONDS), (signal.SIGKILL, SWEEP_SECONDS)):
         signalled, deadline = set(), time.monotonic() + seconds

@@ -1,0 +1,63 @@
+"""What several processes can do here, each against one process that does it alone. The doctor runs
+these; their warm parent imports this file and no more of the kit."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP's and FSDP's first use would import it, in each rank
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lpkit.parallel.processes import Place
+
+
+def _all_reduce(place: Place, device: torch.device) -> None:
+    x = torch.full((4,), float(place.rank + 1), device=device)
+    dist.all_reduce(x)
+    due = [place.world * (place.world + 1) / 2] * 4
+    assert x.tolist() == due, f"the sum is wrong: {x.tolist()}"
+
+
+def _gradients(wrap: Callable[[nn.Module], nn.Module], place: Place, device: torch.device) -> None:
+    """Rank r sees (r + 1) x; the gradient must be that of one process that sees them all."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(device)
+    alone = copy.deepcopy(model)
+    x = torch.arange(16.0, device=device).view(2, 8)
+    sum(alone(x * (r + 1)).square().mean() / place.world for r in range(place.world)).backward()
+    wrapped = wrap(model)
+    wrapped(x * (place.rank + 1)).square().mean().backward()
+    got = next(wrapped.parameters()).grad
+    torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got,
+                               alone.weight.grad)
+
+
+def _fsdp2(model: nn.Module) -> nn.Module:
+    device = next(model.parameters()).device.type
+    return fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+
+
+PROGRAMS: dict[str, Callable[[Place, torch.device], None]] = {
+    "all-reduce": _all_reduce,
+    "DDP": partial(_gradients, nn.parallel.DistributedDataParallel),
+    "FSDP2": partial(_gradients, _fsdp2),
+}
+
+
+def run(place: Place, told: dict[str, Any]) -> None:
+    """A rank of `told["program"]` over `told["backend"]`."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if told["backend"] == "nccl":
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(told["backend"], init_method=place.store, rank=place.rank,
+                            world_size=place.world)
+    PROGRAMS[told["program"]](place, device)

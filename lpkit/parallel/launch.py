@@ -1,0 +1,121 @@
+"""Train on several processes of this machine, from a notebook or a shell.
+
+    handle = lpkit.launch(config, processes=2)      as lpkit.start: LiveRun(handle), await handle
+    handle.ranks                                    what each rank said last
+
+The processes are those of `lpkit.parallel.processes`: a kernel that holds a GPU is none of them.
+They write the run folder, and this process writes nothing.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lpkit.config import Config
+from lpkit.contracts import Observer, StepRecord
+from lpkit.errors import ConfigError
+from lpkit.machine_facts import cores, gpus
+from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processes
+from lpkit.techniques import layouts
+from lpkit.training.background import Background, default_folder, signals_stop
+from lpkit.training.runs import Observers, Run
+from lpkit.values import Count, Folder, Positive, checked
+
+TRAIN = "lpkit.parallel.rank:train"
+
+
+class Launched(Background):
+    """A run on several processes, once it has been told to `begin`. Its result is the Run; it has
+    what a `Handle` has.
+
+    ranks: by rank, the newest of what each said of itself: step, step_seconds, loss, peak_bytes,
+           communication_share
+    """
+
+    def __init__(self, config: Config, *, processes: int, out: str | Path | None = None,
+                 resume: bool = False, timeout_seconds: float = TIMEOUT_SECONDS,
+                 progress_seconds: float = PROGRESS_SECONDS, observers: Sequence[Observer] = ()):
+        self.config, self.planned_steps = config, config.steps
+        self.path = Path(out or default_folder())
+        self.title = self.path.name
+        self.records: list[StepRecord] = []
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self._observers = Observers([self.records.append, *observers])
+        super().__init__(f"train {self.title}")
+        told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
+        self._processes = Processes(TRAIN, told, world=processes, timeout_seconds=timeout_seconds,
+                                    progress_seconds=progress_seconds, heard=self._hear)
+
+    def _do(self) -> Run:
+        with self._processes:
+            self._processes.wait()
+        return Run(self.path)
+
+    def _hear(self, rank: int, said: dict[str, Any]) -> None:
+        """A StepRecord, under "record"; or what a rank says of itself."""
+        if record := said.pop("record", None):
+            self._observers(StepRecord(**record))
+        if said:
+            self.ranks[rank] = said
+
+    def subscribe(self, observer: Observer) -> None:
+        """Call `observer(record)` after every step. One that raises is dropped."""
+        self._observers.add(observer)
+
+    def pause(self) -> None:
+        super().pause()
+        self._processes.pause()
+
+    def resume(self) -> None:
+        super().resume()
+        self._processes.resume()
+
+    def stop(self, by: str = "stop") -> None:
+        """After the step at hand; keeps a checkpoint."""
+        self._control.stop(by)
+        self._processes.stop(by)
+
+    def kill(self) -> None:
+        """At once, without a checkpoint."""
+        self._processes.kill()
+
+    def result(self) -> Run:
+        """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills."""
+        try:
+            with signals_stop(self.stop):
+                self._told.wait()
+        except BaseException:
+            self.kill()
+            self._told.wait()
+            raise
+        return self._outcome.result()
+
+
+@checked
+def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
+           resume: bool = False, observers: Sequence[Observer] = (),
+           timeout_seconds: Positive = TIMEOUT_SECONDS,
+           progress_seconds: Positive = PROGRESS_SECONDS) -> Launched:
+    """Begin training on `processes` of this machine, in the background, and return the handle.
+
+    A config for one device becomes `processes` replicas (parallel.data). A rank without a sign of
+    life for `timeout_seconds`, or ranks of which none gets further for `progress_seconds`, are
+    named with their stacks, and all is ended.
+    Raises ConfigError for a layout of another number of devices, and for more processes than there
+    are GPUs, or cores.
+    """
+    return Launched(spread(config, processes), processes=processes, out=out, resume=resume,
+                    observers=observers, timeout_seconds=timeout_seconds,
+                    progress_seconds=progress_seconds).begin()
+
+
+def spread(config: Config, processes: int) -> Config:
+    """`config` for so many processes here. Raises ConfigError."""
+    here, what = (gpus(), "GPU") if config.system.device != "cpu" and gpus() else (cores(), "core")
+    if processes > here:
+        raise ConfigError(f"processes={processes} need as many {what}s, and there "
+                          f"{'is' if here == 1 else 'are'} {here}; use processes={here}")
+    if config.parallel.devices == 1:
+        config = config.replace({"parallel.data": processes})
+    layouts.check(config, config.parallel, processes)
+    return config

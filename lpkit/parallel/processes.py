@@ -1,0 +1,221 @@
+"""Ranks: processes of this machine that compute together; started, watched and ended as one.
+
+    caller            a notebook, a command: it may hold a GPU and threads, so it forks nothing
+      keeper          lpkit/processes.py: ends all that is below when the caller is gone
+        warm parent   lpkit/parallel/supervisor.py: imports what ranks need, once, and forks
+          supervisor  for each `Processes` one: it forks the ranks, watches them, and tells
+            ranks     function(place, told)
+
+    with Processes("package.module:function", {"lr": 0.1}, world=2) as ranks:
+        values = ranks.wait()           # of each rank; or the error of the rank that is to blame
+
+No port is opened for them to meet: their store is a file of the keeper's private folder. Nothing
+here imports torch.
+"""
+
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from lpkit.errors import ConfigError
+from lpkit.processes import Children, end, new_folder
+from lpkit.training.runs import RunFailedError
+
+BEAT_SECONDS = 0.25
+TIMEOUT_SECONDS = 30.0      # without a beat: stopped, or in a call that holds Python's lock
+PROGRESS_SECONDS = 600.0    # in which no rank gets anywhere; torch.compile may take minutes
+
+# The page that all share. First what the caller asks and who asked; then a slot for each rank:
+# beats; what was noted with `at`: how often in all, the step, how often in it, the phase.
+ASKS = ("", "pause", "stop")
+HEAD, SLOT, BEATS, NOTED = map(struct.Struct, ("<B63s", "<QQqQ40s", "<Q", "<QqQ40s"))
+
+
+def new_page(world: int) -> mmap.mmap:
+    """Of nobody's file; a fork shares it."""
+    return mmap.mmap(-1, HEAD.size + world * SLOT.size)
+
+
+@dataclass
+class Place:
+    """Where a rank is among the others, and its way to who started it. Without `page` and `line`,
+    as under torchrun, nobody listens."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0     # among those of this machine,
+    local_world: int = 1    # which are this many
+    store: str = "env://"   # `init_method` of torch.distributed.init_process_group
+    page: mmap.mmap = field(default_factory=lambda: new_page(1), repr=False)
+    line: int | None = field(default=None, repr=False)      # the file descriptor to tell by
+    _times: int = field(default=0, init=False, repr=False)      # that `at` was called,
+    _within: int = field(default=0, init=False, repr=False)     # and in this step
+    _step: int = field(default=0, init=False, repr=False)
+    _telling: Any = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def tell(self, said: Mapping[str, Any]) -> None:
+        """The caller hears it. `said` becomes JSON, with NaN as Python writes it."""
+        self.write("told", said)
+
+    def at(self, step: int, phase: str) -> None:
+        """Note how far this rank is, in less than 2 us. When none gets further, who has noted least
+        in the smallest step is to blame; so all ranks note the same phases."""
+        self._times += 1
+        self._within = self._within + 1 if step == self._step else 1
+        self._step = step
+        NOTED.pack_into(self.page, self._slot + BEATS.size, self._times, step, self._within,
+                        phase.encode())
+
+    def asked(self) -> str:
+        """"", "pause" or "stop". Ranks may look at different moments: let one decide for all."""
+        return ASKS[self.page[0]]
+
+    @property
+    def asked_by(self) -> str:
+        """"stop", or the name of a signal that the caller heard."""
+        return HEAD.unpack_from(self.page)[1].rstrip(b"\0").decode()
+
+    def beat(self) -> None:
+        BEATS.pack_into(self.page, self._slot, BEATS.unpack_from(self.page, self._slot)[0] + 1)
+
+    def write(self, kind: str, value: Any) -> None:
+        if self.line is not None:
+            data = f"{kind} {json.dumps(value)}\n".encode()
+            with self._telling:
+                while data:
+                    data = data[os.write(self.line, data):]
+
+    @property
+    def _slot(self) -> int:
+        return HEAD.size + self.local_rank * SLOT.size
+
+
+class WarmParent:
+    """A process that has imported what ranks need: only its first ranks wait for that. Who starts
+    ranks once needs none; `with` it, all that it started ends with the block."""
+
+    def __init__(self):
+        if not hasattr(os, "fork"):
+            raise ConfigError("several processes need fork, which this system does not have; train "
+                              "on one, without `processes`")
+        folder = new_folder()
+        # what can be imported here can be there
+        path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
+        self._calls, theirs = socket.socketpair()
+        with theirs:
+            self._keeper = Children().start(
+                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", folder, theirs.fileno()],
+                folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+
+    def start(self, function: str, fds: Sequence[int]) -> None:
+        """A supervisor of ranks of `function`, which gets copies of `fds`."""
+        with suppress(OSError):     # it is gone, and nobody will write into what it should have had
+            socket.send_fds(self._calls, [function.encode()], fds)
+
+    def end(self) -> None:
+        """Within 2 s. May be called again, from any thread; it does not wait."""
+        end(self._keeper)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+        self._calls.close()
+
+
+class Processes:
+    """`world` ranks of `function`, "package.module:name", which is called with a Place and `told`,
+    and may return what becomes JSON.
+
+    timeout_seconds:  a rank that gives no sign of life for so long is ended, and all with it
+    progress_seconds: so are all when no rank has noted anything for so long (`Place.at`)
+    heard:            called with a rank and what it told, by whoever waits
+    parent:           None: one of their own
+    """
+
+    def __init__(self, function: str, told: Mapping[str, Any] | None = None, *, world: int,
+                 timeout_seconds: float = TIMEOUT_SECONDS,
+                 progress_seconds: float = PROGRESS_SECONDS,
+                 heard: Callable[[int, dict], None] = lambda rank, said: None,
+                 parent: WarmParent | None = None):
+        self._heard, self._killed = heard, False
+        self._own = None if parent else WarmParent()
+        asked, asks = os.pipe()
+        report, reports = os.pipe()
+        self._asks, self._report = open(asks, "wb", buffering=0), open(report, "rb")
+        (parent or self._own).start(function, [asked, reports])
+        os.close(asked)
+        os.close(reports)
+        self._write({"world": world, "told": dict(told or {}), "timeout_seconds": timeout_seconds,
+                     "progress_seconds": progress_seconds})
+
+    def wait(self) -> list[Any]:
+        """What each rank returned, once all is over and nothing of it is left.
+
+        Raises ConfigError when a rank did, and RunFailedError for every other error, with the rank,
+        where it was, and its traceback.
+        """
+        outcome: dict[str, Any] = {}
+        for line in self._report:
+            said = json.loads(line)
+            if "told" in said:
+                self._heard(said["rank"], said["told"])
+            else:
+                outcome = said
+        self._end()
+        if "values" in outcome:
+            return outcome["values"]
+        if outcome:
+            kinds = {"ConfigError": ConfigError, "RunFailedError": RunFailedError}
+            raise kinds[outcome["kind"]](outcome["sentence"])
+        raise RunFailedError("the ranks were ended by kill()" if self._killed else
+                             "the process that watched the ranks is gone")
+
+    def stop(self, by: str = "stop") -> None:
+        """Ask the ranks to stop: see `Place.asked`."""
+        self._write([ASKS.index("stop"), by])
+
+    def pause(self) -> None:
+        self._write([ASKS.index("pause"), ""])
+
+    def resume(self) -> None:
+        self._write([ASKS.index(""), ""])
+
+    def _write(self, what: Any) -> None:
+        with suppress(OSError, ValueError):     # all is over
+            self._asks.write(f"{json.dumps(what)}\n".encode())
+
+    def kill(self) -> None:
+        """End them all now; who waits gets a RunFailedError. May be called again."""
+        self._killed = True
+        self._asks.close()
+        if self._own:
+            self._own.end()
+
+    def _end(self) -> None:
+        """Wait until nothing is left."""
+        self._asks.close()
+        self._report.close()
+        if self._own:
+            self._own.__exit__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """None outlives the block."""
+        self.kill()
+        if not self._report.closed:
+            self._report.read()     # until the supervisor has ended them
+        self._end()

@@ -1,0 +1,68 @@
+"""What each rank of a launched run does: it trains, notes how far it is, and tells what it met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lpkit.config import Config
+from lpkit.contracts import StepRecord
+from lpkit.parallel.processes import Place
+from lpkit.parallel.ranks import joined
+from lpkit.training.background import Control, built
+from lpkit.training.loop import fit
+from lpkit.training.runs import Observers
+from lpkit.training.training import Training
+
+
+class Asked(Control):
+    """The way into the loop from whoever launched it."""
+
+    def __init__(self, place: Place):
+        super().__init__()
+        self.place = place
+
+    def asked(self) -> int:
+        word = self.place.asked()
+        if word == "stop":
+            self.stop(self.place.asked_by)
+        elif word == "pause":
+            self.go_on.clear()
+        else:
+            self.go_on.set()
+        return super().asked()
+
+
+def train(place: Place, told: dict[str, Any]) -> None:
+    """Of `told`: the config as a dict, `out`, the run folder, and `resume`."""
+    config = Config.from_dict(told["config"])
+    place.at(0, "meeting the others")
+    with joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
+                local_world=place.local_world, init_method=place.store) as ranks:
+        place.at(0, "building")
+        training = built(config, Path(told["out"]), told["resume"], ranks)
+        training.watchers.append(lambda step: _noted(place, step + 1))
+
+        def tell(record: StepRecord) -> None:
+            said = {"rank": place.rank, "step": record.step, "step_seconds": record.step_seconds,
+                    "loss": record.loss, "peak_bytes": record.peak_bytes,
+                    "communication_share": _share(training, record)}
+            place.tell(said | ({"record": record.to_dict()} if ranks.first else {}))
+
+        fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
+            control=Asked(place))
+
+
+@contextmanager
+def _noted(place: Place, step: int) -> Iterator[None]:
+    place.at(step, "forward and backward")
+    yield
+    place.at(step, "update")
+
+
+def _share(training: Training, record: StepRecord) -> float | None:
+    """Of the time of a step, what this rank waited for messages; None where FSDP2 waits."""
+    waited, training.sharding.waited_seconds = training.sharding.waited_seconds, 0.0
+    return None if training.config.parallel.stage > 1 else waited / record.step_seconds

@@ -1,0 +1,264 @@
+"""Ranks that fail in every way: the right one is named, in time, and nothing is left."""
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+import lpkit
+from lpkit import cli, preset
+from lpkit.bench.launch import STEP
+from lpkit.errors import ConfigError
+from lpkit.parallel.processes import ASKS, Place, Processes, WarmParent
+from lpkit.training.runs import RunFailedError
+from lpkit.ui.runs import LiveRun
+from tests.attack import processes as attack
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
+RANK, HERE = "lpkit.bench.launch:rank", "tests.rank_functions"
+AT = rf"at step {STEP} in forward"
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with WarmParent() as parent:
+        yield parent
+
+
+def ranks(parent, function, told=None, *, world=2, said=None, **limits):
+    """What they returned, or the error."""
+    said = [] if said is None else said
+    with Processes(function, told, world=world, parent=parent, heard=lambda *one: said.append(one), **limits) as running:
+        try:
+            return running.wait()
+        except (ConfigError, RunFailedError) as error:
+            return error
+
+
+def failed(parent, told, **limits):
+    """The error, and how many seconds after its cause it was there."""
+    said = []
+    found = ranks(parent, RANK, told, said=said, **limits)
+    return found, time.monotonic() - next(one["fault_at"] for _, one in said if "fault_at" in one)
+
+
+def test_each_rank_knows_its_place_and_is_heard(parent):
+    said = []
+    found = ranks(parent, f"{HERE}:here", {"a": [1]}, world=3, said=said)
+    assert found == [[0, 3, 0, 3], [1, 3, 1, 3], [2, 3, 2, 3]]
+    assert sorted(rank for rank, _ in said) == [0, 1, 2] and all(one["told"] == {"a": [1]} for _, one in said)
+    assert len({one["pid"] for _, one in said}) == 3 and not any(psutil.pid_exists(one["pid"]) for _, one in said)
+
+
+def test_they_compute_together(parent):
+    said = []
+    found = ranks(parent, RANK, {"steps": 3}, said=said)
+    assert found == [0, 1] and sorted((rank, one["step"], one["sum"]) for rank, one in said) == [
+        (rank, step, 2.0) for rank in (0, 1) for step in (1, 2, 3)]
+
+
+def test_nothing_that_is_said_is_lost(parent):
+    said = []
+    ranks(parent, f"{HERE}:talk", {"lines": 3000}, said=said)
+    for number in (0, 1):
+        assert [one["number"] for rank, one in said if rank == number] == list(range(3000))
+
+
+@pytest.mark.parametrize("fault, kind, sentence", [
+    ("raises", RunFailedError, rf"rank 1 of 2 failed {AT}: ValueError: a fault that was planted\n\nTraceback (.|\n)*"
+                               r"in _raise\n(.|\n)*ValueError: a fault that was planted$"),
+    ("refuses", ConfigError, "rank 1 of 2: a setting that cannot be; choose another$"),
+    ("meets the end of memory", RunFailedError, rf"rank 1 of 2 ran out of memory {AT}: MemoryError\n"),
+    ("exits", RunFailedError, rf"rank 1 of 2 exited {AT} with code 9 and without an error$"),
+    ("is killed", RunFailedError, rf"rank 1 of 2 died {AT} of SIGKILL, from outside: where memory runs out"),
+    ("crashes", RunFailedError, rf'rank 1 of 2 died {AT} of SIGSEGV\n\n  File ".*", line \d+ in string_at\n'),
+])
+def test_who_fails_is_named_and_all_end(parent, fault, kind, sentence):
+    """Rank 0 fails too, because the other is gone: "Connection closed by peer"."""
+    found, seconds = failed(parent, {"fault": fault})
+    assert type(found) is kind and re.match(sentence, str(found)), str(found)
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("fault, limit, sentence, stack", [
+    ("is stopped", "timeout_seconds", rf"rank 1 of 2 gave no sign of life for 1 s {AT}, and rank 0 is at step 5 in reduce\n"
+                                      rf"\nrank 1 is {AT}, stopped by a signal\n", "in <lambda>"),
+    ("holds the lock", "timeout_seconds", rf"rank 1 of 2 gave no sign of life for 1 s {AT}, and rank 0 is", "in <lambda>"),
+    ("never calls", "progress_seconds", rf"rank 1 of 2 got no further for 1 s {AT}, and rank 0 is at step 5 in reduce", "in _wait"),
+])
+def test_who_hangs_is_named_with_its_stack(parent, fault, limit, sentence, stack):
+    found, seconds = failed(parent, {"fault": fault}, **{limit: 1})
+    assert re.match(sentence, str(found)) and stack in str(found), str(found)
+    assert "run_rank" not in str(found) and seconds < 1 + 2 + 3
+
+
+def test_all_that_wait_for_one_another_are_named(parent):
+    found = str(ranks(parent, f"{HERE}:stand_still", progress_seconds=1))
+    assert found.startswith("ranks 0 and 1 of 2 got no further for 1 s: they wait for one another")
+    assert found.count("in stand_still") == 2 and "rank 0 is at step 3 in reduce" in found
+
+
+def test_an_abort_after_the_work_is_done_is_a_success(parent):
+    assert ranks(parent, f"{HERE}:abort_at_exit") == [0, 1]
+
+
+def test_who_leaves_by_exit_has_not_finished(parent):
+    assert re.match("rank [01] of 2 failed at step 0 in start: SystemExit: no more", str(ranks(parent, f"{HERE}:exit_early")))
+
+
+@pytest.mark.parametrize("function", ["tests.no_such:module", f"{HERE}:no_such_function"])
+def test_what_cannot_be_imported_is_said(parent, function):
+    found = ranks(parent, function)
+    assert isinstance(found, RunFailedError) and str(found).startswith(f"cannot import {function}: ")
+
+
+def test_they_are_asked_to_pause_go_on_and_stop(parent):
+    """Nobody stands still who was asked to; and a stop stays one when the pause is over."""
+    seen = []
+
+    def heard(rank, said):
+        seen.append(said.get("seen"))
+        if seen.count("") == 2 and not seen.count("pause"):
+            running.pause()
+        if seen.count("pause") == 2:
+            time.sleep(2)
+            running.stop("SIGINT")
+            running.resume()
+
+    with Processes(f"{HERE}:obey", world=2, parent=parent, heard=heard, progress_seconds=1) as running:
+        found = running.wait()
+    assert found == [["", "pause", "SIGINT"]] * 2
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_killed_they_are_gone_at_once(parent, own):
+    pids = []
+
+    def heard(rank, said):
+        pids.append(said.get("pid"))
+        if len(list(filter(None, pids))) == 2:
+            running.kill()
+
+    with Processes(f"{HERE}:obey", world=2, parent=None if own else parent, heard=heard) as running, \
+            pytest.raises(RunFailedError, match=r"ended by kill\(\)"):
+        running.wait()
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+
+
+def test_what_a_rank_leaves_is_ended(parent):
+    said = []
+    assert ranks(parent, f"{HERE}:leave_a_child", said=said) == [None, None]
+    assert not any(psutil.pid_exists(one["pid"]) for _, one in said)
+
+
+CALLER = """
+from lpkit.parallel.processes import Processes
+with Processes("lpkit.bench.launch:rank", {told}, world=2, heard=lambda rank, said: print(rank, flush=True)) as ranks:
+    ranks.wait()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("told", [{"steps": 10**9}, {"fault": "is stopped"}], ids=["working", "stopped"])
+def test_nothing_outlives_its_caller(tmp_path, sent, told):
+    for name in ("tmp", "runtime"):
+        (tmp_path / name).mkdir()
+    with subprocess.Popen([sys.executable, "-c", CALLER.format(told=told)], stdout=subprocess.PIPE, text=True,
+                          env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), attack.MARK: str(tmp_path)}) as caller:
+        for _ in range(8):
+            assert caller.stdout.readline()
+        assert len(attack.processes(tmp_path)) == 6     # caller, keeper, warm parent, supervisor, two ranks
+        caller.send_signal(sent)
+        begun = time.monotonic()
+        assert attack.until_nothing(tmp_path, begun + 4) == []
+
+
+def test_without_a_caller_a_place_is_silent():
+    place = Place(rank=1, world=2)
+    place.at(3, "forward")
+    place.tell({"a": 1})
+    assert place.asked() == "" == ASKS[0] and place.store == "env://"
+
+
+# a run
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("lpkit.parallel.launch"), "TRAIN", f"{HERE}:train")
+    monkeypatch.setattr(importlib.import_module("lpkit.parallel.launch"), "cores", lambda: 4)
+
+
+def config(**changes):
+    return preset("cpu-3m").replace({"system.device": "cpu", **{key.replace("__", "."): one for key, one in changes.items()}})
+
+
+def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
+    handle = lpkit.launch(config(steps=5), processes=2, out=tmp_path / "run")
+    live = LiveRun(handle)
+    shown = []
+    handle.subscribe(shown.append)
+    run = handle.result()
+    assert run.path == tmp_path / "run" and handle.done and handle.error is None
+    assert [record.step for record in handle.records] == [1, 2, 3, 4, 5] and handle.planned_steps == 5
+    assert handle.config.parallel.data == 2
+    assert handle.ranks == {rank: {"step": 5, "step_seconds": 0.1, "loss": 1.0, "peak_bytes": 1 << 30,
+                                   "communication_share": 0.25} for rank in (0, 1)}
+    live._done()
+    assert "done" in live.status.value
+    cells = re.findall("<t[hd][^>]*>(.*?)</t[hd]>", live.ranks.value)
+    assert cells == ["rank", "step", "loss", "seconds a step", "peak memory", "communication",
+                     *(cell for rank in "01" for cell in (rank, "5", "1.000", "0.100", "1.07 GB", "25%"))]
+
+
+def test_stop_and_pause_reach_the_ranks(stand_in, tmp_path):
+    handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
+    live = LiveRun(handle)
+    while not handle.records:
+        time.sleep(0.01)
+    live.pause_button.click()
+    assert handle.paused
+    live.stop_button.click()
+    assert handle.result().summary["stopped_by"] == "stop"
+
+
+def test_an_error_of_a_rank_is_the_handles(stand_in, tmp_path):
+    handle = lpkit.launch(config(seed=13), processes=2, out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"rank [01] of 2: seed=13 brings bad luck; choose another"):
+        handle.result()
+    assert isinstance(handle.error, ConfigError)
+
+
+@pytest.mark.parametrize("changes, processes, sentence", [
+    ({"parallel.data": 2, "parallel.shard": 2}, 2, "is 4 devices, not 2; set "),
+    ({"parallel.shard": 3}, 4, "is 3 devices, not 4; "),
+    ({"global_batch": 9}, 2, "global_batch=9 sequences does not split over data=2"),
+    ({}, 5, "processes=5 need as many cores, and there are 4; use processes=4"),
+    ({}, 0, "processes must be positive"),
+])
+def test_what_cannot_be_spread_is_refused(stand_in, changes, processes, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        lpkit.launch(config(grad_accum_steps=1, global_batch=12).replace(changes), processes=processes)
+
+
+def test_the_command_does_the_same(stand_in, tmp_path, capsys):
+    words = ["train", "cpu-3m", "system.device=cpu", "steps=5", "--processes", "2", "--json", "--out", str(tmp_path / "a")]
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["steps"] == 5 and "5/5" in said.err and "tokens/s" in said.err
+    assert cli.main([*words[:-1], str(tmp_path / "b"), "seed=13"]) == 2
+    assert capsys.readouterr().err.strip().endswith("of 2: seed=13 brings bad luck; choose another")
+
+
+def test_a_signal_stops_the_command_after_the_step(stand_in, tmp_path, capsys):
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert cli.main(["train", "cpu-3m", "system.device=cpu", "steps=100000", "--processes", "2", "--json", "--out",
+                     str(tmp_path / "a")]) == 130
+    assert json.loads(capsys.readouterr().out)["stopped_by"] == "SIGINT"

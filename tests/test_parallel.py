@@ -1,0 +1,155 @@
+"""Several ranks compute what one does: the same losses, gradients and weights, and a run that goes on in another layout."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from lpkit import train
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.parallel.processes import Processes, WarmParent
+from lpkit.parallel.ranks import Ranks, here
+from lpkit.parallel.replicas import buckets, packed, padded
+from lpkit.parallel.sharding import Sharding
+from lpkit.techniques.layouts import UNSHARDED, Layout, refuse_untrainable
+from lpkit.training.training import Training
+from tests.training_ranks import weighted
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
+SMALL = Config().replace({
+    "model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 32, "global_batch": 12, "grad_accum_steps": 1,
+    "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1, "schedule": "constant", "eval_batches": 2,
+    "checkpoint_every": 2})
+HERE = "tests.training_ranks:"
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with WarmParent() as parent:
+        yield parent
+
+
+def on_ranks(parent, function, config, world=2, **told):
+    with Processes(HERE + function, {"config": config.to_dict(), **told}, world=world, parent=parent) as running:
+        return running.wait()
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+LAYOUTS = [{"shard": 4}, {"shard": 2, "zero": 1}, {}, {"shard": 3, "zero": 2}, {"data": 2, "shard": 2, "zero": 1}, {"data": 2}]
+
+
+def test_a_run_goes_on_in_any_layout(parent, tmp_path):
+    """4 -> 2 -> 1 -> 3 -> 4 -> 2 ranks, two updates each, against one process all along. Float32 sums in another order
+    differ by some 2^-24 of the loss an update; 1e-5 at the end allows for their growth."""
+    for i, layout in enumerate(LAYOUTS):
+        config = SMALL.replace({"steps": 2 * (i + 1), **{f"parallel.{axis}": n for axis, n in layout.items()}})
+        one, many, last = tmp_path / "one", tmp_path / "many", None
+        train(config.replace({f"parallel.{axis}": n for axis, n in vars(Layout()).items()}), out=one, resume=i > 0)
+        if config.parallel.devices == 1:
+            last = train(config, out=many, resume=True).summary["status"]
+        else:
+            on_ranks(parent, "chain", config, config.parallel.devices, out=str(many), resume=i > 0)
+        assert last in (None, "complete")
+    alone, together = lines(one), lines(many)
+    assert len(alone) == len(together) == 2 * len(LAYOUTS)
+    for a, b in zip(alone, together):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b.get("val_loss", 0) == pytest.approx(a.get("val_loss", 0), rel=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["per-parameter", "buckets", "overlapped"])
+def test_gradients_are_those_of_ddp(parent, reduction):
+    config = SMALL.replace({"parallel.data": 2, "parallel.reduction": reduction, "grad_accum_steps": 3})
+    assert max(on_ranks(parent, "beside_ddp", config)) < 1e-6      # two summands: the same sums but for the mean's rounding
+
+
+def test_messages_and_equal_weights(parent):
+    config = SMALL.replace({"parallel.data": 2})
+    parameters = len(list(Training.build(SMALL).model.parameters()))
+    assert on_ranks(parent, "messages", config, reductions=["per-parameter", "buckets", "overlapped"]) == [[parameters, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}])
+def test_weights_of_targets_count_over_all_ranks(parent, layout):
+    """The first sequences have most of the targets that count."""
+    config = SMALL.replace({"global_batch": 8, "grad_accum_steps": 4})
+
+    class Drawn:
+        def batch(self, step):
+            return weighted(config)
+
+    alone = Training.build(config, data=Drawn())
+    done = alone.update(0)
+    due = [done.loss.item(), done.grad_norm.item(), alone.evaluate()]
+    found = on_ranks(parent, "weights_and_zeros", config.replace({f"parallel.{axis}": n for axis, n in layout.items()}))
+    assert found[0] == found[1] == pytest.approx(due, rel=1e-5)
+
+
+def test_ranks_that_differ_are_named(parent):
+    with pytest.raises(ConfigError, match="rank 1 has another seed than rank 0: 1 and 0; start all ranks from the same"):
+        on_ranks(parent, "differs", SMALL.replace({"parallel.data": 2}))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_rows_are_packed_rank_after_rank(ranks):
+    tensors = [torch.randn(7, 3), torch.randn(4), torch.randn(1, 2)]
+    parts = packed(tensors, ranks)
+    assert parts.shape == (ranks, sum(padded(t, ranks) for t in tensors))
+    at = 0
+    for t in tensors:
+        each, rows = padded(t, ranks), -(-len(t) // ranks)
+        for rank in range(ranks):
+            mine = t[rank * rows:(rank + 1) * rows].reshape(-1)
+            assert torch.equal(parts[rank, at:at + len(mine)], mine) and not parts[rank, at + len(mine):at + each].any()
+        at += each
+
+
+def test_buckets():
+    like = lambda *sizes: [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    of = lambda parameters, most: [[p.numel() for p in bucket] for bucket in buckets(parameters, most)]
+    assert of(like(1, 2, 3, 9, 1), 16) == [[1, 2], [3], [9], [1]] and of(like(1, 2, 3), 0) == [[1], [2], [3]]
+    assert of([*like(1, 2), torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))], 1 << 20) == [[1, 2], [1]]
+
+
+def test_alone_nothing_is_sent():
+    """No process group is there."""
+    ranks, t = Ranks(), torch.tensor(2.0)
+    assert ranks.mean(t) is t and ranks.largest(t) is t and ranks.told(3) == 3 and Sharding().norm(t) is t
+    ranks.refuse_differences({"code": 1})
+
+
+@pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: row.key)
+def test_what_does_not_go_together_is_refused(row):
+    value = {"memory.optimizer_step": "in-backward", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
+             "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16"}.get(row.key)
+    if value is None:
+        pytest.skip("rows of governors come from outside")
+    config = SMALL.replace({"parallel.shard": 2, "parallel.zero": max(row.stage, 1), row.key: value, "optimizer.clip": 0,
+                            "grad_accum_steps": 1})
+    with pytest.raises(ConfigError, match=rf"{row.key}=.*; set {row.key}={row.only}"):
+        refuse_untrainable(config)
+    if row.stage:
+        refuse_untrainable(config.replace({"parallel.zero": row.stage - 1}))
+    refuse_untrainable(config.replace({"parallel.shard": 1}))
+
+
+def test_axes_that_only_predict():
+    with pytest.raises(ConfigError, match=r"parallel.tensor=2 can be predicted, but training has the axes data and shard so far"):
+        refuse_untrainable(SMALL.replace({"parallel.tensor": 2}))
+
+
+def test_one_process_says_how_to_start_two(tmp_path):
+    with pytest.raises(ConfigError, match=r"takes 2 processes, and this is one; start them with `lpkit train --processes 2`"):
+        train(SMALL.replace({"parallel.data": 2}), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_world_of_another_size(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"3 processes were started; .* is 2 devices, not 3; set"), here(SMALL.replace({"parallel.data": 2})):
+        pass
