@@ -262,6 +262,7 @@ class Training:
                 value = self.sharding.part(parameter, value).to(self.device)
                 value = self.state_placement.store(value)
             self.optimizer.state[parameters[parameter]][slot] = value
+        self.sharding.spread()
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
