@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -32,6 +34,16 @@ NAMED_SECONDS = 2.0         # and so much later it is named
 START_SECONDS = 3.0         # the first step of two ranks after that of one process
 MARK = "LPKIT_BENCH_LAUNCH"     # in the environment of all that a trial starts
 STEP = 5                    # where the fault is
+NOTES = 100_000             # calls of `Place.at`
+START = """
+import sys
+import lpkit
+config = lpkit.preset("cpu-3m").replace({{
+    "steps": 3, "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp32"}})
+more = {{"out": sys.argv[1], "observers": [lambda record: print(record.step, flush=True)]}}
+{begin}
+"""
+ONE, TWO = "lpkit.train(config, **more)", "lpkit.launch(config, processes=2, **more).result()"
 
 
 def _wait(place: Place) -> None:
@@ -84,15 +96,17 @@ def rank(place: Place, told: dict[str, Any]) -> int:
 def run(rounds: int = ROUNDS) -> list[Result]:
     trials = max(1, round(TRIALS * rounds / ROUNDS))
     results = [_faults("is killed", trials, END_SECONDS, "died at step 5 in forward of SIGKILL"),
-               _faults("is stopped", trials, TIMEOUT_SECONDS + NAMED_SECONDS, "gave no sign of life",
-                       timeout_seconds=TIMEOUT_SECONDS)]
-    ours, alone = _starts(rounds)
-    late = [two - one for two, one in zip(ours, alone, strict=True)]
-    results.append(paired(
+               _faults("is stopped", trials, TIMEOUT_SECONDS + NAMED_SECONDS,
+                       "gave no sign of life", timeout_seconds=TIMEOUT_SECONDS)]
+    starts = [[_first_step(begin) for begin in (ONE, TWO)] for _ in range(rounds)]
+    alone, ours = zip(*starts)
+    late = [two - one for one, two in zip(alone, ours, strict=True)]
+    place = Place()
+    noted = timeit.timeit(lambda: place.at(1, "forward"), number=NOTES) / NOTES
+    return [*results, paired(
         "launch", ours=late, peer=[START_SECONDS] * rounds, peer_name="allowed", target=1,
-        better="lower", case="first step of two ranks, after one process's",
-        facts={"two_ranks_seconds": ours, "one_process_seconds": alone}))
-    return results
+        better="lower", case="the first step of two ranks, later than one process's",
+        facts={"one_process_seconds": alone, "two_ranks_seconds": ours, "note_seconds": noted})]
 
 
 def _faults(fault: str, trials: int, within_seconds: float, sentence: str, **limits: float
@@ -100,21 +114,43 @@ def _faults(fault: str, trials: int, within_seconds: float, sentence: str, **lim
     """How often rank 1 was not named in time, or something was left behind."""
     wrong, seconds = [], []
     for trial in range(trials):
-        with tempfile.TemporaryDirectory() as place:
-            error, took = _trial(fault, place, **limits)
-            left = [*_marked(place), *os.listdir(place)]
+        error, took, left = _trial(fault, **limits)
         seconds.append(round(took, 2))
         if not error.startswith(f"rank 1 of 2 {sentence}") or took > within_seconds or left:
-            wrong.append(f"{trial}: after {took:.2f} s {error!r}, left: {left}")
+            wrong.append(f"trial {trial}, after {took:.2f} s: {error}; left: {left}")
     return paired("launch", ours=[len(wrong)], peer=[trials], peer_name="trials", target=0,
                   better="lower", unit="times", facts={"seconds": seconds, "failures": wrong},
-                  case=f"a rank {fault}: named within {within_seconds:g} s, and nothing is left")
+                  case=f"a rank {fault}: not named within {within_seconds:g} s, or something left")
 
 
-def _trial(fault: str, place: str, **limits: float) -> tuple[str, float]:
-    """The error, and how many seconds after the fault it came."""
-    said: list[dict] = []
-    before = dict(os.environ)
-    os.environ |= {MARK: place, "TMPDIR": place}
-    tempfile.tempdir = None         # read TMPDIR anew
-    ...
+def _trial(fault: str, **limits: float) -> tuple[str, float, list[str]]:
+    """The error, how many seconds after the fault it came, and what was left."""
+    begun: list[float] = []
+    error, mark = "none", secrets.token_hex()
+    with patch.dict(os.environ, {MARK: mark}), WarmParent() as parent, Processes(
+            f"{__name__}:rank", {"fault": fault}, world=2, parent=parent,
+            heard=lambda _, said: begun.append(said.get("fault_at", 0)), **limits) as ranks:
+        try:
+            ranks.wait()
+        except RunFailedError as raised:
+            error = str(raised)
+        took = time.monotonic() - max(begun)
+    left = [str(parent.folder)] if parent.folder.exists() else []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                left.append(" ".join(process.cmdline()))
+    return error, took, left
+
+
+def _first_step(begin: str) -> float:
+    """Seconds until a fresh interpreter has taken a step."""
+    with tempfile.TemporaryDirectory() as place:
+        begun = time.monotonic()
+        with subprocess.Popen([sys.executable, "-c", START.format(begin=begin), f"{place}/run"],
+                              stdout=subprocess.PIPE, text=True) as process:
+            said, seconds = process.stdout.readline(), time.monotonic() - begun
+            process.stdout.read()
+    if said.strip() != "1":
+        raise ConfigError(f"a run did not begin, and said {said!r}; what went wrong is above")
+    return seconds

@@ -106,14 +106,14 @@ class WarmParent:
         if not hasattr(os, "fork"):
             raise ConfigError("several processes need fork, which this system does not have; train "
                               "on one, without `processes`")
-        folder = new_folder()
+        self.folder = new_folder()
         # what can be imported here can be there
         path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
         self._calls, theirs = socket.socketpair()
         with theirs:
             self._keeper = Children().start(
-                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", folder, theirs.fileno()],
-                folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", self.folder, theirs.fileno()],
+                self.folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
 
     def start(self, function: str, fds: Sequence[int]) -> None:
         """A supervisor of ranks of `function`, which gets copies of `fds`."""
