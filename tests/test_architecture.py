@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
     "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "precision", "predict", "techniques"},
-    "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "precision", "predict", "techniques", "training"},
+    "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "parallel": BASE | {"techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "precision", "predict", "techniques", "training"},
     "course": BASE | {"kernels", "nn", "precision", "predict", "studies", "techniques", "training", "ui"},
