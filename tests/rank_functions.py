@@ -1,7 +1,9 @@
 """What ranks of tests/test_launch.py do. Little is imported: the ranks wait for it."""
 
 import atexit
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +50,15 @@ def obey(place, told):
 def leave_a_child(place, told):
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     place.tell({"pid": child.pid})
+
+
+def tick(place, told):
+    """For ever; and rank `told["stopped"]` stops."""
+    for number in itertools.count():
+        place.tell({"number": number})
+        if number == 5 and place.rank == told["stopped"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.01)
 
 
 def talk(place, told):

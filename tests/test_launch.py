@@ -161,19 +161,19 @@ def test_what_a_rank_leaves_is_ended(parent):
 
 CALLER = """
 from lpkit.parallel.processes import Processes
-with Processes("lpkit.bench.launch:rank", {told}, world=2, heard=lambda rank, said: print(rank, flush=True)) as ranks:
+with Processes("tests.rank_functions:tick", {told}, world=2, heard=lambda rank, said: print(rank, flush=True)) as ranks:
     ranks.wait()
 """
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("told", [{"steps": 10**9}, {"fault": "is stopped"}], ids=["working", "stopped"])
+@pytest.mark.parametrize("told", [{"stopped": None}, {"stopped": 1}], ids=["working", "stopped"])
 def test_nothing_outlives_its_caller(tmp_path, sent, told):
     for name in ("tmp", "runtime"):
         (tmp_path / name).mkdir()
     with subprocess.Popen([sys.executable, "-c", CALLER.format(told=told)], stdout=subprocess.PIPE, text=True,
                           env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), attack.MARK: str(tmp_path)}) as caller:
-        for _ in range(8):
+        for _ in range(20):
             assert caller.stdout.readline()
         assert len(attack.processes(tmp_path)) == 6     # caller, keeper, warm parent, supervisor, two ranks
         caller.send_signal(sent)
@@ -182,7 +182,7 @@ def test_nothing_outlives_its_caller(tmp_path, sent, told):
 
 
 def test_without_a_caller_a_place_is_silent():
-    place = Place(rank=1, world=2)
+    place = Place(rank=1, world=2, local_rank=1, local_world=2)
     place.at(3, "forward")
     place.tell({"a": 1})
     assert place.asked() == "" == ASKS[0] and place.store == "env://"
