@@ -4,8 +4,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch
+from lpkit.measure.messages import MessageCount
 from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
 from lpkit.parallel.ranks import Share, joined
@@ -84,3 +86,16 @@ def weighted(config: Config) -> Batch:
     tokens, targets = (torch.randint(config.model.vocab, shape, generator=rng) for _ in range(2))
     return Batch(tokens, targets, weights=(torch.rand(shape, generator=rng) > torch.linspace(0.1, 0.9, shape[0])[:, None]).float())
 
+
+
+def counted(place: Place, told: dict) -> list:
+    """What the second update sent, as data and as control, and what this rank held, in all and by row."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        found = measure.memory(config, ranks=ranks)
+        bench = measure.Bench(config, ranks=ranks)
+        with MessageCount() as count:
+            bench.train()
+        assert count.sent == found.messages
+        as_lists = [[[*message, times] for message, times in sent.items()] for sent in (count.sent, count.control)]
+        return [*as_lists, found.peak_bytes, found.rows]
