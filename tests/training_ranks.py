@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch
+from lpkit.measure.messages import MessageCount
 from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
 from lpkit.parallel.ranks import Share, all_gather, joined
@@ -190,3 +192,17 @@ def inf_in_a_row(place: Place, told: dict) -> list:
         before = _weights(training)
         training.update(0)
         return [torch.equal(before, _weights(training)), training.scaler.scale.item()]
+
+
+
+def counted(place: Place, told: dict) -> list:
+    """What the second update sent, as data and as control, and what this rank held, in all and by row."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        found = measure.memory(config, ranks=ranks)
+        bench = measure.Bench(config, ranks=ranks)
+        with MessageCount() as count:
+            bench.train()
+        assert count.sent == found.messages
+        as_lists = [[[*message, times] for message, times in sent.items()] for sent in (count.sent, count.control)]
+        return [*as_lists, found.peak_bytes, found.rows]
