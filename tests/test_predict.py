@@ -29,13 +29,13 @@ from lpkit.predict.flops import (
     training_flops,
     training_flops_per_token,
 )
-from lpkit.predict.ledger import LOSS, UPDATE, micro_batch
+from lpkit.predict.ledger import LOSS, UPDATE
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.walk import EMBED, Walk
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques.attention import BlockSparse, Documents, Softmax, Window
 from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch
-from lpkit.techniques.layouts import Layout
+from lpkit.techniques.layouts import Layout, micro_batch
 from lpkit.techniques.machines import DTYPES
 from lpkit.techniques.recipes import RECIPES
 
@@ -401,8 +401,9 @@ def test_the_catalogue_is_dense_and_sourced():
 
 def test_micro_batches():
     config = preset("gpt2-124m")     # 512 sequences in 32 pieces
-    assert [micro_batch(config, n) for n in (1, 8, 64, 512)] == [(16, 32), (16, 4), (8, 1), (1, 1)]
-    assert micro_batch(config.replace({"global_batch": 12, "grad_accum_steps": 2}), 3) == (4, 1)
+    assert [micro_batch(config.global_batch, config.grad_accum_steps, n) for n in (1, 8, 64, 512)] == [
+        (16, 32), (16, 4), (8, 1), (1, 1)]
+    assert micro_batch(12, 2, 3) == (4, 1)
 
 
 @pytest.mark.parametrize("arguments, said", [

@@ -28,114 +28,54 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lpkit import hardware, measure
-from lpkit.config import Config, flat
-from lpkit.contracts import Choice, Stage, Transform
+from lpkit.config import Config
+from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
 from lpkit.nn import attention
 from lpkit.optim import moments
-from lpkit.precision.compute import compute_dtype
+from lpkit.parallel.ranks import Ranks, mesh_of
 from lpkit.predict.compare import Comparison, percent
-from lpkit.predict.ledger import MOMENTS, memory, micro_batch
+from lpkit.predict.ledger import MOMENTS, memory
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import rows_of
 from lpkit.training.build import Decisions, decide
 from lpkit.values import between, checked
 
 World = Annotated[int, between(1, 65_536)]      # of devices
-# other updates read a parameter's bits, which a shard's wrapper does not give
-WHOLE_ALONE = {"memory.moment_format": "float32", "memory.param_dtype": "fp32",
-               "memory.optimizer_state": "device"}
 
 
 @checked
 def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None,
                   device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
-    """Live bytes of one device in the second update of `config` on `world_size` devices, by row; as
-    `measure.memory`.
+    """Live bytes of one device in the second update of `config` on `world_size` devices, by row, as
+    `measure.memory`; and what it tells the others.
 
-    layout: data (replicas) and shard (FSDP2, `zero` 3, or 2 to keep whole weights from forward to
-    backward: what rests is sharded in both); without one, all ranks shard. device: whose operations
-    to trace, "cpu" or "cuda"; neither has to be there, but the second needs a PyTorch built with
-    CUDA. Raises ConfigError for what cannot be traced.
+    layout: the axes data and shard, as training has them; without one the config's `parallel` on
+    one device, and on more all ranks shard (ZeRO 3). device: whose operations to trace, "cpu" or
+    "cuda"; neither has to be there, but the second needs a PyTorch built with CUDA. Raises
+    ConfigError for what cannot be trained, or traced.
     """
-    layout = layout or Layout(shard=world_size)
+    given = layout is not None or world_size > 1
+    layout = layout or (Layout(shard=world_size) if given else config.parallel)
     measure.refuse_compiled(config)
-    check(config, layout, world_size)
-    if layout.devices != layout.batch_ranks or (layout.devices > 1
-                                                and (layout.shard == 1 or layout.zero < 2)):
-        raise ConfigError(f"a trace shards by FSDP2, over data and shard with ZeRO 2 or 3, and the "
-                          f"layout is {layout}; the closed form, lpkit.predict.memory, has the "
-                          f"other axes")
-    for key, only in WHOLE_ALONE.items():
-        if layout.devices > 1 and (asked := flat(config)[key]) != only:
-            raise ConfigError(f"{key}={asked} updates whole parameters; set {key}={only}, or trace "
-                              f"one device")
-    sequences, pieces = micro_batch(config, layout.batch_ranks)
-    config = config.replace({"global_batch": sequences * pieces, "grad_accum_steps": pieces})
+    check(config, layout, world_size if given else None)
+    config = replace(config, parallel=layout)
     decisions = _decide(config, device)
-    with _world(layout, device) as mesh, _fake_step(device):
-        shard = ()
-        if mesh is not None:
-            shard = (Shard(mesh=mesh, compute=compute_dtype(decisions.recipe), zero=layout.zero,
-                           entry=rows_of(config)["cross_entropy"].entry),)
-            # parameters are gathered in the compute dtype, so autocast would have nothing to do
-            decisions = replace(decisions, recipe=replace(decisions.recipe, compute=None))
-        bench = measure.Bench(config, decisions=decisions, more=shard)
-        bench.train()
-        with bench.tracker() as tracker:
-            tracker.hold(bench.batch.tensors, "batch")
-            tracker.hold(_gathered(bench.model), "gathered weights")
-            bench.train(tracker)
-        return tracker.footprint(chosen=decisions.choices,
+    with _world(layout, device) as ranks, _fake_step(device):
+        bench = measure.Bench(config, decisions=decisions, ranks=ranks)
+        tracker, messages = bench.watched()
+        return tracker.footprint(chosen=decisions.choices, messages=messages,
                                  where=f"traced on {layout}, {device}, {bench.how}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard(Transform):
-    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32.
-    `entry`: the method of the model that the loss calls; None: the model itself."""
-
-    mesh: DeviceMesh
-    compute: torch.dtype | None
-    zero: int
-    entry: str | None = None
-    stage = Stage.DATA
-
-    def __call__(self, model: nn.Module) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
-        # None: blocks are gathered once more for backward, the rest stays
-        again = None if self.zero == 3 else False
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
-        if self.entry:
-            register_fsdp_forward_method(model, self.entry)
-        return model
-
-
-def _gathered(model: nn.Module) -> Iterator[Tensor]:
-    """What FSDP gathers whole parameters into; without memory between reshard and unshard."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-            for parameter in group.fsdp_params:
-                yield from parameter.all_gather_outputs
 
 
 def _decide(config: Config, device: str) -> Decisions:
@@ -166,22 +106,19 @@ def _decide(config: Config, device: str) -> Decisions:
 
 
 @contextmanager
-def _world(layout: Layout, device: str) -> Iterator[DeviceMesh | None]:
-    """Rank 0 of a world that is not there; None: alone."""
+def _world(layout: Layout, device: str) -> Iterator[Ranks]:
+    """Rank 0 of a world that is not there."""
     if layout.devices == 1:
-        yield None
+        yield Ranks()
         return
     if dist.is_initialized():
         raise ConfigError("this process has a process group already, and a trace needs one of its "
                           "own; trace before it is made, or in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    axes = {"data": layout.data, "shard": layout.shard}
-    if layout.data == 1:
-        del axes["data"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices)
     try:
-        yield init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        yield Ranks(world=layout.devices, mesh=mesh_of(layout, device))
     finally:
         dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -41,7 +41,9 @@ from lpkit.contracts import Choice, StatePlacement
 from lpkit.kernels.cast_operand import Operand
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
+from lpkit.parallel.sharding import local
 from lpkit.precision.linear import scaled_linears
+from lpkit.predict.messages import Message, sent_bytes
 
 ROWS = {
     "weights": "parameters",
@@ -108,6 +110,7 @@ class Footprint:
     # activations, logits and loss when the last backward began, by what kept them first
     operations: dict[str, int]
     timeline: tuple[Point, ...]     # thinned: of neighbours the largest, the peak itself among them
+    messages: Counter[Message] = field(default_factory=Counter)     # to other ranks, how many each
     offloaded_bytes: int = 0        # the most that lay on another device, or in a file
     # the peak by the allocator's own count, what kernels take for themselves included
     counted_bytes: int | None = None
@@ -118,6 +121,11 @@ class Footprint:
     @property
     def peak_bytes(self) -> int:
         return sum(self.rows.values())
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """To other ranks, by kind of collective."""
+        return sent_bytes(self.messages)
 
 
 class Tracker(TorchDispatchMode):
@@ -167,7 +175,10 @@ class Tracker(TorchDispatchMode):
         self._hold_gradients()
 
     def _hold_gradients(self) -> None:
-        self.hold([p.grad for p in self.model.parameters()], "gradients")
+        """Of whole parameters, and of the rows that this rank updates."""
+        owned = self.optimizer.param_groups if self.optimizer else ()
+        parameters = chain(self.model.parameters(), *(group["params"] for group in owned))
+        self.hold([local(p.grad) for p in parameters if p.grad is not None], "gradients")
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:

@@ -19,12 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Transform
+from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
+from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.memory.rows import asked
+from lpkit.parallel.fully_sharded import gathered
+from lpkit.parallel.ranks import Ranks
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import Product, products
+from lpkit.predict.messages import Message
 from lpkit.predict.time import StepTime, step_floor, step_time
 from lpkit.techniques.machines import Machine
 from lpkit.timing import Watch, interleaved_seconds
@@ -65,14 +69,15 @@ def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
     return Saved(operations=kept, weight_copy_bytes=tracker.now().get("weight copies", 0))
 
 
-def memory(config: Config, *, device: str | None = None, count: bool = False) -> Footprint:
+def memory(config: Config, *, device: str | None = None, count: bool = False,
+           ranks: Ranks | None = None) -> Footprint:
     """Every live byte of one update of the model of `config`, as lpkit.train makes it, by row; the
-    second one, because the optimizer makes its state in the first.
+    second one, because the optimizer makes its state in the first. Of `ranks` each has its own.
 
     On a GPU the allocator counts too, cuBLAS's workspace included; on a CPU PyTorch's profiler
     does, in one more update, if asked to `count`.
     """
-    return Bench(config, device).footprint(count=count)
+    return Bench(config, device, ranks=ranks).footprint(count=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,17 +281,17 @@ class Bench:
     """A Training on random tokens: one update as a run makes it, or timed by phase."""
 
     def __init__(self, config: Config, device: str | None = None, *,
-                 decisions: Decisions | None = None, more: tuple[Transform, ...] = ()):
+                 decisions: Decisions | None = None, ranks: Ranks | None = None):
         refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device,
                                  "system.compile": False})
         if decisions is None:       # else of a trace, which allocates nothing
-            decisions = decide(config)
-            refuse_what_cannot_fit(config, decisions)
+            decisions = decide(config, ranks=ranks)
+            refuse_what_cannot_fit(config, decisions, ranks.local_world if ranks else 1)
         self.decisions = decisions
         self.device = self.decisions.device
         self.training = Training.build(config, data=RandomTokens(config, self.device),
-                                       decisions=self.decisions, more=more)
+                                       decisions=self.decisions, ranks=ranks)
         self.model, self.batch = self.training.model, self.training.batch(0)
         self.precision = self.decisions.choices["precision"]
         self.attention = self.decisions.choices["attention"]
@@ -327,13 +332,8 @@ class Bench:
 
     def footprint(self, *, count: bool = False) -> Footprint:
         """Of the second update, as `memory`."""
-        self.train()
         gpu = self.device.type == "cuda"
-        if gpu:
-            hardware.reset_peak(self.device)
-        with self.tracker() as tracker:
-            tracker.hold(self.batch.tensors, "batch")
-            self.train(tracker)
+        tracker, messages = self.watched()
         counts = {}
         if gpu:
             counts = {"counted_bytes": hardware.peak_bytes(self.device),
@@ -341,7 +341,19 @@ class Bench:
         elif count:
             held = sum(tracker.now().values())
             counts = {"counted_bytes": held + _counted_peak(self.train)}
-        return tracker.footprint(chosen=self.decisions.choices, where=self.where, **counts)
+        return tracker.footprint(chosen=self.decisions.choices, where=self.where,
+                                 messages=messages, **counts)
+
+    def watched(self) -> tuple[Tracker, Counter[Message]]:
+        """The second update: its bytes, and what it told other ranks."""
+        self.train()
+        if self.device.type == "cuda" and torch.cuda.is_available():
+            hardware.reset_peak(self.device)
+        with self.tracker() as tracker, MessageCount() as count:
+            tracker.hold(self.batch.tensors, "batch")
+            tracker.hold(gathered(self.model), "gathered weights")
+            self.train(tracker)
+        return tracker, count.sent
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -10,12 +10,14 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -47,6 +49,14 @@ class Shard(Transform):
         if self.entry:
             register_fsdp_forward_method(model, self.entry)
         return model
+
+
+def gathered(model: nn.Module) -> Iterator[Tensor]:
+    """What whole parameters are gathered into; without memory between reshard and unshard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
 
 
 class FullySharded(OfRows):

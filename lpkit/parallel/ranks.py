@@ -27,7 +27,7 @@ from lpkit import records
 from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError
-from lpkit.techniques.layouts import wrong_world
+from lpkit.techniques.layouts import TRAINED, Layout, wrong_world
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # their names up to torch 2.11
@@ -129,6 +129,11 @@ class Share(DataPolicy):
         return self.policy.batch(step).chunk(self.ranks.world)[self.ranks.rank]
 
 
+def mesh_of(layout: Layout, device: str) -> DeviceMesh:
+    """Of the process group. `device`: its type."""
+    return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)
+
+
 @contextmanager
 def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
            init_method: str = "env://") -> Iterator[Ranks]:
@@ -148,10 +153,8 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     dist.init_process_group(BACKENDS[device], init_method=init_method, rank=rank, world_size=world,
                             timeout=COLLECTIVE_TIMEOUT)
     try:
-        mesh = init_device_mesh(device, (layout.data, layout.shard),
-                                mesh_dim_names=("data", "shard"))
         ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                      mesh=mesh)
+                      mesh=mesh_of(layout, device))
         ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
                                   "PyTorch": torch.__version__})
         yield ranks

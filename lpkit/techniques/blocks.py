@@ -62,6 +62,7 @@ class Op:
     name: str
     part: str                               # of the parameters: attention, mlp, norms, ...
     params: int = 0
+    shape: tuple[int, ...] = ()             # of each parameter that is no Linear's; (): one vector
     matmul: tuple[int, int] | None = None   # of a Linear: numbers in, numbers out, for each token
     cut: Literal["", "column", "row"] = ""  # the side of the weight that tensor parallelism cuts
     reads_residual: bool = False            # a Linear's input has the residual stream's dtype
@@ -82,6 +83,17 @@ class Op:
     def weights(self) -> int:
         """Parameters in a matrix product."""
         return self.matmul[0] * self.matmul[1] if self.matmul else 0
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its parameters, as its module has them."""
+        if not self.params:
+            return ()
+        if self.matmul:
+            bias = self.params - self.weights
+            return (self.matmul[::-1], (bias,)) if bias else (self.matmul[::-1],)
+        shape = self.shape or (self.params,)
+        return (shape,) * (self.params // math.prod(shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +300,7 @@ def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tupl
     of its input is added to that of the residual stream, which went round the norm."""
     cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
     added = (Hold(nbytes=s.stream_bytes, grows=-s.stream_bytes),) if residual else ()
-    return Op(name=name, part="norms", params=params, saved_bytes=saved,
+    return Op(name=name, part="norms", params=params, shape=(s.model.D,), saved_bytes=saved,
               saved_itemsize=s.residual_bytes, backward=(*backward, *added, Hold()), in_stream=True,
               moved_bytes=s.tokens * s.model.D * (2 * s.residual_bytes + cast))
 
@@ -598,7 +610,8 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
 # Positions: operations outside the blocks.
 
 def learned(s: MicroBatch) -> Op:
-    return Op(name="positions", part="positions", params=s.model.T * s.model.D)
+    m = s.model
+    return Op(name="positions", part="positions", params=m.T * m.D, shape=(m.T, m.D))
 
 
 def rope(s: MicroBatch) -> Op:
@@ -836,8 +849,8 @@ def operations(s: MicroBatch) -> Operations:
     logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
     return Operations(
         # read, written; and with the positions added, read, read and written
-        embed=Op(name="embed", part="embedding", params=m.V * m.D, saved_bytes=N * TOKEN_ID,
-                 moved_bytes=5 * N * m.D * s.residual_bytes),
+        embed=Op(name="embed", part="embedding", params=m.V * m.D, shape=(m.V, m.D),
+                 saved_bytes=N * TOKEN_ID, moved_bytes=5 * N * m.D * s.residual_bytes),
         positions=POSITIONS[m.position].operations(s),
         block=tuple(BLOCKS[m.block].operations(s)),
         norm=NORMS[m.norm].operations("norm", s, residual=False),

@@ -46,10 +46,11 @@ VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements. Drawn when first needed."""
+    """The same random tokens at every step, for measurements: those of one rank. Drawn when first
+    needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        shape = config.global_batch, config.model.context
+        shape = config.micro_batch * config.micro_batches, config.model.context
         self.draw = partial(torch.randint, config.model.vocab, shape, device=device)
 
     @cached_property

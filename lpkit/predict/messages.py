@@ -1,0 +1,142 @@
+"""What the ranks of a run send one another in an update: each collective, with its bytes.
+
+                   of the bytes, sent by each of n ranks
+    all-reduce     2 (n - 1) / n
+    reduce-scatter   (n - 1) / n    of all that is scattered
+    all-gather       (n - 1) / n    of all that is gathered
+
+which is the least, and what a ring sends (Thakur et al. 2005,
+https://doi.org/10.1177/1094342005051521). Exact: tests/test_messages.py holds it to what
+`lpkit.measure.messages` counts, message by message. `lpkit.predict.time` has the seconds.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from lpkit.config import Config, ModelConfig
+from lpkit.predict.casts import on_hardware
+from lpkit.predict.params import of
+from lpkit.predict.recipes import precision_of, row_of, stored
+from lpkit.techniques import layouts, machines
+from lpkit.techniques.blocks import FP32
+from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.machines import Machine
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
+ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
+
+
+class Message(NamedTuple):
+    """One collective of `ranks`. `nbytes`: of all that is reduced, scattered or gathered."""
+
+    kind: str
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """By each rank. Of a kind that ROUNDS does not have: told by one, passed on by the rest."""
+        return ROUNDS.get(self.kind, 1) * (self.ranks - 1) * self.nbytes / self.ranks
+
+
+def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
+    """By each rank, by kind, of so many of each message."""
+    sent: Counter[str] = Counter()
+    for message, count in messages.items():
+        sent[message.kind] += count * message.sent_bytes
+    return dict(sent)
+
+
+def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
+             precision: str | None = None) -> Counter[Message]:
+    """Those of one update that one rank takes part in, and how many of each.
+
+    layout     None: the config's `parallel`
+    machine    what "auto" precision is decided by; `precision` as in `lpkit.predict.memory`
+    Raises ConfigError for what cannot be trained.
+    """
+    layout = layout or config.parallel
+    config = replace(config, parallel=layout)
+    layouts.refuse_untrainable(config)
+    sent: Counter[Message] = Counter()
+    if layout.devices == 1:
+        return sent
+    world, shard, data = layout.devices, layout.shard, layout.data
+    name = precision_of(config, machines.find(machine), precision)
+    p, m, pieces = stored(config, name), config.model, config.micro_batches
+    sent[Message(ALL_REDUCE, FP32, world)] += 1                 # the loss
+    weighted = POLICIES[config.data.policy.name].gives_ids or isinstance(config.data.policy, Task)
+    sent[Message(ALL_REDUCE, FP32, world)] += weighted          # the targets that count
+    if layout.stage:
+        sent[Message(ALL_REDUCE, FP32, shard)] += 1             # the gradients' norm
+    recipe = row_of(config, name)
+    sent[Message(ALL_REDUCE, FP32, world)] += recipe.loss_scaling is not None   # all are finite
+    if recipe.products and recipe.delayed:
+        cast = m.L * len(of(m).linears) + 1 - sum(on_hardware(name, recipe, m).kept.values())
+        sent[Message(ALL_REDUCE, 3 * FP32 * cast, world)] += pieces     # amaxes of x, w and dy
+
+    first, block, last = parameter_shapes(m)
+    if layout.stage < 2:
+        most = REDUCTIONS[layout.reduction].bucket_bytes // p.weights
+        for bucket in _buckets((*first, *m.L * block, *last)[::-1], most):
+            if not layout.stage:
+                sent[Message(ALL_REDUCE, p.gradients * sum(map(math.prod, bucket)), world)] += 1
+                continue
+            rows = sum(map(padded, bucket, [shard] * len(bucket)))
+            sent[Message(REDUCE_SCATTER, p.gradients * rows, shard)] += 1
+            sent[Message(ALL_GATHER, p.weights * rows, shard)] += 1
+            if data > 1:
+                sent[Message(ALL_REDUCE, p.gradients * rows // shard, data)] += 1
+        return +sent
+    gathered = p.compute_bytes if layout.gathered == "compute" else p.weights
+    # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
+    for group, times, gathers in (((*first, *last), pieces, 1),
+                                  (block, m.L * pieces, layout.stage - 1)):
+        rows = sum(map(padded, group, [shard] * len(group)))
+        sent[Message(ALL_GATHER, gathered * rows, shard)] += times * gathers
+        sent[Message(REDUCE_SCATTER, FP32 * rows, shard)] += times
+        if data > 1:
+            sent[Message(ALL_REDUCE, FP32 * rows // shard, data)] += times
+    return +sent
+
+
+def padded(shape: tuple[int, ...], ranks: int) -> int:
+    """Numbers of a parameter that is cut by rows, where each rank has as many."""
+    return -(-shape[0] // ranks) * ranks * math.prod(shape[1:])
+
+
+# In this order attention has its modules, whatever the order in which they are called.
+OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.beta",
+                "attention.q_norm", "attention.k_norm")
+
+
+@functools.lru_cache(maxsize=256)
+def parameter_shapes(m: ModelConfig) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """In the model's order: before the blocks, of a block, after them."""
+    ops = of(m)
+    named = {op.name: op.shapes for op in ops.block if op.shapes}
+    attention = [name for name in OF_ATTENTION if name in named]
+    order = [name for name in named if name not in attention]
+    start = next((i for i, name in enumerate(named) if name in attention), 0)
+    order[start:start] = attention
+    return ((*ops.embed.shapes, *ops.positions.shapes),
+            tuple(shape for name in order for shape in named[name]),
+            (*ops.norm.shapes, *ops.head.shapes))
+
+
+def _buckets(shapes: Iterable[tuple[int, ...]], most: int) -> Iterator[list[tuple[int, ...]]]:
+    """In this order, of `most` numbers at most unless one has more (lpkit.parallel.replicas)."""
+    bucket, held = [], 0
+    for shape in shapes:
+        numbers = math.prod(shape)
+        if bucket and held + numbers > most:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(shape)
+        held += numbers
+    yield bucket
