@@ -185,7 +185,7 @@ class Training:
             loss = self.forward_backward(self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
-            self.sharding.spread()
+            self.sharding.spread()      # the new weights, where a rank updated a part
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
 
