@@ -74,7 +74,7 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
         with phases("backward"):
             sharding.backward(last=i == parts - 1)
             (part if scaler is None else part * scaler.scale).backward()
-            advance(model, ranks.largest)
+            advance(model, ranks.largest if ranks.world > 1 else None)
             if i == parts - 1:
                 sharding.reduce()
         losses.append(part.detach())
