@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "presets": BASE,
     "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "parallel": BASE | {"techniques", "training"},
+    "parallel": BASE | {"kernels", "precision", "techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "course": BASE | {"kernels", "nn", "precision", "predict", "studies", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},
@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
 WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
-                 "course.lab", "training.background"]
+                 "course.lab", "parallel", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 
 

@@ -18,11 +18,14 @@ from lpkit.predict.activations import Kept, saved
 from lpkit.predict.messages import buckets
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
-from lpkit.techniques import blocks, layouts, machines, optimizers
-from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Operations, operations
+from lpkit.techniques import layouts, machines, optimizers
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention_backends import choose_attention
+from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
+from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.row import Settings
 
@@ -144,8 +147,8 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
-    chosen, _ = blocks.choose_attention(attention or config.system.attention, device=on.kind,
-                                        low_precision=p.compute_bytes < FP32, model=config.model)
+    chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
+                                 low_precision=p.compute_bytes < FP32, model=config.model)
     sequences, pieces = layouts.micro_batch(config.global_batch, config.grad_accum_steps,
                                              layout.batch_ranks)
     return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
@@ -199,7 +202,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         as_it_is = operations(replace(s, operand_bytes=None))
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
-    doubt = _doubt(config, p, padded)
+    doubt = _doubt(config, p, padded, s.attention)
     found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
                     optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt)
              for embeds, heads in stages]
@@ -222,9 +225,11 @@ TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 WORDS = frozenset(("head", "first", "last"))
 
 
-def _doubt(config: Config, p: Precision, padded: Mapping[str, Any]) -> str:
+def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: str) -> str:
     """What the formula does not follow tensor by tensor, and what does."""
-    memory = config.memory
+    memory, kind = config.memory, config.model.attention.name
+    if attention == "plain" and KINDS[kind].state_bytes:
+        return f"the definition of {kind} attention is counted roughly" + TRACE
     if memory.activation_offload.name != "device":
         return "what comes back, and what goes, is taken to be one tensor of the MLP" + TRACE
     if p.dtype == "fp16" and memory.cross_entropy.name != "full":

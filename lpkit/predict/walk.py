@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
-from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Op, Operations
+from lpkit.techniques.blocks import Operations
+from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch, Op
 
 LOSS, HEAD = "backward begins", "head and last norm"
 LAST, FIRST = "the last block", "the first block"
