@@ -329,12 +329,17 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     each = row_of_optimizer.update_bytes(
         moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
+    travels = p.compute_bytes if layout.gathered == "compute" else p.weights
+    leave = sharded and not staged      # FSDP reduces in float32, a block at a time
+    gradient_bytes = (p.weights if p.buffered else p.gradients) / (ranks if sharded else 1)
     z = walk.Walk(
         s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
         heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once or p.buffered,
         plain=plain, stream_cut=stream_cut, widened=widened, padded=padded,
         update_bytes=each + state_bytes if at_once else 0.0,
-        gradient_bytes=(p.weights if p.buffered else p.gradients) / (ranks if sharded else 1),
+        gradient_bytes=travels if leave else gradient_bytes, shard_bytes=gradient_bytes,
+        ahead_bytes=travels * leave, reduced_bytes=FP32 * leave,
+        whole_bytes=travels * whole,
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
@@ -379,34 +384,28 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
             moment: held + waits for moment, held in activations.items()}
     if sharded:
         block = inside / layers
-        travels = p.compute_bytes if layout.gathered == "compute" else p.weights
-        copied = travels if travels < FP32 else 0
-        own, reduced = block * travels, block * (FP32 + copied)
-        kept_bytes = keep.again_bytes if layers - 1 in again else keep.block_bytes
-        # The first block has its gradients; or they are on their way, in float32 too, while the
-        # next one is at work.
-        late = layers > 1 and reduced - own > kept_bytes and not staged
-        activations[walk.LAST] = activations.get(walk.LAST, 0) - late * kept_bytes
         gathered = (dict.fromkeys(z.most, tables * travels) |
                     dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * travels))
         what = "all outside the blocks, and the block at work, whole, in the compute dtype"
         if whole:
-            gathered |= dict.fromkeys((LOSS, walk.HEAD, walk.LAST), (tables + inside) * travels)
+            gathered |= dict.fromkeys((LOSS, walk.HEAD), (tables + inside) * travels)
+            # of which one is counted as on its way
+            gathered[walk.LAST] = (tables + inside - (layers > 1) * block) * travels
             what = "whole weights, until a block's backward is done"
         if staged:
-            gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * p.compute_bytes)
+            gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * travels)
             what = "the whole stage in the compute dtype, from the first micro-batch to the last"
         row("gathered weights", gathered, what, FSDP)
         temporaries = walked[walk.TEMPORARIES]
         # those outside of blocks leave when all are there
-        outside = max(block * FP32, tables * (travels + FP32) - temporaries.get(walk.EMBED, 0))
-        held = {walk.LAST: reduced if late else own, walk.FIRST: reduced, walk.EMBED: outside}
-        if layers > 2 and not staged:   # the second block is at work, the first waits, gathered
-            held[walk.FIRST] = block * (FP32 + travels)
-            waits = keep.again_bytes if 0 in again else keep.block_bytes
-            activations[walk.FIRST] = activations.get(walk.FIRST, 0) + waits
-        if whole:
-            held[walk.LAST] = max(0.0, held[walk.LAST] - block * travels)       # what the last block was gathered into, and for a moment the one before
+        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks)
+                      - temporaries.get(walk.EMBED, 0))
+        held = walked[walk.MESSAGES] | {walk.EMBED: outside}
+        if staged:
+            copied = travels if travels < FP32 else 0
+            held = {walk.LAST: block * travels, walk.FIRST: block * (FP32 + copied),
+                    walk.EMBED: tables * FP32}
+        if whole:       # what the last block was gathered into, and for a moment the one before
             logits = temporaries.get(LOSS, 0)
             kept = keep.block_bytes + walked[walk.LOGITS].get(LOSS, 0)
             held[LOSS] = max(0.0, block * travels + max(-logits, block * travels - logits - kept))
