@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.measure.messages import MessageCount
@@ -185,3 +186,16 @@ def compiled(place: Place, told: dict) -> list[list[float]]:
             done = [training.update(step) for step in range(2)]
             found.append([number.item() for one in done for number in (one.loss, one.grad_norm)])
     return found
+
+
+def counted(place: Place, told: dict) -> list:
+    """What the second update sent, as data and as control, and what this rank held, in all and by row."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        found = measure.memory(config, ranks=ranks)
+        bench = measure.Bench(config, ranks=ranks)
+        with MessageCount() as count:
+            bench.train()
+        assert count.sent == found.messages
+        as_lists = [[[*message, times] for message, times in sent.items()] for sent in (count.sent, count.control)]
+        return [*as_lists, found.peak_bytes, found.rows]
