@@ -71,18 +71,22 @@ class CastGather:
                             rescale=False)
         if not self.whole:
             return (values, scale), None
-        made.scale.copy_(scale)
+        self._take(scale)
         return (values,), None
 
     def fsdp_post_all_gather(self, arrived: Sequence[Tensor], metadata: None, dtype: torch.dtype, *,
                              out: Tensor | None = None) -> tuple[Tensor, tuple] | None:
         values, *scales = arrived
         for scale in scales:
-            made = self.layer.gathered
-            made.scale.copy_(scale)
-            made.nonfinite.copy_(scale.isfinite().logical_not().sum())
+            self._take(scale)
+            self.layer.gathered.nonfinite.copy_(scale.isfinite().logical_not().sum())
         # `out` lies over the bytes that have just arrived
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
+
+    def _take(self, scale: Tensor) -> None:
+        """For backward these are the numbers of forward again, and autograd need not know."""
+        with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
+            self.layer.gathered.scale.copy_(scale)
 
 
 def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],
