@@ -397,8 +397,9 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
             what = "the whole stage in the compute dtype, from the first micro-batch to the last"
         row("gathered weights", gathered, what, FSDP)
         temporaries = walked[walk.TEMPORARIES]
-        # those outside of blocks leave when all are there
-        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks)
+        # those outside of blocks leave when all are there, and whole weights and gradients are gone
+        # but for the embedding's
+        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks) - (tables - z.table) * travels
                       - temporaries.get(walk.EMBED, 0))
         held = walked[walk.MESSAGES] | {walk.EMBED: outside}
         if staged:
