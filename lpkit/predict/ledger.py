@@ -22,7 +22,7 @@ from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
-from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
@@ -180,7 +180,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     row, settings = recompute_of(config, recompute)
     p = stored(config, precision_of(config, on, precision))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
-    if (_fsdp(layout, p) and layout.gathered == "compute"
+    if (_fsdp(layout, p) and GATHERED[layout.gathered].mixed
             and p.compute_bytes < p.residual_bytes):
         p = replace(p, residual_bytes=p.compute_bytes)
     operand_bytes = None
@@ -329,7 +329,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     each = row_of_optimizer.update_bytes(
         moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
-    travels = p.compute_bytes if layout.gathered == "compute" else p.weights
+    travels = p.compute_bytes if GATHERED[layout.gathered].mixed else p.weights
     leave = sharded and not staged      # FSDP reduces in float32, a block at a time
     gradient_bytes = (p.weights if p.buffered else p.gradients) / (ranks if sharded else 1)
     z = walk.Walk(
