@@ -5,6 +5,7 @@ rows. Sources: Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1
 states and their sharding; `activations` for what the forward pass keeps.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -468,10 +469,8 @@ def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, f
     by moment. `whole`: gradients that nobody sends. Messages leave as backward has their gradients,
     or after it; two are under way. A parameter alone travels as it lies."""
     row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
-    sent = buckets(m, row.bucket_bytes // p.weights)
-    sizes = [p.gradients * sum(map(math.prod, bucket)) for bucket in sent]
-    copied = [nbytes * (len(bucket) > 1 or (sharded and bucket[0][0] % ranks > 0))
-              for nbytes, bucket in zip(sizes, sent)]
+    sizes, copied = _message_bytes(m, row.bucket_bytes // p.weights, p.gradients,
+                                   ranks if sharded else 1)
     at, messages, total = dict(whole), dict.fromkeys(IN_BACKWARD, 0.0), sum(sizes)
     most = total + max(copied)      # once backward is done
     if row.overlaps:
@@ -492,6 +491,16 @@ def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, f
         spread = max(nbytes / ranks + copy for nbytes, copy in zip(sizes, copied))
         messages[UPDATE] = max(0.0, spread - at[UPDATE])
     return at, messages
+
+
+@functools.lru_cache(maxsize=256)
+def _message_bytes(m: ModelConfig, most: int, itemsize: int,
+                   ranks: int) -> tuple[list[int], list[int]]:
+    """Of each bucket of gradients, and of its copy: 0 where it travels as it lies."""
+    sent = buckets(m, most)
+    sizes = [itemsize * sum(map(math.prod, bucket)) for bucket in sent]
+    return sizes, [nbytes * (len(bucket) > 1 or bucket[0][0] % ranks > 0)
+                   for nbytes, bucket in zip(sizes, sent)]
 
 
 def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recompute, cut: int,
