@@ -5,6 +5,7 @@ rows. Sources: Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1
 states and their sharding; `activations` for what the forward pass keeps.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
-from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
@@ -180,7 +181,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     row, settings = recompute_of(config, recompute)
     p = stored(config, precision_of(config, on, precision))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
-    if (_fsdp(layout, p) and layout.gathered == "compute"
+    if (_fsdp(layout, p) and GATHERED[layout.gathered].mixed
             and p.compute_bytes < p.residual_bytes):
         p = replace(p, residual_bytes=p.compute_bytes)
     operand_bytes = None
@@ -329,7 +330,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     each = row_of_optimizer.update_bytes(
         moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
-    travels = p.compute_bytes if layout.gathered == "compute" else p.weights
+    travels = p.compute_bytes if GATHERED[layout.gathered].mixed else p.weights
     leave = sharded and not staged      # FSDP reduces in float32, a block at a time
     gradient_bytes = (p.weights if p.buffered else p.gradients) / (ranks if sharded else 1)
     z = walk.Walk(
@@ -397,8 +398,9 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
             what = "the whole stage in the compute dtype, from the first micro-batch to the last"
         row("gathered weights", gathered, what, FSDP)
         temporaries = walked[walk.TEMPORARIES]
-        # those outside of blocks leave when all are there
-        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks)
+        # those outside of blocks leave when all are there, and whole weights and gradients are gone
+        # but for the embedding's
+        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks) - (tables - z.table) * travels
                       - temporaries.get(walk.EMBED, 0))
         held = walked[walk.MESSAGES] | {walk.EMBED: outside}
         if staged:
@@ -467,10 +469,8 @@ def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, f
     by moment. `whole`: gradients that nobody sends. Messages leave as backward has their gradients,
     or after it; two are under way. A parameter alone travels as it lies."""
     row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
-    sent = buckets(m, row.bucket_bytes // p.weights)
-    sizes = [p.gradients * sum(map(math.prod, bucket)) for bucket in sent]
-    copied = [nbytes * (len(bucket) > 1 or (sharded and bucket[0][0] % ranks > 0))
-              for nbytes, bucket in zip(sizes, sent)]
+    sizes, copied = _message_bytes(m, row.bucket_bytes // p.weights, p.gradients,
+                                   ranks if sharded else 1)
     at, messages, total = dict(whole), dict.fromkeys(IN_BACKWARD, 0.0), sum(sizes)
     most = total + max(copied)      # once backward is done
     if row.overlaps:
@@ -491,6 +491,16 @@ def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, f
         spread = max(nbytes / ranks + copy for nbytes, copy in zip(sizes, copied))
         messages[UPDATE] = max(0.0, spread - at[UPDATE])
     return at, messages
+
+
+@functools.lru_cache(maxsize=256)
+def _message_bytes(m: ModelConfig, most: int, itemsize: int,
+                   ranks: int) -> tuple[list[int], list[int]]:
+    """Of each bucket of gradients, and of its copy: 0 where it travels as it lies."""
+    sent = buckets(m, most)
+    sizes = [itemsize * sum(map(math.prod, bucket)) for bucket in sent]
+    return sizes, [nbytes * (len(bucket) > 1 or bucket[0][0] % ranks > 0)
+                   for nbytes, bucket in zip(sizes, sent)]
 
 
 def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recompute, cut: int,
