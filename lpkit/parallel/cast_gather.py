@@ -64,8 +64,10 @@ class CastGather:
         return torch.stack((largest.nan_to_num(nan=torch.inf), nonfinite.float()))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        rows, made = F.pad(self.rows.detach(), (0, 0, 0, self.padding)), self.layer.gathered
-        amax = made.amax if self.whole else kernel.amax(rows, self.cast.block).values
+        rows = self.rows.detach()
+        if self.padding:        # which else would copy them
+            rows = F.pad(rows, (0, 0, 0, self.padding))
+        amax = self.layer.gathered.amax if self.whole else kernel.amax(rows, self.cast.block).values
         scale, *_ = decide(amax, self.layer.past_amax("w"), self.cast.scale, self.to)
         values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
                             rescale=False)
