@@ -111,10 +111,10 @@ def test_pytorchs_fsdp_tracker_counts_the_optimizer_wrong():
         return next(n for kind, n in snapshot.items() if str(kind).endswith("OPT"))
 
     whole, ranks = 4 * 256 * 256, 4     # numbers of 4 matrices
-    with _world(Layout(shard=ranks), "cpu") as ranks, FakeTensorMode():
+    with _world(Layout(shard=ranks), "cpu") as group, FakeTensorMode():
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
         for module in (*model, model):
-            fully_shard(module, mesh=ranks.mesh["shard"])
+            fully_shard(module, mesh=group.mesh["shard"])
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         x = torch.randn(8, 256)
         tracker = FSDPMemTracker(model, optimizer)
