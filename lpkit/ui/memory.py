@@ -12,9 +12,11 @@ from typing import Any
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict import walk
-from lpkit.predict.ledger import MOMENTS, Memory, memory
+from lpkit.predict.ledger import MOMENTS, Memory, memory, model_states
+from lpkit.predict.params import parameter_count
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK, html_table
+from lpkit.techniques.layouts import STAGES
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, ROLE_COLOURS, WARNING
@@ -28,6 +30,8 @@ ROW_COLOURS = {   # one family of rows, one hue
     "optimizer temporaries": "#888888", "batch": "#000000", "transposed copies": "#e6c79c",
     "attention workspace": "#7b5ea7", "allocator": "#e5e5e5",
 }
+SENT_COLOURS = {"all-reduce": ROLE_COLOURS["w"], "reduce-scatter": ROLE_COLOURS["x"],
+                "all-gather": "#b8860b"}
 PLAIN = "plain"     # the technique that the others are counted from
 
 
@@ -40,22 +44,55 @@ def limit_of(held: Memory) -> float | None:
     return limit if limit and held.peak_bytes > 0.1 * limit else None
 
 
-def memory_figure(held: Memory, *, title: str = "") -> dict:
-    """The plotly spec. The longest bar is the peak."""
-    data = []
-    for row in held.rows:
-        sizes = [row.at.get(moment) for moment in MOMENTS]
-        data.append(bars(MOMENTS, sizes, row.name, ROW_COLOURS[row.name], textposition="inside",
+def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | None]], *,
+                   title: str = "", axis_title: str = "bytes per device",
+                   about: Mapping[str, str] | None = None, said: Sequence[float] = (),
+                   limit: float | None = None) -> dict:
+    """The plotly spec of bytes by row, a bar for each name. `about` the rows, when pointed at;
+    `said`: the sum of each bar as a formula has it, a diamond; `limit`: of the device."""
+    data, about = [], about or {}
+    for row, sizes in rows.items():
+        data.append(bars(names, sizes, row, {**ROW_COLOURS, **SENT_COLOURS}[row],
+                         textposition="inside",
                          text=["" if size is None else quantity(size, "bytes") for size in sizes],
-                         hover=f"{row.name}: %{{text}}<extra>{row.formula}</extra>"))
+                         hover=f"{row}: %{{text}}<extra>{about.get(row, '')}</extra>"))
+    most = max((sum(filter(None, sizes)) for sizes in zip(*rows.values())), default=0)
+    shapes = []
+    if limit:
+        shapes = [rule(x=limit, colour=INK if most <= limit else WARNING, width=2, dash="dash")]
+    if said:
+        data.append(scatter(said, names, "predicted", mode="markers", hover="%{x:.4s}B",
+                            marker={"symbol": "diamond", "size": 11, "color": "#ffffff",
+                                    "line": {"width": 2, "color": INK}}))
     below = 21 * math.ceil(len(data) / 4)
-    limit, colour = limit_of(held), INK if held.fits else WARNING
     return figure(
-        data, title, height=120 + 46 * len(MOMENTS) + below, barmode="stack", bargap=0.35,
-        shapes=[rule(x=limit, colour=colour, width=2, dash="dash")] if limit else [], yaxis=NAMES,
+        data, title, height=120 + 46 * len(names) + below, barmode="stack", bargap=0.35,
+        shapes=shapes, yaxis=NAMES,
         # below: many rows would grow into the title
         legend={"yref": "container", "y": 0, "yanchor": "bottom"}, margin={"b": 60 + below},
-        xaxis=axis("bytes per device", **BYTES, range=[0, 1.08 * max(held.peak_bytes, limit or 0)]))
+        xaxis=axis(axis_title, **BYTES, range=[0, 1.08 * max(most, limit or 0, *said)]))
+
+
+def memory_figure(held: Memory, *, title: str = "") -> dict:
+    """The plotly spec. The longest bar is the peak."""
+    return stacked_figure(
+        list(MOMENTS), {row.name: [row.at.get(one) for one in MOMENTS] for row in held.rows},
+        about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
+
+
+def stages_view(model: Config, machine: Machine, ranks: int) -> dict:
+    """For an Explorer: model states of a rank, by stage of ZeRO; float32 weights under bf16's
+    autocast, with AdamW."""
+    count = parameter_count(model.model)
+    states = {f"ZeRO {stage}": {row.name: row.bytes for row in model_states(
+        count, precision="bf16", zero=stage, devices=ranks) if row.bytes} for stage in STAGES}
+    fit = [name for name, rows in states.items() if sum(rows.values()) <= machine.memory_bytes]
+    where = f"{quantity(machine.memory_bytes, 'bytes')} of one {machine.title}"
+    return stacked_figure(
+        list(states), {row: [rows[row] for rows in states.values()] for row in states["ZeRO 0"]},
+        axis_title="model states, bytes per rank", limit=machine.memory_bytes,
+        title=f"{ranks:,} ranks: {', '.join(fit) if fit else 'no stage'} "
+              f"{'fits' if len(fit) < 2 else 'fit'} into the {where}")
 
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
