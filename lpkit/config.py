@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques import blocks, layouts, memory
+from lpkit.techniques import FAMILIES, blocks, layouts, memory
 from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES, cannot_train
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
 from lpkit.techniques.row import Settings, many_of, one_of
@@ -62,7 +64,7 @@ class ModelConfig(Group):
     mlp_width: Count | None = None      # None: 4 * width
     vocab: Count = 256
     context: Count = 256                # tokens per sequence
-    block: str = "pre-norm"             # this and the next rows: names of lpkit.techniques.blocks
+    block: str = "pre-norm"             # this and the next rows: names of rows of their own
     norm: str = "layernorm"             # layernorm, rmsnorm
     norm_eps: Positive = 1e-5
     position: str = "learned"           # learned, rope
@@ -100,10 +102,12 @@ class ModelConfig(Group):
 
     def __post_init__(self):
         super().__post_init__()
-        tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": blocks.POSITIONS,
+        if problem := self.attention.problem(self.context):
+            raise ConfigError(problem)
+        tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": POSITIONS,
                   "mlp": blocks.MLPS}
         for key, table in tables.items():
-            pick(table, getattr(self, key), f"model.{key}")
+            _pick(table, getattr(self, key), f"model.{key}")
         if self.head_dim is None and self.width % self.heads:
             below = self.width // self.heads * self.heads
             above = below + self.heads
@@ -113,7 +117,7 @@ class ModelConfig(Group):
         if self.heads % self.G:
             raise ConfigError(f"model.heads={self.heads} is not a multiple of "
                               f"model.kv_heads={self.G}; kv_heads may be {_divisors(self.heads)}")
-        if blocks.POSITIONS[self.position].turns and self.E % 2:
+        if POSITIONS[self.position].turns and self.E % 2:
             raise ConfigError(f"rotary positions turn pairs, but a head has {self.E} numbers; "
                               f"make model.head_dim, or width/heads, even")
 
@@ -176,7 +180,7 @@ class SystemConfig(Group):
     # auto: on GPUs the fastest that is right, verified and raced
     kernels: Annotated[str, check_asked] = "auto"
     products: Literal["auto", "bf16", "float32"] = "auto"   # that multiply bf16 on a CPU
-    attention: str = "auto"         # who computes it: a row of blocks.ATTENTION
+    attention: str = "auto"         # who computes it: a row of ATTENTION
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
 
     def __post_init__(self):
@@ -184,7 +188,7 @@ class SystemConfig(Group):
             each = ",".join(f"{name}:{version}" for name, version in self.kernels.items())
             object.__setattr__(self, "kernels", each or "auto")
         super().__post_init__()
-        pick({"auto": None, **blocks.ATTENTION}, self.attention, "system.attention")
+        _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +293,16 @@ class Config(Group):
 
 # Names of rows, and their settings.
 
+def _pick(table: Mapping[str, Any], name: Any, key: str) -> Any:
+    """As `pick`, and where another field has that name, of those alike first, it says which."""
+    fields = [field for field, rows in FAMILIES.items() if isinstance(name, str) and name in rows]
+    fields = [field for field in fields if field.endswith(key.rpartition(".")[2])] or fields
+    if len(fields) == 1 and name not in table:
+        raise ConfigError(f"there is no {key} {shown(name)}; set {fields[0]}={name}, or choose one "
+                          f"of {', '.join(table)}")
+    return pick(table, name, key)
+
+
 # the annotation of each field; reading them takes longer than building a Config
 _kinds = functools.cache(typing.get_type_hints)
 
@@ -322,13 +336,13 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:
     if isinstance(value, Settings):
-        pick(table, value.name, key)
+        _pick(table, value.name, key)
         return value
     given = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = given.pop("name", default)
     if not isinstance(name, str):
         raise ConfigError(f"{key} must name one of {', '.join(table)}, got {shown(name)}")
-    defaults = pick(table, name, key).settings
+    defaults = _pick(table, name, key).settings
     kinds = _kinds(type(defaults))
     for setting in given:
         if setting not in kinds:

@@ -252,7 +252,7 @@ def _number(value: Any, kind: type) -> float:
 def _described(kind: Any) -> str:
     if get_origin(kind) is Mapping:
         return f"a mapping to {_described(get_args(kind)[1])}"
-    if get_origin(kind) is Sequence:
+    if get_origin(kind) in (tuple, Sequence):
         return f"a list of {_described(get_args(kind)[0])}"
     if args := get_args(kind):
         return " or ".join(_described(option) for option in args if option is not Ellipsis)

@@ -1,7 +1,9 @@
 """What ranks of tests/test_launch.py do. Little is imported: the ranks wait for it."""
 
 import atexit
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +52,15 @@ def leave_a_child(place, told):
     place.tell({"pid": child.pid})
 
 
+def tick(place, told):
+    """For ever; and rank `told["stopped"]` stops."""
+    for number in itertools.count():
+        place.tell({"number": number})
+        if number == 5 and place.rank == told["stopped"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.01)
+
+
 def talk(place, told):
     for number in range(told["lines"]):
         place.tell({"number": number, "text": "x" * 300})
@@ -77,3 +88,15 @@ def train(place, told):
         status = "complete" if step == config.steps else "stopped"
         records.write(path / runs.SUMMARY, runs.results(run) | {
             "status": status, "stopped_by": place.asked_by or None, "damaged": [], "steps": step})
+
+
+def crash(place, told):
+    os.kill(os.getpid(), 9)
+
+
+def hang(place, told):
+    time.sleep(600)
+
+
+def wrong(place, told):
+    raise AssertionError("the sum is wrong: [1.0]")

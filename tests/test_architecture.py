@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }
 EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
 WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
-                 "course.lab", "training.background"]
+                 "course.lab", "parallel", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 
 

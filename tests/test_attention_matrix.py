@@ -8,7 +8,7 @@ import pytest
 
 from lpkit.measure import attention
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import ATTENTION
+from lpkit.techniques.attention_backends import ATTENTION
 
 PAGE = (Path(__file__).parents[1] / "docs" / "attention.md").read_text()
 TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]

@@ -11,9 +11,8 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import choose, wrong
 from lpkit.nn.attention import CAUSAL, plain, sdpa
-from lpkit.techniques import blocks
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, Attending, Backend
+from lpkit.techniques.attention_backends import ATTENTION, Attending, Backend
 from lpkit.training import attention, build
 
 CPU = torch.device("cpu")
@@ -105,7 +104,7 @@ def test_a_hundred_planted_backends_are_refused():
 def planted(monkeypatch, tmp_path):
     """A wrong backend that would win, in the table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(ATTENTION, "planted", Backend(operations=blocks.sdpa, implementation=f"{__name__}:zeros_", assumed=False))
+    monkeypatch.setitem(ATTENTION, "planted", Backend(operations=ATTENTION["sdpa"].operations, implementation=f"{__name__}:zeros_", assumed=False))
 
 
 def zeros_(q, k, v, documents=None, sinks=None, *, rule=CAUSAL):

@@ -40,6 +40,16 @@ def test_all_sizes_with_the_advisor_s_choice(tmp_path):
     assert recorded.keys() == {case_name(name, config) for name in fp8.COMPARED for config in (TINY, WIDE)}
 
 
+def test_products_alone_are_the_products(monkeypatch):
+    results = fp8._products((64, 128, 256), CPU, 1)
+    kinds = {result.case.split(", ")[1] for result in results}
+    assert kinds and {result.peer for result in results} == {"bf16"} and len(results) == 3 * 2 * len(kinds)
+    assert {result.case.partition(",")[0] for result in results} == {"y 64x128x256", "dx 64x256x128", "dw 256x64x128"}
+    monkeypatch.setattr(fp8, "PRODUCT_FLOOR_DB", 60)
+    with pytest.raises(AssertionError, match=r" dB$"):
+        fp8._products((64, 128, 256), CPU, 1)
+
+
 @pytest.mark.parametrize("choice", ["fp8-rowwise", "int8", "fp8-delayed"])
 def test_the_choice_is_raced_whatever_it_is(monkeypatch, choice):
     real = fp8.advise

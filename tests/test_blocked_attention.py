@@ -4,12 +4,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lpkit import measure
 from lpkit.kernels import blocked_attention, wide_product
 from lpkit.nn.attention import blocked, sees
+from lpkit.predict import memory
+from lpkit.presets import preset
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.blocks import query_blocks
+from lpkit.techniques.attention_backends import query_blocks
+from tests.test_predict import CPU
 
-HOLES = Rule(block=16, blocks=tuple(tuple((a + b) % 3 == 1 for b in range(19)) for a in range(19)))
+HOLES = BlockSparse(block=16, table=tuple("".join("01"[(a + b) % 3 == 1] for b in range(19)) for a in range(19))).rule(300)
 RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": Rule(window=130, global_tokens=5),
          "many global tokens": Rule(window=20, global_tokens=200), "capped": Rule(soft_cap=2.0), "sinks": Rule(sinks=True),
          "documents": Rule(documents=True, soft_cap=3.0, sinks=True), "documents in windows": Rule(documents=True, window=50),
@@ -18,6 +22,11 @@ RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": R
 # once, gradients of a block's products once more each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 0.012, torch.float16: 2e-3}
 SINKS_ARE_FLOAT32 = 5e-7
+IDS = {"one": lambda T, rng: torch.zeros(T, dtype=torch.int64), "of a token each": lambda T, rng: torch.randperm(T, generator=rng),
+       "runs": lambda T, rng: (torch.rand(T, generator=rng) < 0.02).cumsum(0),
+       "runs in another order": lambda T, rng: 2**62 - (torch.rand(T, generator=rng) < 0.02).cumsum(0),
+       "runs that come back": lambda T, rng: torch.randint(-2, 2, (T // 20,), generator=rng).repeat_interleave(20),
+       "drawn for each token": lambda T, rng: torch.randint(0, 5, (T,), generator=rng)}
 
 
 def definition(q, k, v, documents, sinks, rule):
@@ -69,6 +78,19 @@ def test_every_rule_forward_and_backward(name, T, groups, dtype, products, monke
         assert (got.double() - right).norm() <= bound * right.norm() + 1e-6
 
 
+@pytest.mark.parametrize("rule", [Rule(documents=True), Rule(documents=True, window=150, global_tokens=3)], ids=["full", "window"])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("name", IDS)
+def test_documents_by_any_ids(name, groups, rule):
+    """Runs or not, in order or not; each row of the batch has others."""
+    inputs, _, d_out = drawn(300, groups, torch.float64, rule)
+    rng = torch.Generator().manual_seed(1)
+    documents = torch.stack([IDS[name](300, rng) for _ in range(2)])
+    ours, want = blocked(*inputs, documents, rule=rule), definition(*inputs, documents, None, rule)
+    for got, right in zip((ours, *torch.autograd.grad(ours, inputs, d_out)), (want, *torch.autograd.grad(want, inputs, d_out))):
+        assert (got - right).norm() <= 1e-12 * right.norm()
+
+
 def test_queries_that_see_nothing_are_zeros_and_their_gradients_finite():
     inputs, _, d_out = drawn(300, 2, torch.float32, HOLES)
     blind = ~sees(HOLES, torch.arange(300), torch.arange(300), None).any(1)
@@ -90,9 +112,27 @@ def test_no_block_computes_what_its_spans_leave_out(name):
         _, sums = blocked_attention.attend.__wrapped__(*inputs[:3], documents, sinks, words)
     with FlopCounterMode(display=False) as backward:
         blocked_attention.gradients.__wrapped__(d_out, *inputs[:3], documents, sinks, sums, words)
-    pairs = sum((last - first) * sum(b - a for a, b in spans) for first, last, spans in query_blocks(rule, T))
-    assert forward.get_total_flops() == 2 * 2 * 2 * 4 * 16 * pairs
-    assert backward.get_total_flops() == (5 - 2) * 2 * 2 * 4 * 16 * pairs
+    pairs = 0
+    for ids in documents.tolist() if rule.documents else [[0] * T] * 2:
+        begins = [ids.index(one) for one in ids]
+        pairs += sum((last - first) * sum(max(0, b - max(a, min(begins[first:last]))) for a, b in spans)
+                     for first, last, spans in query_blocks(rule, T))
+    assert forward.get_total_flops() == 2 * 2 * 4 * 16 * pairs
+    assert backward.get_total_flops() == (5 - 2) * 2 * 4 * 16 * pairs
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", [{"name": "full"}, {"name": "window", "size": 40, "global_tokens": 3}, {"name": "block-sparse", "block": 32}],
+                         ids=lambda kind: kind["name"])
+def test_the_peak_of_a_step_that_is_its_own(kind, batch, recipe, monkeypatch):
+    """What is not in the formula are two numbers of each query of a block, and one of the losses."""
+    monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
+    config = preset("cpu-3m").replace({
+        "model.layers": 2, "model.width": 64, "model.vocab": 16, "model.mlp_width": 64, "model.context": 300, "global_batch": batch,
+        "precision.recipe": recipe, "system.attention": "blocked", "model.attention": kind})
+    found, said = measure.memory(config, device="cpu"), memory(config, CPU)
+    assert found.module == "blocks.1.attention" and said.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3)
 
 
 def test_the_operators_are_what_pytorch_asks_of_one():

@@ -1,17 +1,17 @@
 """Checkpoints against a process that dies at every moment, a disk that lies, and a disk that is full."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
 import warnings
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # FSDP would import it in each rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
@@ -19,8 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lpkit import records
+from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.training import checkpoint, shards
 from lpkit.training.checkpoint import DamagedError
+from lpkit.training.runs import RunFailedError
 
 TENSORS = {
     "model/a": torch.randn(17, 5, generator=torch.Generator().manual_seed(0)),
@@ -386,43 +388,30 @@ PROGRAMS = {"save": save_two, "load": load_two, "fail": fail_saving,
             "die 0": die_saving(0), "die 1": die_saving(1)}
 
 
-def process(program, rank, folder):
+def process(place, told):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{program}.store",
-                                rank=rank, world_size=2, timeout=timedelta(seconds=60))
-        PROGRAMS[program](rank, folder)
-        dist.destroy_process_group()
-    except BaseException as error:
-        (folder / f"{rank}.error").write_text(repr(error))
-        os._exit(1)
-    os._exit(0)
-
-
-def run_two(program, folder):
-    """The exit codes of two processes, and what they said."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch._dynamo"])
-    ranks = [context.Process(target=process, args=(program, rank, folder)) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(120)
-        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
-        return [rank.exitcode for rank in ranks], errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    dist.init_process_group("gloo", init_method=place.store, rank=place.rank, world_size=place.world)
+    PROGRAMS[told["program"]](place.rank, Path(told["folder"]))
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def parent():
+    with WarmParent() as parent:
+        yield parent
+
+
+def run_two(parent, program, folder):
+    """Raises RunFailedError."""
+    with Processes(f"{__name__}:process", {"program": program, "folder": str(folder)}, world=2, parent=parent) as ranks:
+        ranks.wait()
+
+
+@pytest.fixture(scope="module")
+def two(parent, tmp_path_factory):
     """A run of two processes: checkpoints after one and two updates, and what they must hold."""
     folder = tmp_path_factory.mktemp("two")
-    assert run_two("save", folder) == ([0, 0], [])
+    run_two(parent, "save", folder)
     return folder
 
 
@@ -447,7 +436,7 @@ def test_two_processes_write_what_one_reads(two):
 
 
 @pytest.mark.dist
-def test_two_processes_read_what_two_and_what_one_wrote_and_pass_over_damage(two, tmp_path):
+def test_two_processes_read_what_two_and_what_one_wrote_and_pass_over_damage(two, parent, tmp_path):
     for name in ("1", "2", "3"):
         shutil.copy(two / f"{name}.safetensors", tmp_path)
     shutil.copytree(two / "root", tmp_path / "root")
@@ -457,7 +446,7 @@ def test_two_processes_read_what_two_and_what_one_wrote_and_pass_over_damage(two
     checkpoint.save(tmp_path / "plain", 7, state_of(model, optimizer), {"step": 7}, keep=1)
     path = tmp_path / "damaged/step-00000002/tensors-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert run_two("load", tmp_path) == ([0, 0], [])
+    run_two(parent, "load", tmp_path)
     for found, due in (("root", "2"), ("plain", "2"), ("damaged", "1"), ("resumed", "3")):
         one, other = (load_file(tmp_path / f"{name}.safetensors") for name in (found, due))
         assert one.keys() == other.keys()
@@ -492,9 +481,9 @@ def test_a_byte_changed_in_any_file_of_two_processes_is_found(two):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_inside_a_save_leaves_the_checkpoint_before_the_newest(tmp_path, victim):
-    codes, errors = run_two(f"die {victim}", tmp_path)
-    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1 and len(errors) == 1
+def test_a_process_killed_inside_a_save_leaves_the_checkpoint_before_the_newest(parent, tmp_path, victim):
+    with pytest.raises(RunFailedError, match=f"rank {victim} of 2 died .* of SIGKILL"):
+        run_two(parent, f"die {victim}", tmp_path)
     assert [p.name for p in checkpoint.folders(tmp_path / "root")] == ["step-00000001"]
     assert (tmp_path / "root/latest").read_text() == "step-00000001\n"
     checkpoint.sweep(tmp_path / "root")
@@ -504,5 +493,5 @@ def test_a_process_killed_inside_a_save_leaves_the_checkpoint_before_the_newest(
 
 
 @pytest.mark.dist
-def test_an_error_of_one_process_is_said_by_all_and_leaves_nothing(tmp_path):
-    assert run_two("fail", tmp_path) == ([0, 0], [])
+def test_an_error_of_one_process_is_said_by_all_and_leaves_nothing(parent, tmp_path):
+    run_two(parent, "fail", tmp_path)

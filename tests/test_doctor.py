@@ -105,33 +105,13 @@ def test_what_a_check_raises_is_its_reason(error, why):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("program, why", [("crash", "ended with -9"), ("wrong", "AssertionError: the sum is wrong"),
-                                          ("hang", "no answer within 3 s")])
-def test_processes_that_crash_or_hang_are_a_row(program, why, monkeypatch):
-    monkeypatch.setattr(doctor, "_fork_server", lambda: __import__("multiprocessing").get_context("spawn"))
-    monkeypatch.setattr(doctor, "_rank", BAD[program])
-    monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0 if program == "hang" else 60.0)
-    found = doctor.probe(doctor.Check(name="x", kind="parallel", run=partial(doctor._processes, program, "gloo")), CPU)
+@pytest.mark.parametrize("function, why", [("crash", "died at step 0 in start of SIGKILL"), ("wrong", "AssertionError: the sum is wrong"),
+                                           ("hang", "got no further for 3 s")])
+def test_processes_that_crash_or_hang_are_a_row(function, why, monkeypatch):
+    monkeypatch.setattr(doctor, "PROGRAM", f"tests.rank_functions:{function}")
+    monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0)
+    found = doctor.probe(doctor.Check(name="x", kind="parallel", run=partial(doctor._processes, function, "gloo")), CPU)
     assert not found.works and why in found.why
-
-
-def _crash(program, backend, rank, world, folder):
-    os.kill(os.getpid(), 9)
-
-
-def _hang(program, backend, rank, world, folder):
-    import time
-
-    time.sleep(600)
-
-
-def _wrong(program, backend, rank, world, folder):
-    with open(f"{folder}/{rank}.error", "w") as file:
-        file.write("AssertionError: the sum is wrong: [1.0]")
-    os._exit(1)
-
-
-BAD = {"crash": _crash, "hang": _hang, "wrong": _wrong}
 
 
 def test_the_command_prints_one_object_and_a_page_for_people(report, monkeypatch, capsys):

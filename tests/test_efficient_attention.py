@@ -69,7 +69,7 @@ def test_a_window_reaches_its_layers_times_a_window_less_one():
 
 def test_a_window_recalls_nothing_from_beyond_its_reach():
     kind = replace(chosen(KINDS, "window"), size=4)
-    learned = learn(kind, Recall(name="recall", pairs=4, symbols=8), context=31, steps=40, seed=0)
+    [learned] = learn({"window": kind}, Recall(name="recall", pairs=4, symbols=8), context=31, steps=40)["window"]
     far, count = reach(kind, 2), (learned.distances > reach(kind, 2)).sum().item()
     assert count > 200 and learned.beyond(far) < 1 / 8 + 4 * math.sqrt(7 / 64 / count)
     assert learned.losses[-1] < learned.losses[0] and len(learned.by_distance(6)) > 3

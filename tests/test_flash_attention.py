@@ -15,8 +15,9 @@ from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.memory.recompute import PRODUCTS, selective
 from lpkit.nn.attention import plain
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch, choose_attention
+from lpkit.techniques.attention_backends import ATTENTION, Attending, choose_attention
 from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.operation import MicroBatch
 from lpkit.training.training import RandomTokens, Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,6 +35,7 @@ RULES = {
     "documents in a window": Rule(documents=True, window=20, global_tokens=3),
     "block-sparse": BlockSparse(block=10, local=2, stride=3).rule(83),
     "blocks of a tile": BlockSparse(block=32, local=1, stride=2).rule(83),
+    "table": BlockSparse(block=20, table=("00000", "11100", "00000", "10010", "00101")).rule(83),
     "blocks and documents": Rule(block=16, documents=True, blocks=tuple(tuple((a + b) % 3 != 1 for b in range(6)) for a in range(6))),
     "cap and sinks": Rule(soft_cap=1.5, sinks=True),
     "everything": Rule(window=30, global_tokens=5, documents=True, soft_cap=2.0, sinks=True, block=16,
@@ -46,6 +48,7 @@ def small_tiles(monkeypatch):
     """No two kernels alike, and queries and keys not either."""
     sides = {"forward": (16, 32, 4, 2), "queries": (32, 16, 4, 2), "keys": (16, 32, 4, 2)}
     monkeypatch.setattr(flash, "SHAPES", {name: dict.fromkeys((64, 128, 256, 512), shape) for name, shape in sides.items()})
+    monkeypatch.setattr(flash, "NARROWER", {})
 
 
 def drawn(T, *, B=1, H=1, G=1, E=16, dtype=torch.float32, seed=0):

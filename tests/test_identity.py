@@ -19,7 +19,7 @@ from lpkit.files import locked
 from lpkit.measure import telemetry
 from lpkit.nn.transformer import Transformer
 from lpkit.signals import heard_by
-from lpkit.techniques import blocks
+from lpkit.techniques import blocks, operation
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import train
 from lpkit.training.runs import Run, RunFailedError
@@ -190,7 +190,7 @@ def test_one_version_of_the_model_is_one_function(settings, number):
 
 
 def test_every_kind_of_block_is_among_the_functions():
-    for field, table in {"norm": blocks.NORMS, "position": blocks.POSITIONS, "mlp": blocks.MLPS}.items():
+    for field, table in {"norm": blocks.NORMS, "position": operation.POSITIONS, "mlp": blocks.MLPS}.items():
         assert {settings.get(field) for settings, _ in FUNCTIONS[nn.VERSION]} >= set(table)
     assert set(blocks.BLOCKS) == {ModelConfig().block}
 

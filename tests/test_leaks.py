@@ -14,8 +14,9 @@ import lpkit
 from lpkit.config import Config, MemoryConfig
 from lpkit.contracts import Stage, Transform
 from lpkit.memory.recompute import within
-from lpkit.techniques import blocks, changes, data, optimizers, recipes, schedules
+from lpkit.techniques import changes, data, optimizers, recipes, schedules
 from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention_backends import ATTENTION, Attending
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import loop
 from lpkit.training.background import train
@@ -68,8 +69,8 @@ def cases() -> dict[str, dict]:
               for name in ("mxfp8", "fp8-delayed")]
     found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {}) for name in optimizers.OPTIMIZERS]
     found += [{"schedule": name} for name in schedules.SCHEDULES]
-    found += [{"system.attention": name} for name, row in blocks.ATTENTION.items()
-              if not row.why_not(blocks.Attending(model=Config().model))]
+    found += [{"system.attention": name} for name, row in ATTENTION.items()
+              if not row.why_not(Attending(model=Config().model))]
     found += [{"model.attention": name, "system.attention": backend} for name, row in KINDS.items() for backend in row.operations]
     found += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():

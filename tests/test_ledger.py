@@ -11,6 +11,7 @@ from lpkit.bench import ledger
 from lpkit.bench.drawn import configs
 from lpkit.config import Config, MemoryConfig
 from lpkit.predict import memory, parameter_count
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 
@@ -104,6 +105,7 @@ def test_drawn_configs_are_over_all_settings_and_always_the_same():
     drawn = dict(configs(120))
     assert drawn == dict(configs(120)) and len(set(drawn.values())) == 120
     assert {c.precision.recipe.name for c in drawn.values()} == set(RECIPES)
+    assert {c.model.attention.name for c in drawn.values()} == set(KINDS)
     assert {c.optimizer.name for c in drawn.values()} == set(OPTIMIZERS) and {c.grad_accum_steps for c in drawn.values()} == {1, 2, 3, 5}
     for f in fields(MemoryConfig):
         rows = {name for name, row in f.metadata["table"].items() if not getattr(row, "needs_compile", "")}

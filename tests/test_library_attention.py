@@ -13,11 +13,18 @@ from lpkit.errors import ConfigError
 from lpkit.nn import library_attention as libraries
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import Transformer
-from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, WORDS, Attending, choose_attention, nearest
+from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention_backends import (
+    ATTENTION,
+    WORDS,
+    Attending,
+    choose_attention,
+    nearest,
+)
 
 RULES = {"full": Rule(), "window": Rule(window=9), "a window of one": Rule(window=1), "global": Rule(window=9, global_tokens=3),
          "blocks": Rule(block=16, blocks=tuple(tuple(a - b in (0, 2) for b in range(5)) for a in range(5))),
+         "table": BlockSparse(block=16, table=("10000", "01111", "00000", "11000", "00111")).rule(70),
          "documents": Rule(documents=True), "cap": Rule(soft_cap=1.5), "sinks": Rule(sinks=True),
          "all": Rule(window=20, documents=True, soft_cap=2.0, sinks=True)}
 EXACT = {"rtol": 1e-12, "atol": 1e-12}      # the same sums in float64, in another order
@@ -199,7 +206,7 @@ def test_fp8_is_the_definition_of_what_it_cast(kind):
     with torch.no_grad():
         cast = [e4m3(t.flatten(2)).view_as(t) for t in (q, k, v)]
         p = plain(*cast[:2], torch.eye(70).expand(2, 4, 70, 70), documents, sinks, rule=rule)
-        scale = p.amax(-1, keepdim=True) / 256
+        scale = p.amax(-1, keepdim=True).clamp(min=1e-9) / 256      # of a query that sees nothing
         p = (p / scale).to(torch.float8_e4m3fn).float() * scale
         want = p @ cast[2].repeat_interleave(2, 1)
     got = libraries.fp8(q, k, v, documents, sinks, rule=rule)
@@ -241,6 +248,16 @@ def test_what_is_named_as_nearest_can(kind, device):
         assert ATTENTION[used].assumed, "a prediction takes what has to be tried first"
 
 
+@pytest.mark.parametrize("key, name, way", [
+    ("model.attention", "sdpa", "set system.attention=sdpa, or choose one of full, window"),
+    ("system.attention", "window", "set model.attention=window, or choose one of auto, plain"),
+    ("system.attention", "full", "set model.attention=full, or"), ("model.attention", "spda", "choose one of"),
+    ("optimizer", "cosine", "set schedule=cosine, or choose one of")])
+def test_a_kind_is_no_backend_and_the_reverse(key, name, way):
+    with pytest.raises(ConfigError, match=rf"^there is no {key} '{name}'; {way}"):
+        Config().replace({key: name})
+
+
 def test_asked_for_and_impossible_is_one_sentence():
     with pytest.raises(ConfigError, match=r"^system\.attention=flash-attn runs on a GPU alone; sdpa can$"):
         choose_attention("flash-attn", device="cpu", low_precision=False, model=ModelConfig())
@@ -249,11 +266,23 @@ def test_asked_for_and_impossible_is_one_sentence():
 @pytest.mark.parametrize("changes, why", [
     ({"model.attention": {"name": "window", "size": 0}}, r"model\.attention\.size"), ({"model.kv_heads": 3}, "kv_heads may be 1, 2, 4"),
     ({"model.attention": {"name": "block-sparse", "block": 0}}, r"model\.attention\.block"),
-    ({"model.attention": {"name": "full", "soft_cap": -1.0}}, r"model\.attention\.soft_cap")])
+    ({"model.attention": {"name": "full", "soft_cap": -1.0}}, r"model\.attention\.soft_cap"),
+    *[({"model.attention.name": "block-sparse", "model.attention.table": table}, r"table must have 4 rows of 4 digits 0 or 1, one for each 64")
+      for table in ("10,11", ["1000"] * 3, ["1000"] * 3 + ["10000"], ["1000"] * 3 + ["100x"], [])],
+    ({"model.attention": {"name": "block-sparse", "table": ["1000"] * 4}, "model.context": 257}, "must have 5 rows of 5"),
+    ({"model.attention": {"name": "block-sparse", "table": [1000] * 4}}, r"model\.attention\.table must be")])
 def test_impossible_kinds_are_one_sentence(changes, why):
     with pytest.raises(ConfigError, match=why) as said:
         Config().replace(changes)
     assert "\n" not in str(said.value)
+
+
+def test_a_table_of_ones_own_is_as_good_as_a_pattern():
+    strided = ModelConfig(attention="block-sparse")
+    table = ["1000", "1100", "1110", "1011"]
+    own = Config().replace({"model.attention": "block-sparse", "model.attention.table": ",".join(table)})
+    assert own == Config.from_yaml(own.to_yaml()) == Config().replace({"model.attention": {"name": "block-sparse", "table": table}})
+    assert own.model.attention.rule(256) == strided.attention.rule(256) and own.model.attention.rule(256).pairs(256) == 256 * 257 // 2 - 64 * 64
 
 
 @pytest.mark.parametrize("shape", [(2, 21), (2, 19), (1, 20)])

@@ -22,7 +22,9 @@ from lpkit.predict.activations import kept
 from lpkit.predict.flops import forward_flops, training_flops
 from lpkit.predict.params import parameter_count
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch, operations, why_not
+from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch
 from lpkit.training.compiled import Compile
 from lpkit.training.training import Training
 from tests.test_predict import CPU, ODD
@@ -57,8 +59,13 @@ def gradients(out: torch.Tensor, inputs: list[torch.Tensor], own) -> list[torch.
 def test_chunks_steps_and_the_definition_are_one(name, T, groups):
     kind, own, qkv = given(name, T, groups=groups)
     want, chunked = kind.plain(*qkv, None, own), kind.chunked(*qkv, None, own)
-    steps, _ = kind.extend(*qkv, kind.state(2, groups, 8, torch.float64), own)
-    for out in (chunked, steps):
+    state, outs = kind.state(2, groups, 8, torch.float64), []
+    for t in range(T):
+        gate = own[:, t:t + 1] if name == "delta" else own
+        out, state = kind.step(*(each[:, :, t:t + 1] for each in qkv), state, gate)
+        outs.append(out)
+    torch.testing.assert_close(kind.after(*qkv[1:], own), state, rtol=1e-10, atol=1e-10)
+    for out in (chunked, torch.cat(outs, dim=2)):
         torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
         for got, expected in zip(gradients(out, qkv, own), gradients(want, qkv, own), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)

@@ -11,7 +11,7 @@ from lpkit.nn.attention import backend, plain
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, Attending
+from lpkit.techniques.attention_backends import ATTENTION, Attending
 from lpkit.techniques.inits import INITS
 
 GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)

@@ -109,7 +109,7 @@ def model_in(dtype: torch.dtype) -> torch.nn.Module:
 def trained(name: str, *, dtype=torch.float32, updates: int = 4, optimizer=None, model=None, **settings):
     """The model and its optimizer after some updates on the same gradients."""
     model = model or model_in(dtype)
-    optimizer = optimizer or build(model, SETTINGS[name](name=name), **settings)
+    optimizer = optimizer or build(dict(model.named_parameters()), SETTINGS[name](name=name), **settings)
     for update in range(updates):
         draw = torch.Generator().manual_seed(update)
         for p in model.parameters():
@@ -163,7 +163,7 @@ def test_one_pass_over_memory_updates_as_the_rule_does(name, dtype, tmp_path, mo
     both = []
     for kernels in ("auto", "triton"):
         model, placement = model_in(dtype), OPTIMIZER_STATE["disk"].load()(CPU)     # a disk: float32 alone has PyTorch's own
-        optimizer = build(model, SETTINGS[name](name=name), kernels=kernels, placement=placement)
+        optimizer = build(dict(model.named_parameters()), SETTINGS[name](name=name), kernels=kernels, placement=placement)
         both.append(trained(name, model=model, optimizer=optimizer))
     (want, by_rule), (got, at_once) = both
     assert by_rule.one_pass is None and at_once.one_pass is one_pass.RULES[name]
@@ -180,7 +180,7 @@ def test_bf16_weights_are_rounded_as_recorded(name):
     """An update of 2^-12 of each weight: nearest rounding loses it, stochastic rounding has it in the mean."""
     model = torch.nn.Linear(256, 256, bias=False).bfloat16()
     torch.nn.init.ones_(model.weight)
-    optimizer = build(model, SETTINGS[name](name=name, lr=2**-12, weight_decay=0.0))
+    optimizer = build(dict(model.named_parameters()), SETTINGS[name](name=name, lr=2**-12, weight_decay=0.0))
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     assert recorded(optimizer, {})["rounding"].used == "stochastic"
@@ -205,7 +205,7 @@ def test_a_step_needs_the_temporary_bytes_that_its_row_says(name, moment_format)
         return
     for dtype, weight_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
         model = torch.nn.Linear(512, 512, bias=False).to(dtype)
-        optimizer = build(model, SETTINGS[name](name=name), moment_format=moment_format)
+        optimizer = build(dict(model.named_parameters()), SETTINGS[name](name=name), moment_format=moment_format)
         trained(name, model=model, optimizer=optimizer, updates=1)
         model.weight.grad = torch.randn(512, 512).to(dtype)
         with Tracker(model, optimizer) as tracker, tracker.optimizing():
@@ -221,7 +221,7 @@ def test_a_restored_stepper_goes_on_bit_for_bit(name):
     """Weights in bf16, so that rounding's noise goes on too; and the names of state are those of a checkpoint."""
     whole, _ = trained(name, dtype=torch.bfloat16, updates=4)
     model, half = trained(name, dtype=torch.bfloat16, updates=2)
-    again = build(model, SETTINGS[name](name=name))
+    again = build(dict(model.named_parameters()), SETTINGS[name](name=name))
     for p, state in half.state.items():
         again.state[p].update(state)
     for update in (2, 3):
@@ -245,7 +245,7 @@ def test_names_of_adamws_state_are_those_of_older_checkpoints():
 def test_an_optimizer_without_state_refuses_a_format_and_a_place_for_it():
     for settings in ({"moment_format": "int8"}, {"placement": OPTIMIZER_STATE["disk"].load()(CPU)}):
         with pytest.raises(ConfigError, match="sgd keeps no state"):
-            build(model_in(torch.float32), OptimizerSettings(name="sgd"), **settings)
+            build(dict(model_in(torch.float32).named_parameters()), OptimizerSettings(name="sgd"), **settings)
 
 
 def test_bytes_of_state_and_traffic_follow_from_the_slots():
@@ -264,7 +264,7 @@ def test_groups_by_name_are_those_by_axes_for_todays_models(name):
     config = preset(name).replace({"model.layers": 2})
     with torch.device("meta"):
         model = Transformer(config.model)
-    decayed, rest = build(model, AdamWSettings(name="adamw")).param_groups
+    decayed, rest = build(dict(model.named_parameters()), AdamWSettings(name="adamw")).param_groups
     assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
     for group, wanted in ((decayed, [p for p in model.parameters() if p.ndim >= 2]),
                           (rest, [p for p in model.parameters() if p.ndim < 2])):
@@ -280,14 +280,14 @@ def test_patterns_change_learning_rate_and_decay():
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "norm": torch.nn.LayerNorm(4), "up": torch.nn.Linear(4, 4)})
     settings = LionSettings(name="lion", lr=1e-2, weight_decay=0.5,
                             groups=("*.weight:weight_decay=0.2", "embed.*:lr_scale=0.1:weight_decay=0"))
-    groups = build(model, settings).param_groups
+    groups = build(dict(model.named_parameters()), settings).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     assert found == {"embed.weight": (pytest.approx(1e-3), 0.0), "norm.weight": (1e-2, 0.2), "norm.bias": (1e-2, 0.0),
                      "up.weight": (1e-2, 0.2), "up.bias": (1e-2, 0.0)}
     assert groups[0]["lr"] == 1e-2      # the run's own, whatever the groups are
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build(model, settings)
+    optimizer = build(dict(model.named_parameters()), settings)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -34,9 +34,10 @@ from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.walk import EMBED, Walk
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques.attention import BlockSparse, Documents, Softmax, Window
-from lpkit.techniques.blocks import ATTENTION, Attending, MicroBatch
+from lpkit.techniques.attention_backends import ATTENTION, Attending, choose_attention
 from lpkit.techniques.layouts import Layout, micro_batch
 from lpkit.techniques.machines import DTYPES
+from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.recipes import RECIPES
 
 SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=50, context=20)
@@ -338,8 +339,8 @@ def test_a_machine_without_bf16_computes_in_float32():
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_attention_is_assumed_as_the_trainer_chooses_it(kind, context, recipe):
     config = Config().replace({"model.context": context, "precision.recipe": recipe})
-    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe=recipe, model=config.model)
-    assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == chosen.used
+    used, _ = choose_attention("auto", device="cuda" if kind == "gpu" else kind, low_precision=recipe == "bf16", model=config.model)
+    assert predict(config, replace(CATALOGUE["h100"], kind=kind)).assumptions["attention"] == used
 
 
 @pytest.mark.parametrize("used", ["plain", "tiled", "sdpa", "blocked"])
@@ -351,8 +352,8 @@ def test_memory_follows_the_configs_attention(kind, used):
     if used == "plain":
         scores = config.model.L * config.model.H * config.model.T**2 * 2
         assert memory(asked, on).peak_bytes > memory(config, on, attention="sdpa").peak_bytes + scores
-    chosen = attention.choose("auto", device_type="cuda" if kind == "gpu" else kind, recipe="bf16", model=config.model)
-    assert memory(config, on) == memory(config, on, attention=chosen.used)
+    chosen, _ = choose_attention("auto", device="cuda" if kind == "gpu" else kind, low_precision=True, model=config.model)
+    assert memory(config, on) == memory(config, on, attention=chosen)
     assert f"attention={used}" in next(row.formula for row in memory(asked, on).rows if row.name == "activations")
 
 

@@ -23,7 +23,18 @@ from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.layers import GeluMLP
 from lpkit.predict import memory, predict
 from lpkit.predict.plan import plan
-from lpkit.techniques import FAMILIES, blocks, changes, data, inits, optimizers, recipes, schedules
+from lpkit.techniques import (
+    FAMILIES,
+    attention_backends,
+    blocks,
+    changes,
+    data,
+    inits,
+    operation,
+    optimizers,
+    recipes,
+    schedules,
+)
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.row import Row, Settings
 from lpkit.training.runs import Run
@@ -65,7 +76,7 @@ class Parallel(nn.Module):
         return x + self.attention(h, rotation, cache, layer, documents) + self.mlp(h)
 
 
-def parallel_operations(s: blocks.MicroBatch):
+def parallel_operations(s: operation.MicroBatch):
     first, *rest = blocks.pre_norm(s)
     yield first
     yield from (op for op in rest if op.name not in ("norm2", "add1"))
@@ -148,9 +159,9 @@ TOYS = {    # family: the table, its row, what a Config says
     "schedule": (schedules.SCHEDULES, schedules.LearningRateSchedule(settings=Low(), shape=staircase),
                  {"schedule": "toy", "schedule.low": 0.5}),
     "init": (inits.INITS, Row(implementation=HERE + "small_init"), {"model.init": "toy"}),
-    "block": (blocks.BLOCKS, blocks.Kind(operations=parallel_operations, implementation=HERE + "Parallel"),
+    "block": (blocks.BLOCKS, operation.Kind(operations=parallel_operations, implementation=HERE + "Parallel"),
               {"model.block": "toy"}),
-    "attention": (blocks.ATTENTION, blocks.Backend(operations=blocks.plain, implementation=HERE + "attend_plainly"),
+    "attention": (attention_backends.ATTENTION, attention_backends.Backend(operations=attention_backends.plain, implementation=HERE + "attend_plainly"),
                   {"system.attention": "toy"}),
     "recipe": (recipes.RECIPES, None, {"precision.recipe": "toy"}),
     "memory": (techniques.RECOMPUTE, techniques.Recompute(

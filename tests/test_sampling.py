@@ -28,6 +28,8 @@ KINDS = {
     "window, global": {"name": "window", "size": 5, "global_tokens": 2},
     "window, all global": {"name": "window", "size": 2, "global_tokens": 24},
     "blocks": {"name": "block-sparse", "block": 3, "local": 2, "stride": 3},
+    "table": {"name": "block-sparse", "block": 12, "table": ["10", "10"]},
+    "table, nothing seen, cap": {"name": "block-sparse", "block": 12, "table": ["11", "00"], "soft_cap": 2.0},
     "cap": {"name": "full", "soft_cap": 2.0}, "sinks": {"name": "full", "sinks": True},
     "window, cap, sinks": {"name": "window", "size": 5, "global_tokens": 1, "soft_cap": 2.0, "sinks": True},
     "blocks, sinks": {"name": "block-sparse", "block": 4, "local": 1, "stride": 2, "sinks": True},
@@ -302,6 +304,7 @@ def test_seconds_of_a_token():
     assert step.seconds == pytest.approx((weights + step.cache_bytes) / 4.8e12) and step.limit == "bandwidth"
     eight = decoding(config, "h200", batch=8, format="int8", efficiency=FLOOR, precision="bf16")
     assert eight.weight_bytes == weights and eight.cache_bytes == 8 * 2 * 32 * 8 * (128 + 2) * 8192
+    assert eight.seconds == pytest.approx((weights + eight.cache_bytes + 2 * 8 * step.cache_bytes) / 4.8e12)      # decoded, read again
     assert decoding(config, "h200", tokens=1, batch=4096, efficiency=FLOOR).limit == "arithmetic"
     with pytest.raises(ConfigError, match="no cache 'int5'; did you mean"):
         cache_bytes(config.model, 1, format="int5")

@@ -228,7 +228,7 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
 def test_state_is_as_big_as_the_optimizer_says(name, moment_format):
     model = torch.nn.Linear(64, 64, bias=False)
     row = OPTIMIZERS[name]
-    optimizer = stepper.build(model, replace(row.settings, name=name), moment_format=moment_format)
+    optimizer = stepper.build(dict(model.named_parameters()), replace(row.settings, name=name), moment_format=moment_format)
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     state = [t for slots in optimizer.state.values() for t in slots.values() if torch.is_tensor(t) and t.ndim]

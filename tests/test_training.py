@@ -46,7 +46,7 @@ def tiny(corpus, monkeypatch) -> Config:
 # ---- one update
 
 # The update itself, and what is held against it: a library's own loop, one matrix product, PyTorch's own wrapper.
-UPDATES_THEMSELVES = {"bench/nanogpt.py", "training/steps.py", "measure/doctor.py", "measure/matrix.py"}
+UPDATES_THEMSELVES = {"bench/nanogpt.py", "training/steps.py", "measure/ranks.py", "measure/matrix.py"}
 
 
 def test_nobody_else_updates_a_model():
@@ -223,7 +223,7 @@ def test_what_techniques_report_is_in_the_metrics(tiny, tmp_path):
 # ---- sampling
 
 @pytest.mark.parametrize("changes", [{"precision.recipe": "fp8-tensorwise"}, {"precision.recipe": "bf16", "memory.param_dtype": "bf16"},
-                                     {"precision.recipe": "fp8-delayed", "memory.recompute": "block"},
+                                     {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed", "memory.recompute": "block"},
                                      {"precision.recipe": "mxfp8", "memory.cross_entropy": "chunked"}], ids=str)
 def test_a_model_is_sampled_as_it_was_trained(tiny, tmp_path, changes):
     built = Training.build(tiny.replace(changes))
@@ -235,6 +235,9 @@ def test_a_model_is_sampled_as_it_was_trained(tiny, tmp_path, changes):
     assert torch.equal(sampled.logits(tokens), want)
     plain = sampling.trained(run).model.state_dict()
     assert {name: t.dtype for name, t in plain.items()} == {name: t.dtype for name, t in built.model.state_dict().items()}
+    once = sampling.cast_once(sampled)
+    assert torch.equal(once.logits(tokens), want) and once.model.embed.weight.dtype == built.model.embed.weight.dtype
+    assert all(m.weight.dtype == torch.bfloat16 for m in once.model.modules() if type(m) is nn.Linear)
     with torch.no_grad():
         assert not torch.equal(built.model.float()(tokens) if "memory.param_dtype" in changes else
                                nn.functional.linear(built.model.hidden(tokens), built.model.head.weight), want)

@@ -1,14 +1,22 @@
-"""What ranks do in test_parallel.py; each is `f(place, told)`."""
+"""What ranks do in test_parallel.py and test_cast_gather.py; each is `f(place, told)`."""
+
+import hashlib
+import math
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
-from lpkit.parallel.ranks import Share, joined
+from lpkit.parallel.ranks import Share, all_gather, joined
+from lpkit.precision.linear import scaled_linears
 from lpkit.training.training import Training
 
 
@@ -84,3 +92,101 @@ def weighted(config: Config) -> Batch:
     tokens, targets = (torch.randint(config.model.vocab, shape, generator=rng) for _ in range(2))
     return Batch(tokens, targets, weights=(torch.rand(shape, generator=rng) > torch.linspace(0.1, 0.9, shape[0])[:, None]).float())
 
+
+def gathers(place: Place, told: dict) -> dict:
+    """Two updates with each way to gather weights, from the same start: losses, gradients' digest, bytes that each sends
+    to be gathered, and whether a state that was saved is gone on from."""
+    found = {}
+    for i, gathered in enumerate(told["gathered"]):
+        config = Config.from_dict(told["config"]).replace({"parallel.gathered": gathered})
+        place.store += f"-{i}"
+        with _meet(place, config) as ranks:
+            training = Training.build(config, ranks=ranks)
+            with _counted(all_gather.__name__) as sent:
+                training.update(0)
+            saved = {name: _whole(t).clone() if torch.is_tensor(t) else t for name, t in training.state_dict().items()}
+            assert all(t.dtype == torch.float32 for name, t in saved.items() if name.startswith("model/"))
+            second = training.update(1)
+            after = _weights(training)
+            evaluated = training.evaluate()
+            other = Training.build(config, ranks=ranks)
+            other.load_state_dict(saved)
+            again = other.update(1)
+            assert again.loss == second.loss and torch.equal(_weights(other), after)
+            found[gathered] = [second.loss.item(), second.grad_norm.item(), evaluated, _digest(after), dict(sent)]
+    return found
+
+
+def _weights(training: Training) -> torch.Tensor:
+    """Whole ones."""
+    state = training.state_dict()
+    return torch.cat([_whole(state[f"model/{name}"].detach()).flatten() for name in training.sharding.owned])
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _digest(t: torch.Tensor) -> str:
+    return hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@contextmanager
+def _counted(name: str):
+    """The bytes that `torch.distributed` is given to send by `name`, by dtype."""
+    plain, sent = getattr(dist, name), Counter()
+
+    def counting(output, input, *args, **kwargs):
+        sent[str(input.dtype)] += input.nbytes
+        return plain(output, input, *args, **kwargs)
+
+    def spy(*args, **kwargs):
+        given = {"output": kwargs.pop("output_tensor", None), "input": kwargs.pop("input_tensor", None)}
+        return counting(*args, **{key: t for key, t in given.items() if t is not None}, **kwargs)
+
+    setattr(dist, name, spy)
+    yield sent
+    setattr(dist, name, plain)
+
+
+def agreed(place: Place, told: dict) -> list[str]:
+    """Digests, in this order: of the state of the casts that all must have alike, of the weights, of what is drawn."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, ranks=ranks)
+        for step in range(2):
+            training.update(step)
+        layers = list(scaled_linears(training.model))
+        state = [t.flatten().float() for layer in layers for name, t in layer.state_dict().items()
+                 if name in ("amax_history", "draws")]
+        keys = [layer.keys.flatten() for layer in layers if layer.recipe.stochastic] or [torch.zeros(1)]
+        assert not layers[0].recipe.delayed or layers[0].amax_history.any()
+        return [_digest(torch.cat(t)) for t in (state, [_weights(training)], keys)]
+
+
+def overflows(place: Place, told: dict) -> list:
+    """Of an update in which rank 1 alone overflows, and of the next: whether weights moved, the loss scale, the loss."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, ranks=ranks)
+        found = []
+        for factor in (told["factor"], 1.0):
+            before, mine = _weights(training), factor if ranks.rank == 1 else 1.0
+            loss = lambda model, batch, mine=mine: training.loss(model, batch) * mine
+            done = replace(training, loss=loss).update(0)
+            scale = training.scaler.scale.item() if training.scaler else 0
+            found += [not torch.equal(before, _weights(training)), scale, math.isfinite(done.loss.item()),
+                      math.isfinite(done.grad_norm.item())]
+        return found
+
+
+def inf_in_a_row(place: Place, told: dict) -> list:
+    """ZeRO 1: what arrives in the rows of rank 0 alone is infinite."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, ranks=ranks)
+        if ranks.rank == 1:
+            training.model.embed.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), math.inf))
+        before = _weights(training)
+        training.update(0)
+        return [torch.equal(before, _weights(training)), training.scaler.scale.item()]

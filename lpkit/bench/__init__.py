@@ -15,6 +15,7 @@ BENCHES = {     # module of this folder, and function
     "decode": "decode:run",
     "evidence": "evidence:run",
     "fp8-linear": "fp8:linear",
+    "fp8-products": "fp8:products",
     "fp8-step": "fp8:step",
     "import": "imports:run",
     "kernels": "fused:fused",

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpkit.bench.harness import ROUNDS, Result, race
 from lpkit.commands import needs
 from lpkit.config import Config, ModelConfig
-from lpkit.nn.kv_cache import new_cache
+from lpkit.studies.decoding import at
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
 
@@ -114,8 +114,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
         results += race("decode", ours=steps["kit"], peers={"transformers.generate": steps["peer"]},
                         check=partial(_agree, *steps.values()), target=target, rounds=rounds,
                         case=f"{case}: {NEW} tokens after {EARLY}", packages=packages, facts=facts)
-        early = {f"position {EARLY}": _at(ours, EARLY)}
-        results += race("decode", ours=_at(ours, LATE), peers=early,
+        early = {f"position {EARLY}": at(ours, EARLY)[0]}
+        results += race("decode", ours=at(ours, LATE)[0], peers=early,
                         target=SLOWER, better="lower", rounds=max(rounds, ROUNDS),
                         case=f"{case}: position {LATE:,}", packages=packages, facts=facts)
     return results
@@ -135,18 +135,3 @@ def _theirs(model: Any, prompt: Tensor) -> list[int]:
 def _agree(ours: Callable[[], list[int]], theirs: Callable[[], list[int]]) -> None:
     mine, other = ours(), theirs()
     assert mine == other, f"greedy tokens differ: {mine} and {other}"
-
-
-def _at(training: Training, place: int) -> Callable[[], Tensor]:
-    """A token there, again and again."""
-    m = training.config.model
-    cache = new_cache(m, dtype=torch.float32, device="cpu")
-    with torch.no_grad():
-        training.model.hidden(torch.randint(m.V, (1, place)), cache)
-    given = torch.zeros(1, 1, dtype=torch.int64)
-
-    def step() -> Tensor:
-        cache.lengths.fill_(place)
-        return training.logits(given, cache)
-
-    return step

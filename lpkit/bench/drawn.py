@@ -1,5 +1,6 @@
 """Configs over all settings that a step's bytes depend on, drawn at random: odd widths, padding,
-every recipe and every technique with their settings, and combinations of them.
+every recipe, every technique and every kind of attention with their settings, and combinations of
+them.
 
 A family of `config.memory` is drawn for a third of the configs, with any row and any of its
 settings; a row that is added later is drawn too. What a run would refuse is drawn again.
@@ -12,10 +13,13 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from lpkit.config import Config, MemoryConfig, ModelConfig
+from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
-from lpkit.techniques import blocks
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from lpkit.techniques.blocks import MLPS, NORMS
 from lpkit.techniques.layouts import divisors
+from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Settings
@@ -23,7 +27,10 @@ from lpkit.training.training import RandomTokens, Training
 
 VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are numbers or names
     "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 100),
-    "high_precision_layers": (("head",), ("head",), (), ("head", "first"), ("head", "last"))})
+    "high_precision_layers": (("head",), ("head",), (), ("head", "first"), ("head", "last")),
+    "size": (1, 7, 64, 200), "global_tokens": (0, 1, 20), "block": (5, 16, 64),
+    "local": (1, 2, 3), "stride": (1, 2, 4), "soft_cap": (None, 30.0), "sinks": (False, True),
+    "features": (5, 64)})
 
 
 def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
@@ -53,13 +60,16 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.5:         # sizes that tile
         changes |= {"model.width": 128, "model.head_dim": 32, "model.mlp_width": 384,
                     "model.context": 128, "model.heads": 4, "model.kv_heads": 4}
-    for key in ("norm", "position", "mlp"):
-        changes[f"model.{key}"] = draw.choice(list(getattr(blocks, f"{key}s".upper())))
-    here = blocks.Attending(model=ModelConfig())
-    changes["system.attention"] = draw.choice(
-        [name for name, row in blocks.ATTENTION.items() if row.assumed and not row.why_not(here)])
+    for key, table in {"norm": NORMS, "position": POSITIONS, "mlp": MLPS}.items():
+        changes[f"model.{key}"] = draw.choice(list(table))
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
+    if draw.random() < 0.5:
+        changes |= _row(draw, "model.attention", KINDS)
+    here = Attending(model=Config().replace(changes).model)
+    changes["system.attention"] = draw.choice(
+        [name for name, row in ATTENTION.items()
+         if row.assumed and not why_not(name, here)])
     changes |= _row(draw, "precision.recipe", RECIPES)
     changes |= _row(draw, "optimizer", OPTIMIZERS)
     for f in fields(MemoryConfig):

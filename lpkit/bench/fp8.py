@@ -1,16 +1,19 @@
 """FP8 on a GPU, compiled, beside bf16: one Linear with its casts, and whole training steps.
 
-`linear` races torchao's tensorwise, too. `step` races recipes and the advisor's choice: what
+`linear` races torchao's tensorwise, too; `products` the three of a Linear without their casts, by
+how sums are kept. `step` races recipes and the advisor's choice: what
 `lpkit.studies.advice` says before anything is timed, by formula or with a recorded `fp8-linear`; an
 earlier record of `fp8-step` would be its own answer, and is not shown to it. The choice must not be
 slower than the fastest of all that were timed: at least LEAST of its speed.
 """
 
 import copy
+import itertools
 import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,12 @@ from lpkit.training.training import RandomTokens, Training
 
 # M tokens, K, N: times the speed of bf16, at least
 SHAPES = {(65_536, 1664, 6656): 1.25, (16_384, 4096, 16_384): 1.5}
+SMALLER = ((16_384, 768, 3072), (8192, 4096, 28_672))       # GPT-2 124M's, Llama 8B's
 TORCHAO_TARGET = 1.08
 RECIPE, BUFFERS = "fp8-tensorwise", 4
 # of the product of two E4M3 tensors of a normal distribution, some 28 dB each, against bf16
 SQNR_FLOOR_DB = 22.0
+PRODUCT_FLOOR_DB = 12.0     # of 4 bits too
 
 # layers, width, heads, sequences of 1024 tokens
 SIZES = ((12, 768, 12, 16), (24, 1536, 16, 8), (26, 1664, 13, 8))
@@ -47,6 +52,47 @@ WARM_UP = 3             # steps
 def linear(rounds: int = ROUNDS) -> list[Result]:
     device = fp8_gpu()
     return [result for shape in SHAPES for result in _linear(shape, device, rounds)]
+
+
+def products(rounds: int = ROUNDS) -> list[Result]:
+    device = fp8_gpu()
+    return [result for shape in (*SHAPES, *SMALLER) for result in _products(shape, device, rounds)]
+
+
+def _products(shape: tuple[int, int, int], device: torch.device, rounds: int) -> list[Result]:
+    """Each kind of product once, under its first recipe, beside bf16's."""
+    (M, K, N), results = shape, []
+    kinds = {RECIPES[name].products["y"]: name for name in reversed(runs_here(device))}.values()
+    for product, (m, k, n) in {"y": (M, K, N), "dx": (M, N, K), "dw": (N, M, K)}.items():
+        a, b = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+        for name, fast in itertools.product(kinds, (True, False)):
+            results += race(
+                "fp8-products", ours=_product(name, a, b, fast), rounds=rounds,
+                peers={"bf16": partial(torch.mm, a, b.T)}, sample_seconds=0.05,
+                case=f"{product} {m}x{k}x{n}, {name}, {'fast' if fast else 'full'} accumulation",
+                sync=hardware.synchronised(lambda: None, device), device=_name(device))
+    return results
+
+
+def _product(name: str, a: Tensor, b: Tensor, fast: bool) -> Callable[[], Tensor]:
+    """AssertionError where it is not the product."""
+    by = BACKENDS["scaled_mm"]
+    cast_a, cast_b = (by.cast(t, replace(cast, rounding="nearest-even"), t.dtype, amax=None,
+                              noise=None)
+                      for t, cast in zip((a, b), RECIPES[name].products["y"]))
+    run = partial(by.product, cast_a, cast_b, torch.bfloat16, fast=fast)
+    _near(name, run(), a @ b.T, PRODUCT_FLOOR_DB)
+    return run
+
+
+def _near(name: str, got: Tensor, want: Tensor, floor_db: float) -> None:
+    noise = (got.float() - want.float()).norm() / want.float().norm()
+    sqnr_db = -20 * noise.log10()
+    assert sqnr_db > floor_db, f"{name} has {sqnr_db:.1f} dB"
+
+
+def _name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def fp8_gpu() -> torch.device:
@@ -83,16 +129,13 @@ def _linear(shape: tuple[int, int, int], device: torch.device, rounds: int) -> l
         for name in layers.keys() - {"bf16"}:
             results = zip(("y", "dx", "dw"), both(name, *inputs[0]), want, strict=True)
             for what, got, expected in results:
-                noise = (got.float() - expected.float()).norm() / expected.float().norm()
-                sqnr_db = -20 * noise.log10()
-                assert sqnr_db > SQNR_FLOOR_DB, f"{name}: {what} has {sqnr_db:.1f} dB"
+                _near(f"{name}: {what}", got, expected, SQNR_FLOOR_DB)
 
     contenders = {name: partial(both, name) for name in layers}
     return race("fp8-linear", ours=contenders.pop("scaled_mm"), peers=contenders, over=inputs,
                 check=check, target={"bf16": SHAPES[shape], "torchao": TORCHAO_TARGET},
                 case=f"{M}x{K} @ {K}x{N}", rounds=rounds, sync=torch.cuda.synchronize,
-                sample_seconds=0.05, packages=("torch", "torchao", "triton"),
-                device=torch.cuda.get_device_name(device))
+                sample_seconds=0.05, packages=("torch", "torchao", "triton"), device=_name(device))
 
 
 def step(rounds: int = ROUNDS) -> list[Result]:

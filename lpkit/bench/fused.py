@@ -1,6 +1,9 @@
 """The kernels of `lpkit.techniques.kernels`, and linear with cross-entropy, beside the same in
 eager PyTorch, compiled, and in other libraries, and beside a copy of the bytes that must move.
 
+    lpkit bench kernels                     all, at this machine's ceilings
+    lpkit bench kernels --kernel rms-norm   one
+
 Ours is the fastest version that runs here; without a GPU that is what torch.compile makes. Every
 contender is held against the definition before anything is timed. Two cases each: forward alone,
 beside the copy, which says how much of this machine's memory speed is reached; and forward with
@@ -8,16 +11,19 @@ backward. Inputs take turns, so that the cache does not flatter. What is product
 is beside these alone instead, and its peak of memory beside others'.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from lpkit import hardware
 from lpkit.bench import losses
 from lpkit.bench.harness import ROUNDS, Result, paired, race
+from lpkit.errors import ConfigError, pick
 from lpkit.hardware import peak_bytes, reset_peak, synchronised
 from lpkit.kernels.choose import COMPILE, REFERENCE, candidates, why_not
-from lpkit.kernels.kernel import Kernel, Version, far, gradients_of, weights_of
+from lpkit.kernels.kernel import Kernel, Version, far, gradients_of, timed_rows, weights_of
 from lpkit.kernels.targets import FLOORS
 from lpkit.techniques.kernels import KERNELS
 
@@ -31,34 +37,68 @@ BUFFERS = 4
 SAMPLE_SECONDS = 0.01
 PEERS = ("torch", "triton", "liger-kernel", "quack-kernels", "torchao", "transformer-engine")
 ALONE = {"linear-cross-entropy": losses.products}      # the products
+HISTORY = 5.0           # about the largest of as many numbers of a normal distribution
 
 
 def kernels() -> dict[str, Kernel]:
     """What is timed, by name."""
-    known = {name: row.load() for name, row in KERNELS.items()}
-    return {**{name: one for name, one in known.items() if one.timed},
+    return {**{name: row.load() for name, row in KERNELS.items()},
             "linear-cross-entropy": losses.KERNEL}
 
 
-def fused(rounds: int = ROUNDS) -> list[Result]:
-    return [result for name in kernels() for result in of(name, rounds)]
+def fused(rounds: int = ROUNDS, *, kernel: str | None = None) -> list[Result]:
+    """`kernel`: this one alone. Raises ConfigError for one that has no case on this device."""
+    known, device = kernels(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kernel:
+        pick(known, kernel, "kernel")
+    here = hardware.machine(str(device))
+    ceilings = [("ceiling", ""), ("memory", f"{here.bytes_per_second / 1e9:,.0f} GB/s"), *(
+        (name, f"{flops / 1e12:,.2f} TFLOP/s") for name, flops in here.flops.items())]
+    results = [result for name in ([kernel] if kernel else known)
+               for result in of(name, known[name], device, rounds, {"breakdown": ceilings})]
+    if not results:
+        raise ConfigError(f"{kernel} is timed on a GPU; on a CPU use lpkit bench attention-cpu")
+    left_out: dict[tuple[str, str], dict] = {}
+    for one in results:
+        for peer, why in one.provenance.get("missing", {}).items():
+            left_out.setdefault((peer, why), {})[one.provenance["kernel"]] = None
+    ceilings += [(f"{peer} left out", f"{why} ({', '.join(of_these)})")
+                 for (peer, why), of_these in left_out.items()]
+    return results
 
 
-def of(name: str, rounds: int = ROUNDS) -> list[Result]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kernel, gpu = kernels()[name], device.type == "cuda"
+def _timed(kernel: Kernel, seed: int, device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """What the case is called, and arguments. A cast's: as its page has them, for the matrices of
+    a step."""
+    rng = torch.Generator().manual_seed(seed)
+    if kernel.timed:
+        yield from (("", arguments) for arguments in kernel.timed(rng, device))
+        return
+    for shape in timed_rows(device):
+        x = torch.randn(shape, generator=rng).to(device, torch.bfloat16)
+        for case, (_, *others) in kernel.typical().items():
+            yield f", {case}" if case else "", (x, *(
+                torch.tensor(HISTORY, device=device) if torch.is_tensor(one) else one
+                for one in others))
+
+
+def of(name: str, kernel: Kernel, device: torch.device, rounds: int, facts: dict) -> list[Result]:
+    gpu = device.type == "cuda"
     count = 1 if name in ALONE else BUFFERS
-    turns = [list(kernel.timed(torch.Generator().manual_seed(i), device)) for i in range(count)]
+    turns = [_timed(kernel, seed, device) for seed in range(count)]
     results = []
-    for over in zip(*turns):
+    for taken in zip(*turns):
+        over = [arguments for _, arguments in taken]
+        torch.compiler.reset()      # the same definition serves several, and may compile few times
         contenders, missing = _contenders(kernel, over[0])
-        ours = next(key for key in ("triton", "cpu", COMPILE) if key in contenders)
-        call = contenders.pop(ours)
-        case = f"{name}, {'x'.join(map(str, over[0][0].shape))}, {ours}"
+        ours = next((key for key in ("triton", "cpu", COMPILE) if key in contenders), REFERENCE)
+        call, x = contenders.pop(ours), over[0][0]
+        case = (f"{name}, {'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
+                f"{taken[0][0]}, {ours}")
         described = {"name": "kernels", "rounds": rounds, "over": over,
                      "sample_seconds": SAMPLE_SECONDS, "packages": PEERS,
                      "device": torch.cuda.get_device_name(device) if gpu else None,
-                     "facts": {"missing": missing, "kernel": name},
+                     "facts": {"missing": missing, "kernel": name, **facts},
                      "sync": synchronised(lambda: None, device)}
 
         def targets(peers, of):

@@ -21,8 +21,9 @@ from lpkit.techniques.formats import FORMATS
 
 ATTENTION_SHAPES, ATTENTION_TARGET = ((16, 6, 256, 64), (4, 12, 1024, 64)), 1.5   # B, H, T, E
 ATTENTION_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}   # of the norm
-WINDOW, WINDOW_SHAPE = Rule(window=256), (1, 8, 4096, 64)
-WINDOW_TARGETS, MASK_TARGET = {torch.float32: 2.5, torch.bfloat16: 1.5}, 5.0
+MASKED_SHAPE, NEAR, SHORTER = (1, 8, 4096, 64), 256, 100     # the first document is, by so many
+MASKED = {"window": Rule(window=NEAR), "documents": Rule(documents=True)}
+MASKED_TARGETS, MASK_TARGET = {torch.float32: 2.5, torch.bfloat16: 1.5}, 5.0
 SHAPE = (1024, 4096)    # 16 MiB
 THREADS = (1, 2)
 QDQ_TARGETS = {"ml_dtypes": 25.0, "torch eager": 5.0, "torch compiled": 1.15}
@@ -31,19 +32,22 @@ E4M3 = FORMATS["e4m3fn"]
 
 
 def attention(rounds: int = ROUNDS) -> list[Result]:
-    """Forward and backward: blocks of products beside PyTorch's flash kernel, causal in bf16; and
-    a window beside its full attention, and beside it with the window as a mask."""
+    """Forward and backward: blocks of products beside PyTorch's flash kernel, causal in bf16; and a
+    window and documents beside its full attention, and beside it with these as a mask."""
     return [*(result for shape in ATTENTION_SHAPES for result in _attention(shape, rounds)),
-            *(result for dtype in WINDOW_TARGETS for result in _window(dtype, min(rounds, 5)))]
+            *(result for name, rule in MASKED.items() for dtype in MASKED_TARGETS
+              for result in _masked(name, rule, dtype, min(rounds, 5)))]
 
 
-def _window(dtype: torch.dtype, rounds: int) -> list[Result]:
-    mask = sees(WINDOW, *[torch.arange(WINDOW_SHAPE[2])] * 2, None)
-    full, masked = "full causal sdpa", "sdpa with the window as a mask"
-    peers = {full: sdpa, masked: partial(F.scaled_dot_product_attention, attn_mask=mask)}
-    return _race(WINDOW_SHAPE, dtype, partial(blocked, rule=WINDOW), peers, rounds,
-                 target={full: WINDOW_TARGETS[dtype], masked: MASK_TARGET},
-                 same=peers[masked], case=f"window {WINDOW.window}, {dtype}, ")
+def _masked(name: str, rule: Rule, dtype: torch.dtype, rounds: int) -> list[Result]:
+    places = torch.arange(MASKED_SHAPE[2])
+    ids = ((places + SHORTER) // NEAR)[None] if rule.documents else None
+    full, masked = "full causal sdpa", f"sdpa with the {name} as a mask"
+    peers = {full: sdpa, masked: partial(F.scaled_dot_product_attention,
+                                         attn_mask=sees(rule, places, places, ids))}
+    return _race(MASKED_SHAPE, dtype, partial(blocked, documents=ids, rule=rule), peers, rounds,
+                 target={full: MASKED_TARGETS[dtype], masked: MASK_TARGET},
+                 same=peers[masked], case=f"{name} {NEAR}, {dtype}, ")
 
 
 def _attention(shape: tuple[int, ...], rounds: int) -> list[Result]:

@@ -1,5 +1,5 @@
-"""A step of the kit on a CPU beside nanoGPT's, eager and compiled: the same weights, the same
-batches, losses that must agree.
+"""A step of the kit beside nanoGPT's, eager and compiled: the same weights, the same batches,
+losses that must agree. On a GPU GPT-2 124M, on random tokens.
 
 The peer is the GPT and the update that https://github.com/karpathy/nanoGPT describes (model.py,
 train.py at 3adf61e), written anew: a sum of embeddings, q, k and v from one Linear, PyTorch's fused
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lpkit.bench.harness import ROUNDS, Result, last_losses, paired, steps_in_turns
 from lpkit.config import Config, ModelConfig
-from lpkit.training.training import Training
+from lpkit.training.training import RandomTokens, Training
 
 STEP_TARGET = 1.2           # times as many updates a second
 LOSS_TOLERANCE = 0.01       # relative, of the mean of the last steps
@@ -27,6 +27,9 @@ CASES = {
     "6 x 384, 4 x 1,024 tokens": {**WIDE, "model.context": 1024, "global_batch": 4},
     "cpu-3m": {},
 }
+ON_A_GPU = {"GPT-2 124M, 16 x 1,024 tokens": {
+    "model.layers": 12, "model.width": 768, "model.heads": 12, "model.context": 1024,
+    "model.vocab": 50_304, "global_batch": 16}}
 
 
 class Attention(nn.Module):
@@ -118,12 +121,12 @@ class Peer:
 
 def run(rounds: int = ROUNDS) -> list[Result]:
     """Each step by the kit, by nanoGPT, and by nanoGPT compiled, in turns."""
-    results = []
-    for case, settings in CASES.items():
+    results, gpu = [], torch.cuda.is_available()
+    for case, settings in (ON_A_GPU if gpu else CASES).items():
         steps = max(rounds, LEAST_STEPS)
-        base = Config().replace({"system.device": "cpu", "precision.recipe": "bf16",
-                                 "steps": steps, **settings})
-        ours = Training.build(base)
+        base = Config().replace({"system.device": "cuda" if gpu else "cpu", "steps": steps,
+                                 "precision.recipe": "bf16", **settings})
+        ours = Training.build(base, data=RandomTokens(base, "cuda") if gpu else None)
         peers = {"nanoGPT": Peer(ours, compiled=False),
                  "nanoGPT, compiled": Peer(ours, compiled=True)}
         seconds, losses = steps_in_turns({"ours": ours, **peers}, steps)
@@ -131,6 +134,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
         chosen = {name: choice.used for name, choice in ours.decisions.choices.items()}
         results += [paired("train-nanogpt", ours=seconds["ours"], peer=seconds[name], case=case,
                            peer_name=f"{name}, bf16 autocast", target=STEP_TARGET,
+                           device=torch.cuda.get_device_name() if gpu else None,
                            facts={"losses": last, "chosen": chosen, "steps": steps})
                     for name in peers]
     return results

@@ -34,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="interleaved rounds (%(default)s)")
     parser.add_argument("--configs", type=int, metavar="N",
                         help="of the ledger's configs, this many, spread over all")
+    parser.add_argument("--kernel", metavar="NAME", help="of kernels, this one alone")
     parser.add_argument("--seconds", type=int, metavar="N",
                         help="of evidence: end after these; the same command goes on")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
@@ -54,9 +55,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
     benches = [pkgutil.resolve_name(f"lpkit.bench.{row}") for row in rows]
-    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence")):
+    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence"),
+                              ("kernel", "kernel", "kernels")):
         if (given := getattr(args, option)) is not None:
-            if given < 1 or names != [what]:
+            if names != [what] or (isinstance(given, int) and given < 1):
                 raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
                                   f"with {', '.join(names)}")
             benches = [partial(benches[0], **{key: given})]

@@ -16,16 +16,18 @@ and `lpkit.predict.flops` does: the whole square of scores, five products in bac
 import functools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import at_once, query_blocks
+from lpkit.techniques.attention_backends import at_once, masked, query_blocks
 
 _encoded = functools.lru_cache(lambda rule: json.dumps(asdict(rule)))
 
@@ -50,7 +52,7 @@ class _Pieces:
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
         (B, H, self.T, self.E), G = q.shape, k.shape[1]
         self.repeats, self.rule, self.documents, self.device = H // G, rule, documents, q.device
-        self.blocks = query_blocks(rule, self.T)
+        self.sequence, self.near = -1, query_blocks(rule, self.T)
         b, g = at_once(rule, self.T, B, G, self.repeats)
         self.slices = [(slice(i, min(i + b, B)), slice(j, min(j + g, G)))
                        for i in range(0, B, b) for j in range(0, G, g)]
@@ -74,26 +76,54 @@ class _Pieces:
         """(groups, rows of all heads of a group, keys) as (heads, rows, keys)."""
         return scores.unflatten(1, (self.repeats, -1)).flatten(0, 1)
 
-    def seen(self, first: int, last: int, spans: list[tuple[int, int]],
-             sequence: int) -> Tensor | None:
-        """Which keys count, from the first on where one may not; None: all."""
-        if not self.rule.documents and first in self.masks:
-            return self.masks[first]
-        parts = [part for a, b in spans for part in ((a, min(b, first)), (max(a, first), b))
-                 if part[0] < part[1]]
-        while parts and not self.rule.documents and not self.rule.hides(first, last, *parts[0]):
-            parts.pop(0)
-        mask = None
-        if parts:
-            i = torch.arange(first, last, dtype=torch.int32, device=self.device)
-            j = torch.cat([torch.arange(a, b, dtype=torch.int32, device=self.device)
-                           for a, b in parts])
-            mask = self.rule.sees(i[:, None], j[None])
-            if self.rule.documents:
-                ids = self.documents[sequence]
-                mask &= ids[first:last, None] == _of(ids[None], parts)
-        self.masks[first] = mask
+    def blocks(self, sequence: int) -> Iterator[tuple[slice, list[tuple[int, int]], Tensor | None]]:
+        """Queries, the spans of keys that they meet, and which of these count, from the first on
+        where one may not; None: all."""
+        if self.rule.documents and sequence != self.sequence:
+            self.sequence, self.masks = sequence, {}
+            self.near = _near(query_blocks(self.rule, self.T), self.documents[sequence])
+        for first, last, spans in self.near:
+            if first not in self.masks:
+                self.masks[first] = self._mask(first, last, spans)
+            yield slice(first, last), spans, self.masks[first]
+
+    def _mask(self, first: int, last: int, spans: list[tuple[int, int]]) -> Tensor | None:
+        ids = self.documents[self.sequence] if self.rule.documents else None
+        parts = masked(self.rule, first, last, spans,
+                       lambda a, b: ids is not None and not _one(ids, (first, last), (a, b)))
+        if not parts:
+            return None
+        i, j = (torch.cat([torch.arange(a, b, dtype=torch.int32, device=self.device)
+                           for a, b in each]) for each in ([(first, last)], parts))
+        mask = self.rule.sees(i[:, None], j[None])
+        if ids is not None:
+            mask &= ids[first:last, None] == _of(ids[None], parts)
         return mask
+
+
+def _known(ids: Tensor) -> bool:
+    """Whether they are there: where shapes alone are computed, all tokens count as one document."""
+    return not (ids.is_meta or isinstance(ids, FakeTensor))
+
+
+def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
+          ids: Tensor) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Without the keys before the first of all documents of a block's queries, whatever the order
+    of `ids` (T,)."""
+    if not _known(ids):
+        return blocks
+    (found, which), places = ids.unique(return_inverse=True), torch.arange(len(ids)).to(ids.device)
+    firsts = places.new_full(found.shape, len(ids)).scatter_reduce(0, which, places, "amin")[which]
+    near = []
+    for first, last, spans in blocks:
+        start = int(firsts[first:last].min())
+        near.append((first, last, [(max(a, start), b) for a, b in spans if b > start]))
+    return near
+
+
+def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:
+    """Whether all of these are one document."""
+    return not _known(ids) or all(bool((ids[a:b] == ids[spans[0][0]]).all()) for a, b in spans)
 
 
 def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
@@ -123,14 +153,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
     for b, g in p.slices:
         groups, h = g.stop - g.start, p.heads(g)
         keys, values = p.own(k[b, g], groups), p.own(v[b, g], groups)
-        for first, last, spans in p.blocks:
-            queries = q[b, h, first:last]
+        for rows, spans, seen in p.blocks(b.start):
+            queries = q[b, h, rows]
             weights = torch.bmm(p.own(queries, groups), _of(keys, spans).mT)
-            total = attention_(p.by_head(weights), p.seen(first, last, spans, b.start), p.scale,
-                               p.cap,
+            total = attention_(p.by_head(weights), seen, p.scale, p.cap,
                                None if sinks is None else sinks[h].float().repeat(len(queries)))
-            sums[b, h, first:last] = total.view(queries.shape[:3])
-            out[b, h, first:last] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
+            sums[b, h, rows] = total.view(queries.shape[:3])
+            out[b, h, rows] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
+            del weights     # before the next: they are the most there is
     return out, sums
 
 
@@ -149,14 +179,14 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
         groups, h = g.stop - g.start, p.heads(g)
         keys, values = p.own(k[b, g], groups), p.own(v[b, g], groups)
         d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
-        for first, last, spans in p.blocks:
-            place = b, h, slice(first, last)
+        for rows, spans, seen in p.blocks(b.start):
+            place = b, h, rows
             queries, d_rows = p.own(q[place], groups), p.own(d_out[place], groups)
             near = _of(keys, spans)
             weights, d = torch.bmm(queries, near.mT), torch.bmm(d_rows, _of(values, spans).mT)
             dots = attention_backward_(p.by_head(weights), p.by_head(d),
-                                       sums[place].flatten(0, 1).contiguous(),
-                                       p.seen(first, last, spans, b.start), p.scale, p.cap)
+                                       sums[place].flatten(0, 1).contiguous(), seen, p.scale,
+                                       p.cap)
             dq[place] = torch.bmm(d, near).view(q[place].shape)
             start = 0
             for begin, end in spans:
@@ -166,7 +196,9 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
             if sinks is not None:
                 weight = (sinks[h].to(sums.dtype)[:, None] - sums[place]).exp()
                 d_sinks[h] -= (weight * dots.view(weight.shape)).sum((0, 2))
+            del weights, d
         dk[b, g], dv[b, g] = d_keys.view(dk[b, g].shape), d_values.view(dv[b, g].shape)
+        del keys, near, values, d_keys, d_values
     return dq, dk, dv, d_sinks
 
 

@@ -53,11 +53,11 @@ class Chosen:
 
 def candidates(kernel: Kernel) -> dict[str, Version]:
     return {REFERENCE: kernel.definition, **kernel.versions,
-            COMPILE: lambda *arguments: _compiled(kernel.definition)(*arguments)}
+            COMPILE: lambda *arguments: compiled(kernel.definition)(*arguments)}
 
 
 @functools.cache        # to compile imports much, and not before it is called
-def _compiled(definition: Version) -> Version:
+def compiled(definition: Version) -> Version:
     return torch.compile(definition, dynamic=False)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels import rows
+from lpkit.kernels import peers, rows
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -191,7 +191,7 @@ CROSS_ENTROPY = Kernel(
     examples=_examples, timed=_timed,
     typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
     peers={"liger": _liger, "liger, cutedsl": partial(_liger, implementation="cutedsl"),
-           "quack": _quack},
+           "quack": _quack, "transformer-engine": peers.te_cross_entropy},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
                   signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",

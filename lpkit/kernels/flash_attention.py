@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
 from lpkit.kernels.kernel import Build, Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.blocks import FLASH_WIDTH
+from lpkit.techniques.attention_backends import FLASH_WIDTH
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = Rule()
@@ -64,6 +65,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 # ---- the kernels
 
+# Of a batch's sequence b: which pairs count, and how they score; None: not asked for.
+Told = namedtuple("Told", "b T documents window global_tokens table block across scale cap")
+
+
 @jit
 def _tile(start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
           INSIDE: tl.constexpr):
@@ -91,340 +96,286 @@ def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 
 @jit
-def _ids(documents, b, places, T, DOCUMENTS: tl.constexpr):
+def _places(place, told, ROWS: tl.constexpr):
+    """Of a tile, and the document that each is of."""
+    places = place + tl.arange(0, ROWS)
     ids = places
-    if DOCUMENTS:
-        ids = tl.load(documents + b * T + places, mask=places < T, other=-1)
-    return ids
+    if told.documents is not None:
+        ids = tl.load(told.documents + told.b * told.T + places, mask=places < told.T, other=-1)
+    return places, ids
 
 
 @jit
-def _seen(rows, columns, row_ids, column_ids, T, window, global_tokens, table, block, across,
-          WINDOW: tl.constexpr, LISTED: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _sums(lse, rows, T):
+    """Beside the matrix exp(s - inf) is 0."""
+    return tl.load(lse + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+
+
+@jit
+def _seen(rows, columns, row_ids, column_ids, told, MASKED: tl.constexpr):
     """As `Rule.sees`, of queries and keys that broadcast."""
     seen = columns <= rows
-    if WINDOW:
-        seen = seen & ((rows - columns < window) | (columns < global_tokens))
-    if LISTED:
-        at = (rows // block) * across + columns // block
-        seen = seen & (tl.load(table + at, mask=seen & (rows < T), other=0) != 0)
-    if DOCUMENTS:
+    if MASKED and told.window is not None:
+        seen = seen & ((rows - columns < told.window) | (columns < told.global_tokens))
+    if MASKED and told.table is not None:
+        at = (rows // told.block) * told.across + columns // told.block
+        seen = seen & (tl.load(told.table + at, mask=seen & (rows < told.T), other=0) != 0)
+    if MASKED and told.documents is not None:
         seen = seen & (row_ids == column_ids)
     return seen
 
 
 @jit
-def _score(products, scale, cap, CAPPED: tl.constexpr):
+def _score(products, told):
     """Times log2(e). And the share of the cap that is reached."""
-    scores = products * scale
+    scores = products * told.scale
     reached = scores
-    if CAPPED:
+    if told.cap is not None:
         reached = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)       # tanh
-        scores = cap * reached
+        scores = told.cap * reached
     return scores, reached
 
 
 @jit
-def _keys_of(tile, b, T, first, window, global_tokens, WINDOW: tl.constexpr,
-             DOCUMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of a tile of queries, the tiles of keys: those before `far` have global tokens; from `low` to
-    `near` and from `whole` to `end` some pairs are left out, from `near` to `whole` none."""
-    start = tile * BLOCK_Q
-    end = tl.cdiv(tl.minimum(start + BLOCK_Q, T), BLOCK_K)
-    far, low, near, whole = start * 0, start * 0, start * 0, start // BLOCK_K
-    if WINDOW:
-        low = tl.maximum(start - window + 1, 0) // BLOCK_K
-        near = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_Q - window, 0), BLOCK_K), whole)
-    if DOCUMENTS:
-        low = tl.maximum(low, tl.load(first + b * tl.num_programs(1) + tile))
-        near, whole = end, end
-    if WINDOW:
-        far = tl.minimum(tl.cdiv(global_tokens, BLOCK_K), low)
+def _slope(products, sums, values, deltas, seen, told, MASKED: tl.constexpr):
+    """(p, ds) from q k^T and d_out v^T, or from both transposed."""
+    scores, reached = _score(products, told)
+    p = tl.exp2(scores - sums)
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    ds = p * (values - deltas)
+    if told.cap is not None:
+        ds *= 1.0 - reached * reached
+    return p, ds
+
+
+@jit
+def _met(tile, told, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr,
+         BLOCK_K: tl.constexpr):
+    """The tiles that one of queries meets, or one of keys: of those before `far` (with global
+    tokens), from `low` to `near` and from `whole` to `end` some pairs are left out, from `near` to
+    `whole` none. Where there are lists, these are places in them."""
+    if counts is not None:
+        far, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+        low, near, whole = far, far, end
+    elif BY_KEYS:
+        start = tile * BLOCK_K
+        end = tl.cdiv(told.T, BLOCK_Q)
+        far, low = start * 0, start // BLOCK_Q
+        near = tl.minimum(tl.cdiv(start + BLOCK_K - 1, BLOCK_Q), end)
+        whole = end
+        if told.window is not None:
+            reach = (start + BLOCK_K + told.window - 2) // BLOCK_Q + 1
+            end = tl.where(start < told.global_tokens, end, tl.minimum(end, reach))
+            near = tl.minimum(near, end)
+            whole = tl.maximum(tl.minimum((start + told.window) // BLOCK_Q, end), near)
+        if told.documents is not None:
+            end = tl.minimum(end, tl.load(bound + told.b * tl.num_programs(1) + tile) + 1)
+            near, whole = end, end
+    else:
+        start = tile * BLOCK_Q
+        end = tl.cdiv(tl.minimum(start + BLOCK_Q, told.T), BLOCK_K)
+        far, low, near, whole = start * 0, start * 0, start * 0, start // BLOCK_K
+        if told.window is not None:
+            low = tl.maximum(start - told.window + 1, 0) // BLOCK_K
+            near = tl.cdiv(tl.maximum(start + BLOCK_Q - told.window, 0), BLOCK_K)
+            near = tl.minimum(near, whole)
+        if told.documents is not None:
+            low = tl.maximum(low, tl.load(bound + told.b * tl.num_programs(1) + tile))
+            near, whole = end, end
+        if told.window is not None:
+            far = tl.minimum(tl.cdiv(told.global_tokens, BLOCK_K), low)
     return far, low, near, whole, end
 
 
 @jit
-def _queries_of(tile, b, T, last, window, global_tokens, WINDOW: tl.constexpr,
-                DOCUMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of a tile of keys, the tiles of queries: as above."""
-    start = tile * BLOCK_K
-    end = tl.cdiv(T, BLOCK_Q)
-    low = start // BLOCK_Q
-    near = tl.minimum(tl.cdiv(start + BLOCK_K - 1, BLOCK_Q), end)
-    whole = end
-    if WINDOW:
-        reach = (start + BLOCK_K + window - 2) // BLOCK_Q + 1
-        end = tl.where(start < global_tokens, end, tl.minimum(end, reach))
-        near = tl.minimum(near, end)
-        whole = tl.maximum(tl.minimum((start + window) // BLOCK_Q, end), near)
-    if DOCUMENTS:
-        end = tl.minimum(end, tl.load(last + b * tl.num_programs(1) + tile) + 1)
-        near, whole = end, end
-    return low * 0, low, near, whole, end
+def _part(step: tl.constexpr, state, own, met, tile, repeats, told, tiles, listed,
+          MASKED: tl.constexpr, BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+          BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    far, low, near, whole, end = met
+    count = far + near - low + end - whole if MASKED else whole - near
+    # the heads of a group one after the other, in one loop, so that loads go on between them
+    for n in range(repeats * count):
+        i, h = (n % count, n // count) if BY_KEYS else (n, 0)
+        at = near + i
+        if MASKED:
+            second = i - far
+            third = second - (near - low)
+            at = tl.where(second < 0, i, tl.where(third < 0, low + second, whole + third))
+        if tiles is not None:
+            at = tl.load(tiles + tile * listed + at)
+        state = step(state, own, at, h, told, MASKED, E, BLOCK_E, BLOCK_Q, BLOCK_K)
+    return state
 
 
 @jit
-def _place(i, far, low, near, whole):
-    """The i-th tile of those that have a mask."""
-    second = i - far
-    third = second - (near - low)
-    return tl.where(second < 0, i, tl.where(third < 0, low + second, whole + third))
+def _over(step: tl.constexpr, state, own, tile, repeats, told, bound, tiles, counts, listed,
+          BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
+          BLOCK_K: tl.constexpr):
+    """`state` after each tile that this one meets: those with a mask, then those without."""
+    met = _met(tile, told, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
+    state = _part(step, state, own, met, tile, repeats, told, tiles, listed, True, BY_KEYS, E,
+                  BLOCK_E, BLOCK_Q, BLOCK_K)
+    if told.documents is None:
+        state = _part(step, state, own, met, tile, repeats, told, tiles, listed, False, BY_KEYS, E,
+                      BLOCK_E, BLOCK_Q, BLOCK_K)
+    return state
 
 
 @jit
-def _attend(total, top, weight, q, k, v, place, rows, row_ids, documents, b, k_t, v_t, T, scale,
-            cap, window, global_tokens, table, block, across,
-            MASKED: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr,
-            DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr, E: tl.constexpr, BLOCK_K: tl.constexpr,
-            BLOCK_E: tl.constexpr):
+def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+            BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """One tile of keys."""
-    keys = _tile(k, place, k_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
-    scores, _ = _score(tl.dot(q, keys.T, input_precision="ieee"), scale, cap, CAPPED)
+    total, top, weight = state
+    queries, rows, ids, k, v, k_t, v_t = own
+    place = at * BLOCK_K
+    columns, column_ids = _places(place, told, BLOCK_K)
+    keys = _tile(k, place, k_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    scores, _ = _score(tl.dot(queries, keys.T, input_precision="ieee"), told)
+    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], told, MASKED)
     if MASKED:
-        columns = place + tl.arange(0, BLOCK_K)
-        ids = _ids(documents, b, columns, T, DOCUMENTS)
-        seen = _seen(rows[:, None], columns[None, :], row_ids[:, None], ids[None, :], T, window,
-                     global_tokens, table, block, across, WINDOW, LISTED, DOCUMENTS)
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     # while all were -inf there is nothing to shift by
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     p = tl.exp2(scores - shift[:, None])
     before = tl.exp2(top - shift)
-    values = _tile(v, place, v_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
     total = tl.dot(p.to(values.dtype), values, total * before[:, None], input_precision="ieee")
     return total, higher, weight * before + tl.sum(p, 1)
 
 
 @jit
-def _forward(q, k, v, documents, sinks, first, tiles, counts, table, out, lse, q_b, q_h, q_t, k_b,
+def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q_b, q_h, q_t, k_b,
              k_h, k_t, v_b, v_h, v_t, T, H, repeats, window, global_tokens, block, across, listed,
-             scale, cap, WINDOW: tl.constexpr, LISTED: tl.constexpr, DOCUMENTS: tl.constexpr,
-             CAPPED: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr,
-             BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
+             scale, cap, E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+             BLOCK_E: tl.constexpr):
     # the tiles with the most keys first
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
-    g = h // repeats
-    k, v = k + b * k_b + g * k_h, v + b * v_b + g * v_h
-    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    row_ids = _ids(documents, b, rows, T, DOCUMENTS)
-    queries = _tile(q + b * q_b + h * q_h, tile * BLOCK_Q, q_t, T, E, BLOCK_E, BLOCK_Q, False)
+    g, place = h // repeats, tile * BLOCK_Q
+    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    rows, ids = _places(place, told, BLOCK_Q)
+    queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
     total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_Q,), tl.float32)
-    if SINKS:       # a key without a value
+    if sinks is not None:       # a key without a value
         top = tl.zeros_like(top) + tl.load(sinks + h).to(tl.float32) * 1.4426950408889634
         weight += 1.0
-    if LISTED:
-        masked, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
-        begin = masked
-    else:
-        far, low, near, whole, last = _keys_of(tile, b, T, first, window, global_tokens, WINDOW,
-                                               DOCUMENTS, BLOCK_Q, BLOCK_K)
-        masked, begin, end = far + near - low + last - whole, near, whole
-    for i in range(masked):
-        if LISTED:
-            at = tl.load(tiles + tile * listed + i)
-        else:
-            at = _place(i, far, low, near, whole)
-        total, top, weight = _attend(
-            total, top, weight, queries, k, v, at * BLOCK_K, rows, row_ids, documents, b, k_t, v_t,
-            T, scale, cap, window, global_tokens, table, block, across, True, WINDOW, LISTED,
-            DOCUMENTS, CAPPED, E, BLOCK_K, BLOCK_E)
-    if not DOCUMENTS:
-        for i in range(begin, end):
-            at = i
-            if LISTED:
-                at = tl.load(tiles + tile * listed + i)
-            total, top, weight = _attend(
-                total, top, weight, queries, k, v, at * BLOCK_K, rows, row_ids, documents, b, k_t,
-                v_t, T, scale, cap, window, global_tokens, table, block, across, False, WINDOW,
-                LISTED, DOCUMENTS, CAPPED, E, BLOCK_K, BLOCK_E)
+    own = queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t
+    total, top, weight = _over(_attend, (total, top, weight), own, tile, 1, told, bound, tiles,
+                               counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-    _put(total, out + (b * T * H + h) * E, tile * BLOCK_Q, H * E, T, E, BLOCK_E, BLOCK_Q)
+    _put(total, out + (b * T * H + h) * E, place, H * E, T, E, BLOCK_E, BLOCK_Q)
     # weight is 0 where nothing was seen, and its logarithm -inf
     tl.store(lse + head * T + rows, (top + tl.log2(weight)) * 0.6931471805599453, mask=rows < T)
 
 
 @jit
-def _slope(products, row_sums, values, row_deltas, scale, cap, seen, MASKED: tl.constexpr,
-           CAPPED: tl.constexpr):
-    """(p, ds) from q k^T and d_out v^T, or from both transposed."""
-    scores, reached = _score(products, scale, cap, CAPPED)
-    p = tl.exp2(scores - row_sums)
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    ds = p * (values - row_deltas)
-    if CAPPED:
-        ds *= 1.0 - reached * reached
-    return p, ds
-
-
-@jit
-def _to_queries(dq, q, d_out, sums, deltas, k, v, place, rows, row_ids, documents, b, k_t, v_t, T,
-                scale, cap, window, global_tokens, table, block, across,
-                MASKED: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr,
-                DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr, E: tl.constexpr,
-                BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
+def _to_queries(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr,
+                BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """dq of one tile of keys."""
-    keys = _tile(k, place, k_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
-    values = _tile(v, place, v_t, T, E, BLOCK_E, BLOCK_K, not MASKED)
-    seen = rows
-    if MASKED:
-        columns = place + tl.arange(0, BLOCK_K)
-        ids = _ids(documents, b, columns, T, DOCUMENTS)
-        seen = _seen(rows[:, None], columns[None, :], row_ids[:, None], ids[None, :], T, window,
-                     global_tokens, table, block, across, WINDOW, LISTED, DOCUMENTS)
-    _, ds = _slope(tl.dot(q, keys.T, input_precision="ieee"), sums[:, None],
-                   tl.dot(d_out, values.T, input_precision="ieee"), deltas[:, None], scale, cap,
-                   seen, MASKED, CAPPED)
-    return tl.dot(ds.to(keys.dtype), keys, dq, input_precision="ieee")
+    queries, rows, ids, k, v, k_t, v_t, grads, sums, deltas = own
+    place = at * BLOCK_K
+    columns, column_ids = _places(place, told, BLOCK_K)
+    keys = _tile(k, place, k_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], told, MASKED)
+    _, ds = _slope(tl.dot(queries, keys.T, input_precision="ieee"), sums[:, None],
+                   tl.dot(grads, values.T, input_precision="ieee"), deltas[:, None], seen, told,
+                   MASKED)
+    return tl.dot(ds.to(keys.dtype), keys, state, input_precision="ieee")
 
 
 @jit
-def _backward_queries(q, k, v, documents, first, tiles, counts, table, out, lse, d_out, deltas, dq,
+def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse, d_out, deltas, dq,
                       q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, T, H, repeats, window,
-                      global_tokens, block, across, listed, scale, cap, slope,
-                      WINDOW: tl.constexpr, LISTED: tl.constexpr, DOCUMENTS: tl.constexpr,
-                      CAPPED: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr,
-                      BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
+                      global_tokens, block, across, listed, scale, cap, slope, E: tl.constexpr,
+                      BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
     """dq, and D on its way, which the other kernel reads."""
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
-    g = h // repeats
-    k, v = k + b * k_b + g * k_h, v + b * v_b + g * v_h
-    place, at_head = tile * BLOCK_Q, (b * T * H + h) * E
-    rows = place + tl.arange(0, BLOCK_Q)
-    row_ids = _ids(documents, b, rows, T, DOCUMENTS)
+    g, place, at_head = h // repeats, tile * BLOCK_Q, (b * T * H + h) * E
+    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    rows, ids = _places(place, told, BLOCK_Q)
     grads = _tile(d_out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
     made = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
     delta = tl.sum(grads.to(tl.float32) * made.to(tl.float32), 1)
     tl.store(deltas + head * T + rows, delta, mask=rows < T)
-    # beside the matrix exp(s - inf) is 0
-    sums = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    sums = _sums(lse + head * T, rows, T)
     queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
-    total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
-    if LISTED:
-        masked, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
-        begin = masked
-    else:
-        far, low, near, whole, last = _keys_of(tile, b, T, first, window, global_tokens, WINDOW,
-                                               DOCUMENTS, BLOCK_Q, BLOCK_K)
-        masked, begin, end = far + near - low + last - whole, near, whole
-    for i in range(masked):
-        if LISTED:
-            at = tl.load(tiles + tile * listed + i)
-        else:
-            at = _place(i, far, low, near, whole)
-        total = _to_queries(total, queries, grads, sums, delta, k, v, at * BLOCK_K, rows, row_ids,
-                            documents, b, k_t, v_t, T, scale, cap, window, global_tokens, table,
-                            block, across, True, WINDOW, LISTED, DOCUMENTS, CAPPED, E, BLOCK_K,
-                            BLOCK_E)
-    if not DOCUMENTS:
-        for i in range(begin, end):
-            at = i
-            if LISTED:
-                at = tl.load(tiles + tile * listed + i)
-            total = _to_queries(total, queries, grads, sums, delta, k, v, at * BLOCK_K, rows,
-                                row_ids, documents, b, k_t, v_t, T, scale, cap, window,
-                                global_tokens, table, block, across, False, WINDOW, LISTED,
-                                DOCUMENTS, CAPPED, E, BLOCK_K, BLOCK_E)
+    own = (queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t, grads, sums,
+           delta)
+    total = _over(_to_queries, tl.zeros((BLOCK_Q, BLOCK_E), tl.float32), own, tile, 1, told, bound,
+                  tiles, counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     _put(total * slope, dq + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q)
 
 
 @jit
-def _to_keys(dk, dv, keys, values, q, d_out, lse, deltas, place, columns, column_ids, documents, b,
-             q_t, out_t, T, scale, cap, window, global_tokens, table, block, across,
-             MASKED: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr,
-             DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr,
-             BLOCK_E: tl.constexpr):
+def _to_keys(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """dk and dv of one tile of queries; scores are transposed, (keys, queries)."""
-    rows = place + tl.arange(0, BLOCK_Q)
-    queries = _tile(q, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
-    grads = _tile(d_out, place, out_t, T, E, BLOCK_E, BLOCK_Q, False)
-    sums = tl.load(lse + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    delta = tl.load(deltas + rows, mask=rows < T, other=0.0)
-    seen = rows
-    if MASKED:
-        ids = _ids(documents, b, rows, T, DOCUMENTS)
-        seen = _seen(rows[None, :], columns[:, None], ids[None, :], column_ids[:, None], T, window,
-                     global_tokens, table, block, across, WINDOW, LISTED, DOCUMENTS)
+    dk, dv = state
+    keys, values, columns, ids, q, d_out, lse, deltas, q_h, q_t, out_t = own
+    place, h = at * BLOCK_Q, tl.cast(h, tl.int64)
+    rows, row_ids = _places(place, told, BLOCK_Q)
+    queries = _tile(q + h * q_h, place, q_t, told.T, E, BLOCK_E, BLOCK_Q, False)
+    grads = _tile(d_out + h * E, place, out_t, told.T, E, BLOCK_E, BLOCK_Q, False)
+    sums = _sums(lse + h * told.T, rows, told.T)
+    delta = tl.load(deltas + h * told.T + rows, mask=rows < told.T, other=0.0)
+    seen = _seen(rows[None, :], columns[:, None], row_ids[None, :], ids[:, None], told, MASKED)
     p, ds = _slope(tl.dot(keys, queries.T, input_precision="ieee"), sums[None, :],
-                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], scale, cap,
-                   seen, MASKED, CAPPED)
+                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], seen, told,
+                   MASKED)
     dv = tl.dot(p.to(grads.dtype), grads, dv, input_precision="ieee")
     return tl.dot(ds.to(queries.dtype), queries, dk, input_precision="ieee"), dv
 
 
 @jit
-def _backward_keys(q, k, v, documents, last, tiles, counts, table, lse, d_out, deltas, dk, dv, q_b,
+def _backward_keys(q, k, v, documents, bound, tiles, counts, table, lse, d_out, deltas, dk, dv, q_b,
                    q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, T, H, repeats, window, global_tokens,
-                   block, across, listed, scale, cap, slope, WINDOW: tl.constexpr,
-                   LISTED: tl.constexpr, DOCUMENTS: tl.constexpr, CAPPED: tl.constexpr,
-                   E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-                   BLOCK_E: tl.constexpr):
+                   block, across, listed, scale, cap, slope, E: tl.constexpr,
+                   BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     groups = H // repeats
     b, g = head // groups, head % groups
-    place, at_head = tile * BLOCK_K, (b * T * groups + g) * E
-    columns = place + tl.arange(0, BLOCK_K)
-    ids = _ids(documents, b, columns, T, DOCUMENTS)
+    h, place, at_head = g * repeats, tile * BLOCK_K, (b * T * groups + g) * E
+    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    columns, ids = _places(place, told, BLOCK_K)
     keys = _tile(k + b * k_b + g * k_h, place, k_t, T, E, BLOCK_E, BLOCK_K, False)
     values = _tile(v + b * v_b + g * v_h, place, v_t, T, E, BLOCK_E, BLOCK_K, False)
-    of_keys = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
-    of_values = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
-    if LISTED:
-        masked, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
-        begin = masked
-    else:
-        far, low, near, whole, final = _queries_of(tile, b, T, last, window, global_tokens, WINDOW,
-                                                   DOCUMENTS, BLOCK_Q, BLOCK_K)
-        masked, begin, end = far + near - low + final - whole, near, whole
-    # the heads of a group one after the other, in one loop, so that loads go on between them
-    for n in range(repeats * masked):
-        i, h = n % masked, g * repeats + n // masked
-        if LISTED:
-            at = tl.load(tiles + tile * listed + i)
-        else:
-            at = _place(i, far, low, near, whole)
-        of_keys, of_values = _to_keys(
-            of_keys, of_values, keys, values, q + b * q_b + h * q_h, d_out + (b * T * H + h) * E,
-            lse + (b * H + h) * T, deltas + (b * H + h) * T, at * BLOCK_Q, columns, ids, documents,
-            b, q_t, H * E, T, scale, cap, window, global_tokens, table, block, across, True, WINDOW,
-            LISTED, DOCUMENTS, CAPPED, E, BLOCK_Q, BLOCK_E)
-    if not DOCUMENTS:
-        for n in range(repeats * (end - begin)):
-            at, h = begin + n % (end - begin), g * repeats + n // (end - begin)
-            if LISTED:
-                at = tl.load(tiles + tile * listed + at)
-            of_keys, of_values = _to_keys(
-                of_keys, of_values, keys, values, q + b * q_b + h * q_h,
-                d_out + (b * T * H + h) * E, lse + (b * H + h) * T, deltas + (b * H + h) * T,
-                at * BLOCK_Q, columns, ids, documents, b, q_t, H * E, T, scale, cap, window,
-                global_tokens, table, block, across, False, WINDOW, LISTED, DOCUMENTS, CAPPED, E,
-                BLOCK_Q, BLOCK_E)
+    own = (keys, values, columns, ids, q + b * q_b + h * q_h, d_out + (b * T * H + h) * E,
+           lse + (b * H + h) * T, deltas + (b * H + h) * T, q_h, q_t, H * E)
+    none = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
+    of_keys, of_values = _over(_to_keys, (none, none), own, tile, repeats, told, bound, tiles,
+                               counts, listed, True, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     _put(of_keys * slope, dk + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
     _put(of_values, dv + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
 
 
 # ---- the operators
 
-SHAPES = {      # by width, for numbers of 16 bits: queries, keys, warps, stages of a program
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2),
-                512: (128, 32, 8, 1)},
-    "queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1),
+# Queries, keys, warps and stages of a program by width, for numbers of 16 bits: none spills on Hopper
+# or Blackwell, whatever the kind (docs/kernels.md).
+SHAPES = {
+    "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2),
                 512: (64, 32, 8, 1)},
-    "keys": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 1), 512: (32, 64, 8, 1)},
+    "queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 4, 1),
+                512: (32, 32, 4, 1)},
+    "keys": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 32, 8, 1), 512: (32, 32, 8, 1)},
 }
+# with documents or a table of blocks, which take registers
+NARROWER = {"forward": {128: (128, 32, 8, 1)}, "keys": {64: (32, 64, 4, 2)}}
 
 
-def _shape(which: str, E: int, itemsize: int = 2) -> dict[str, int]:
-    """Of a program. Up to 128 wide none spills on Hopper or Blackwell (docs/kernels.md)."""
+def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, int]:
+    """Of a program."""
     block = max(16, triton.next_power_of_2(E))
-    queries, keys, warps, stages = SHAPES[which][max(64, block * itemsize // 2)]
-    return {"BLOCK_Q": queries, "BLOCK_K": keys, "BLOCK_E": block, "num_warps": warps,
-            "num_stages": stages}
+    at = max(64, block * itemsize // 2)
+    shape = (narrower and NARROWER.get(which, {}).get(at)) or SHAPES[which][at]
+    names = "BLOCK_Q", "BLOCK_K", "num_warps", "num_stages"
+    return {**dict(zip(names, shape, strict=True)), "BLOCK_E": block}
 
 
 @functools.lru_cache(maxsize=64)
@@ -465,29 +416,29 @@ def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
 
 def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None,
            global_tokens: int, block: int, blocks: str, soft_cap: float | None,
-           shape: dict[str, int], by_keys: bool) -> dict[str, Any]:
+           which: str) -> dict[str, Any]:
     """What all kernels take, but for tensors of their own."""
-    (_, H, T, E), G = q.shape, k.shape[1]
+    (_, H, T, E), G, by_keys = q.shape, k.shape[1], which == "keys"
+    shape = _shape(which, E, documents is not None or bool(blocks), q.itemsize)
     queries, keys = shape["BLOCK_Q"], shape["BLOCK_K"]
-    scale, cap, log2e = 1 / math.sqrt(E), 0.0, math.log2(math.e)
-    factor = scale * log2e
+    log2e, cap = math.log2(math.e), None
+    scale = 1 / math.sqrt(E) * log2e
     if soft_cap is not None:    # cap tanh(s / cap), whose tanh is made of exp2(2 log2e s / cap)
-        factor, cap = 2 * factor / soft_cap, soft_cap * log2e
+        scale, cap = 2 * scale / soft_cap, soft_cap * log2e
     given = {"q": q, "k": k, "v": v, "documents": documents, "T": T, "H": H, "repeats": H // G,
-             "window": window or 0, "global_tokens": global_tokens, "block": block, "scale": factor,
-             "cap": cap, "WINDOW": window is not None, "LISTED": bool(blocks),
-             "DOCUMENTS": documents is not None, "CAPPED": soft_cap is not None, "E": E, **shape,
-             "tiles": None, "counts": None, "table": None, "listed": 0, "across": 0}
+             "window": window, "global_tokens": global_tokens, "block": block, "scale": scale,
+             "cap": cap, "E": E, **shape, "bound": None, "tiles": None, "counts": None,
+             "table": None, "listed": 0, "across": 0}
     for name, t in (("q", q), ("k", k), ("v", v)):
         given |= {f"{name}_{axis}": t.stride(i) for i, axis in enumerate("bht")}
     if blocks:
         given |= _lists(blocks, block, window, global_tokens, documents is not None, T, queries,
                         keys, by_keys, q.device)
-    bound = None
-    if documents is not None and not blocks:
+    elif documents is not None:
         meet = _meet(documents, queries, keys).int()
-        bound = (meet.shape[1] - 1 - meet.flip(1).argmax(1) if by_keys else meet.argmax(2)).int()
-    return given | {"last" if by_keys else "first": bound}
+        bound = meet.shape[1] - 1 - meet.flip(1).argmax(1) if by_keys else meet.argmax(2)
+        given["bound"] = bound.int()
+    return given
 
 
 def _like(q: Tensor) -> Tensor:
@@ -542,9 +493,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Te
     out, lse = _results(q)
     if out.numel():
         given = _given(q, k, v, documents, *rule,
-                       shape=_shape("forward", q.shape[-1], q.itemsize), by_keys=False)
+                       which="forward")
         _forward[q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], given["BLOCK_Q"])](
-            **given, sinks=sinks, out=out, lse=lse, SINKS=sinks is not None)
+            **given, sinks=sinks, out=out, lse=lse)
     return out, lse
 
 
@@ -564,9 +515,8 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
         for which, kernel, heads, own in (
                 ("queries", _backward_queries, B * H, {"out": out, "dq": dq}),
                 ("keys", _backward_keys, B * G, {"dk": dk, "dv": dv})):
-            shape = _shape(which, E, q.itemsize)
-            given = _given(q, k, v, documents, *rule, shape=shape, by_keys=which == "keys")
-            tiles = triton.cdiv(T, shape["BLOCK_K" if which == "keys" else "BLOCK_Q"])
+            given = _given(q, k, v, documents, *rule, which=which)
+            tiles = triton.cdiv(T, given["BLOCK_K" if which == "keys" else "BLOCK_Q"])
             kernel[heads, tiles](**given, **own, d_out=d_out, lse=lse, deltas=deltas,
                                  slope=1 / math.sqrt(E))
     if sinks is not None:
@@ -648,27 +598,33 @@ def _typical() -> tuple:
     return q, *others, None, None, CAUSAL
 
 
-def _build(kernel: Any, which: str, E: int) -> Build:
-    """Full attention."""
-    numbers = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
-    strides = [f"{name}_{axis}" for name in ("q", "k", "v") for axis in "bht"]
+# what else a program is given, by way
+WAYS = {"": (), "window": ("window",), "documents": ("documents", "bound"),
+        "blocks": ("tiles", "counts", "table"), "cap, sinks": ("cap", "sinks")}
+
+
+def _build(kernel: Any, which: str, E: int, way: str) -> Build:
     counts = ("T", "H", "repeats", "window", "global_tokens", "block", "across", "listed")
-    floats = ("scale", "cap", "slope")
-    shape = _shape(which, E)
-    constants = {**dict.fromkeys(("WINDOW", "LISTED", "DOCUMENTS", "CAPPED", "SINKS"), False),
-                 **dict.fromkeys(("documents", "sinks", "first", "last", "tiles", "counts", "table")),
-                 "E": E, **shape}
-    types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys(("lse", "deltas"), "*fp32") \
-        | dict.fromkeys((*strides, *counts), "i32") | dict.fromkeys(floats, "fp32")
-    return Build(kernel=kernel, warps=shape["num_warps"], stages=shape["num_stages"],
-                 signature={name: types[name] for name in kernel.arg_names if name in types},
+    floats, more = ("scale", "cap", "slope"), set().union(*WAYS.values())
+    types = dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), "*bf16") \
+        | dict.fromkeys(("lse", "deltas", "sinks"), "*fp32") \
+        | dict.fromkeys(("bound", "tiles", "counts"), "*i32") | {"documents": "*i64", "table": "*u8"} \
+        | dict.fromkeys([f"{name}_{axis}" for name in "qkv" for axis in "bht"] + [*counts], "i32") \
+        | dict.fromkeys(floats, "fp32")
+    shape = _shape(which, E, narrower=bool({"documents", "table"} & {*WAYS[way]}))
+    constants = {**dict.fromkeys(more - {*WAYS[way]}), "E": E, **shape}
+    return Build(kernel=kernel, way=way, warps=shape["num_warps"], stages=shape["num_stages"],
+                 signature={name: types[name] for name in kernel.arg_names
+                            if name in types and name not in constants},
                  constants={name: constants[name] for name in kernel.arg_names if name in constants},
                  unaligned=(*counts, *floats))
 
 
-def _builds() -> tuple[Build, ...]:
+def _builds(*ways: str) -> tuple[Build, ...]:
+    """For heads of 64, 128 and 256."""
     kernels = {"forward": _forward, "queries": _backward_queries, "keys": _backward_keys}
-    return tuple(_build(kernel, which, E) for E in (64, 128) for which, kernel in kernels.items())
+    return tuple(_build(kernel, which, E, way) for E in (64, 128, 256) for way in ways
+                 for which, kernel in kernels.items() if triton is not None)
 
 
 FLASH_ATTENTION = Kernel(
@@ -678,4 +634,4 @@ FLASH_ATTENTION = Kernel(
     peers={"sdpa": _sdpa, "flash-attn": _flash_attn},
     typical=lambda: {"8 groups of 4 heads": _typical()},
     moved_bytes=lambda q, k, v, *_: 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel(),
-    builds=_builds() if triton is not None else ())
+    builds=_builds(""), more_builds=_builds(*list(WAYS)[1:]))

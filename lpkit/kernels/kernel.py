@@ -29,11 +29,13 @@ GRAIN = 2.0**-24        # of float32, in which sums are; their order is a versio
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """A Triton kernel compiled ahead of time. `signature`: the types of its arguments in Triton's
-    words, "*bf16", "i32", by name; `constants`: its constexpr arguments by name."""
+    words, "*bf16", "i32", by name; `constants`: its constexpr arguments by name; `way`: what else is
+    asked of it, in words."""
 
     kernel: Any
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
+    way: str = ""
     warps: int = 4
     stages: int = 3                     # of a loop whose loads go ahead
     unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
@@ -61,8 +63,9 @@ class Kernel:
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
     moved_bytes: that any version must read and write, for given arguments, forward.
     timed:       arguments like those of a training step, for a generator and a device.
-    peers:       other libraries' kernels with the same arguments; ImportError where one is missing.
-    builds:      what the tests compile for GPUs.
+    peers:       other libraries' kernels with the same arguments, which give the first of the
+                 results at least; ImportError where one is missing.
+    builds:      what the tests compile for GPUs; more_builds: what the page has besides.
     typical:     arguments of a training step's size, on the meta device, by what they stand for.
     """
 
@@ -77,6 +80,7 @@ class Kernel:
     timed: Callable[[torch.Generator, torch.device], Iterable[tuple]] | None = None
     peers: Mapping[str, Version] = field(default_factory=dict)
     builds: tuple[Build, ...] = ()
+    more_builds: tuple[Build, ...] = ()
     typical: Callable[[], Mapping[str, tuple]] = dict
 
 
@@ -161,8 +165,12 @@ def liger(name: str, implementation: str = "") -> Any:
 
 def far(got: list[Tensor], want: list[Tensor]) -> str:
     """Where another library's results are not those of the definition within NEAR, or empty. It may
-    round in between."""
-    for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
+    round in between, and lack the last ones."""
+    if not 0 < len(got) <= len(want):
+        return f"{len(got)} results and gradients where the definition has {len(want)}"
+    for i, (ours, theirs) in enumerate(zip(got, want), 1):
+        if ours.shape != theirs.shape:
+            return f"result {i} of {len(want)}: {_unlike(ours, theirs)}"
         error = _length(ours.double() - theirs.double()) / max(_length(theirs.double()), 1e-30)
         if not error < NEAR:
             return f"result {i} of {len(want)} differs from the definition by {error:.3g} of it"

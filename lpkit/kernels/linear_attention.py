@@ -10,7 +10,7 @@ keeps q, k, v and the gates, and makes the states again.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), any T; the H / G heads of a group share keys and
 values, and so the state. In 16 bits everything inside is float32. FLOPs are counted for whole
-chunks and without what backward does again, as `lpkit.techniques.blocks` does.
+chunks and without what backward does again, as `attention_backends` does.
 """
 
 from contextlib import AbstractContextManager
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.techniques.blocks import Pairs, chunk_of, delta_pairs, linear_pairs
+from lpkit.techniques.attention_backends import chunk_of, delta_pairs, linear_pairs
+from lpkit.techniques.operation import Pairs
 
 EPSILON = 1e-6      # of FAVOR+'s features, and of squared lengths
 OVERFLOW = 64.0     # e^64 times a million tokens is a float32 still
@@ -206,9 +207,9 @@ def _delta_flops(q: torch.Size, k: torch.Size) -> int:
     return _flops(delta_pairs(B, H, k[1], T, E))
 
 
-class _Delta:
+class Chunks:
     """What forward and backward have in common. `written` is what each token writes into the state
-    at its key, `states` the state before each chunk."""
+    at its key, `states` the state before each chunk, `state` that after all."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor):
         G, E = k.shape[1], q.shape[-1]
@@ -230,6 +231,7 @@ class _Delta:
             states.append(state)
             written.append(torch.baddbmm(writes[:, c], self.reads[:, c], state, alpha=-1))
             state = torch.baddbmm(state, self.keys[:, c].mT, written[c])
+        self.state = state
         self.states = torch.stack(states, 1) if states else self.keys.new_zeros(len(state), 0, E, E)
         self.written = torch.stack(written, 1) if written else self.values
 
@@ -238,7 +240,7 @@ class _Delta:
           flops=lambda q, k, *_, **__: _delta_flops(q, k))
 def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     with in_full(q):
-        d = _Delta(q, k, v, gates)
+        d = Chunks(q, k, v, gates)
         return _whole(d.scores @ d.written + d.queries @ d.states, q)
 
 
@@ -248,7 +250,7 @@ def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
 def delta_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
                     gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with in_full(q):
-        d, G, E = _Delta(q, k, v, gates), k.shape[1], q.shape[-1]
+        d, G, E = Chunks(q, k, v, gates), k.shape[1], q.shape[-1]
         dy = _chunked(wide(d_out), G)
         d_scores = _past(dy, d.written)
         dq, dk = d_scores @ d.keys + dy @ d.states.mT, d_scores.mT @ d.queries

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lpkit.kernels import peers
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, Version, liger, matrix, row_length, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -300,22 +301,24 @@ def _builds(centred: bool, bias: bool, add: bool):
                   unaligned=("M",)))
 
 
-def _kernel(definition, pytorch, *, bias: bool, add: bool, peers=(), **others) -> Kernel:
+def _kernel(definition, pytorch, *, bias: bool, add: bool, beside=(), **others) -> Kernel:
     return Kernel(
         definition=definition,
         versions={"pytorch": pytorch, "triton": _in_triton(bias, add), **others},
         examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
-        timed=partial(_timed, add=add, bias=bias), peers=dict(peers),
+        timed=partial(_timed, add=add, bias=bias), peers=dict(beside),
         typical=lambda: {"": _typical(add, bias)},
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
         builds=_builds(centred=bias, bias=bias, add=add))
 
 
 RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False,
-                   peers={"liger": _liger_rms, "quack": _quack_rms,
-                          "liger, cutedsl": partial(_liger_rms, implementation="cutedsl")})
+                   beside={"liger": _liger_rms, "quack": _quack_rms,
+                           "liger, cutedsl": partial(_liger_rms, implementation="cutedsl"),
+                           "transformer-engine": peers.te_rms_norm})
 LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, bias=True, add=False,
-                     peers={"liger": _liger_layer})
+                     beside={"liger": _liger_layer, "transformer-engine": peers.te_layer_norm})
 ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, bias=False, add=True,
-                       cuda=add_rms_norm_cuda, peers={"liger": _liger_add_rms, "quack": _quack_add_rms})
+                       cuda=add_rms_norm_cuda,
+                       beside={"liger": _liger_add_rms, "quack": _quack_add_rms})
 ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, bias=True, add=True)

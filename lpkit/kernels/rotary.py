@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
+from lpkit.kernels import peers
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -118,7 +119,8 @@ def _quack(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 ROTARY = Kernel(
     definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
-    examples=_examples, gradients=(0,), peers={"liger": _liger, "quack": _quack},
+    examples=_examples, gradients=(0,),
+    peers={"liger": _liger, "quack": _quack, "transformer-engine": peers.te_rotary},
     timed=_timed, typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
     moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
     builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.errors import ConfigError
+from lpkit.kernels import peers
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix, timed_rows
 from lpkit.kernels.operator import EVERY_DEVICE, operator
@@ -128,7 +129,8 @@ SWIGLU = Kernel(
     definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
     examples=_examples, gradients=(0,),
     timed=_timed, typical=lambda: {"": (matrix(),)},
-    peers={"liger": _liger, "liger, cutedsl": partial(_liger, implementation="cutedsl")},
+    peers={"liger": _liger, "liger, cutedsl": partial(_liger, implementation="cutedsl"),
+           "transformer-engine": peers.te_swiglu},
     moved_bytes=lambda x: 3 * x.nbytes // 2,
     builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
                  for one in (_forward, _backward)))

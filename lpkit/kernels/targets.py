@@ -1,7 +1,7 @@
 """What the compiler makes of the Triton kernels, for GPUs that need not be there.
 
-    python -m lpkit.kernels.targets             # docs/kernels.md
-    python -m lpkit.kernels.targets --json      # a list of `Compiled`
+    python -m lpkit.kernels.targets                     # docs/kernels.md
+    python -m lpkit.kernels.targets --json --quick      # a list of `Compiled`, of what tests compile
 
 Triton brings NVIDIA's assembler and disassembler along, so each `Build` is compiled to machine code
 and read back: registers and shared memory; stack, which spills use; the width of global loads and
@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ class Compiled:
     calls: int
 
 
-def compiled(names: list[str] | None = None) -> Iterator[Compiled]:
-    """Raises ImportError without Triton."""
+def compiled(names: list[str] | None = None, quick: bool = False) -> Iterator[Compiled]:
+    """`quick`: without `Kernel.more_builds`. Raises ImportError without Triton."""
     for name in names or KERNELS:
-        for build in KERNELS[name].load().builds:
+        kernel = KERNELS[name].load()
+        for build in kernel.builds + (() if quick else kernel.more_builds):
             for target in TARGETS:
                 yield _compile(name, build, target)
 
@@ -82,7 +83,7 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
         return sum(n for name, n in instructions.items() if re.match(pattern, name))
 
     return Compiled(
-        kernel=name, function=build.kernel.__name__, way=_way(build.constants), target=target,
+        kernel=name, function=build.kernel.__name__, way=_way(build), target=target,
         warps=build.warps,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
@@ -94,11 +95,11 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
         calls=count(r"CALL") - sum("guardrail" in name for name in called))
 
 
-def _way(constants: Mapping[str, Any]) -> str:
-    on = [key.lower() for key, value in constants.items() if value is True]
-    sides = [str(value) for key, value in constants.items()
+def _way(build: Build) -> str:
+    on = [key.lower() for key, value in build.constants.items() if value is True]
+    sides = [str(value) for key, value in build.constants.items()
              if key.startswith(("B", "TILE")) and type(value) is int]
-    return ", ".join([*on, " x ".join(sides)])
+    return ", ".join([*filter(None, [build.way]), *on, " x ".join(sides)])
 
 
 def _dump(what: str, cubin: str) -> str:
@@ -187,8 +188,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="KERNEL")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
-    rows = list(compiled(asked.names))
+    rows = list(compiled(asked.names, asked.quick))
     print(json.dumps([asdict(one) for one in rows], indent=1) if asked.json else page(rows), end="")
 
 

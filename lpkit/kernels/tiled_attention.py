@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import TILE
+from lpkit.techniques.attention_backends import TILE
 
 
 def tiles(rule: Rule, T: int, tile: int = TILE) -> Iterator[tuple[slice, list[slice]]]:
@@ -133,7 +133,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
             dv[:, :, keys] += p.mT @ dy
             ds = (dy @ at.keys(v, keys).mT).sub_(weight).mul_(p)
             if rule.soft_cap is not None:   # tanh' = 1 - tanh^2; what is hidden is -inf, and p is 0
-                ds.mul_(1 - (scores / rule.soft_cap).clamp_(min=-1).square_())
+                ds.mul_(scores.div_(rule.soft_cap).clamp_(min=-1).square_().neg_().add_(1))
             dq_tile += ds @ k_tile
             dk[:, :, keys] += ds.mT @ q_tile
         dq[:, :, queries] = at.heads(dq_tile * at.scale, queries)

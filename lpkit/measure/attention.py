@@ -23,13 +23,15 @@ from lpkit.config import ModelConfig
 from lpkit.nn.attention import backend
 from lpkit.tables import markdown_table
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import ATTENTION, Attending, nearest, why_not
+from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, why_not
 
 DTYPES = ("float32", "bfloat16", "float16")
 LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)
 SMALLER = {"size": 24, "block": 16}     # than the rows have it, so that something is left out
+# every other block; and queries that see nothing
+TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a in range(9))
 MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
 
 
@@ -50,8 +52,9 @@ def models() -> dict[str, ModelConfig]:
     for name, row in KINDS.items():
         smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
         found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
-    full, window = found["full"].attention, found["window"].attention
+    full, window, blocks = (found[name].attention for name in ("full", "window", "block-sparse"))
     return found | {
+        "table": replace(MODEL, attention=replace(blocks, table=TABLE)),
         "global": replace(MODEL, attention=replace(window, global_tokens=3)),
         "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
         "sinks": replace(MODEL, attention=replace(full, sinks=True)),

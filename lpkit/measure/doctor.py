@@ -28,7 +28,7 @@ from lpkit.measure import attention
 from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques import FAMILIES
-from lpkit.techniques.blocks import ATTENTION
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Row
 
@@ -38,6 +38,7 @@ LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16",
                 "amx_int8", "amx_fp16", "asimd", "bf16", "i8mm", "sve")
 PROCESS_SECONDS = 60.0
+PROGRAM = "lpkit.measure.ranks:run"
 FP8_SHAPES = ((256, 768), (1024, 1024), (4096, 512))
 
 
@@ -212,7 +213,7 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
         _need(device, "cuda", "NCCL moves data between NVIDIA GPUs")
         if (here := torch.cuda.device_count()) < world:
             raise UnavailableError(f"it takes {world} GPUs, and {here} is here")
-    with Processes("lpkit.measure.ranks:run", {"program": program, "backend": backend}, world=world,
+    with Processes(PROGRAM, {"program": program, "backend": backend}, world=world,
                    timeout_seconds=PROCESS_SECONDS, progress_seconds=PROCESS_SECONDS,
                    parent=_warm_parent()) as ranks:
         ranks.wait()

@@ -39,13 +39,13 @@ from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
-from lpkit.nn import attention
 from lpkit.optim import moments
 from lpkit.parallel.ranks import Ranks, mesh_of
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
+from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
 from lpkit.training.build import Decisions, decide
@@ -95,9 +95,10 @@ def _decide(config: Config, device: str) -> Decisions:
     if asked == "auto":
         chosen["precision"] = Choice(asked=asked, used=used,
                                      why="assumed: a run decides by a race where it runs")
-    chosen["attention"] = attention.choose(
-        config.system.attention, device_type=device, model=config.model,
-        recipe="bf16" if decisions.recipe.compute == "bfloat16" else "fp32")
+    attention = config.system.attention
+    used, why = choose_attention(attention, device=device, model=config.model,
+                                 low_precision=decisions.recipe.compute == "bfloat16")
+    chosen["attention"] = Choice(asked=attention, used=used, why=why)
     if device == "cuda" and config.precision.backend == "auto":
         chosen["backend"] = Choice(asked="auto",
                                    used="scaled_mm" if decisions.recipe.products else "pytorch",

@@ -1,7 +1,7 @@
 """Attention: kinds (which keys a query sees) by backends (who computes it).
 
-`lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.blocks.ATTENTION` those of
-the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition, does.
+`lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.attention_backends` those
+of the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition, does.
 Here are the softmax kinds; `lpkit.nn.linear_attention` has those without.
 """
 
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
-from lpkit.contracts import Attend, Choice
+from lpkit.contracts import Attend
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.blocked_attention import BlockedAttention
 from lpkit.kernels.tiled_attention import TiledAttention
 from lpkit.techniques.attention import KINDS, Rule
-from lpkit.techniques.blocks import ATTENTION, Attending, choose_attention, why_not
+from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
 
 CAUSAL = Rule()
 
@@ -107,10 +107,3 @@ def backend(name: str, model: ModelConfig) -> Attend:
             raise ConfigError(f"system.attention={name} {problem}")
         return getattr(KINDS[model.attention.name].load(), name)
     return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)
-
-
-def choose(asked: str, *, device_type: str, recipe: str, model: ModelConfig) -> Choice:
-    """What `system.attention=auto` means here."""
-    used, why = choose_attention(asked, device=device_type, low_precision=recipe != "fp32",
-                                 model=model)
-    return Choice(asked=asked, used=used, why=why)

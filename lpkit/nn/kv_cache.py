@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import POSITIONS
 from lpkit.techniques.caches import CACHES, CacheFormat, slots
 from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.operation import POSITIONS
 
 
 def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
@@ -64,25 +64,19 @@ class Cache(ABC):
         self.lengths += T
         return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths, device=self.device)
 
-    def attend(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
-               documents: Tensor | None, own: Tensor | None) -> Tensor:
-        """Of the tokens that `begin` said, (B, H, T, E). `own`: as `contracts.Attend` has it."""
-        if self.stepping:
-            return self.step(layer, attention, q, k, v, own)
-        return self.prompt(layer, attention, q, k, v, documents, own)
-
     def place(self, lengths: list[int], T: int) -> None:
         """Called once for all layers, before T tokens come to sequences of these lengths."""
         self.stepping = T == 1
 
     @abstractmethod
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
-               documents: Tensor | None, own: Tensor | None) -> Tensor: ...
+               documents: Tensor | None, own: Tensor | None) -> Tensor:
+        """Of the tokens that `begin` said, (B, H, T, E). `own`: as `contracts.Attend` has it."""
 
     @abstractmethod
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """T is 1."""
+        """Of one token, where `stepping`: q (B, G, H / G, E), k and v (B, G, 1, E), like q."""
 
     @abstractmethod
     def row(self, b: int) -> Self:
@@ -188,13 +182,14 @@ class State(Cache):
 
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
-        out, state = attention.kind.extend(q, k, v, self.states[layer], own)
-        self.states[layer].copy_(state)
-        return out
+        self.states[layer].copy_(attention.kind.after(k, v, own))
+        return attention.attend(q, k, v, documents, own)
 
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        return self.prompt(layer, attention, q, k, v, None, own)
+        out, state = attention.kind.step(q, k, v, self.states[layer], own)
+        self.states[layer].copy_(state)
+        return out
 
     def row(self, b: int) -> Self:
         one = copy.copy(self)
@@ -213,18 +208,16 @@ class State(Cache):
 
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
                soft_cap: float | None) -> Tensor:
-    """One query (B, H, 1, E) against keys and values (B, G, S, E). The heads of a group are the
-    queries of one product, so that no key is repeated. On a CPU in float32, because products of
-    16-bit numbers are slow where it has no instructions for them."""
-    grouped, dtype = q.view(len(q), k.shape[1], -1, q.shape[-1]), q.dtype
+    """Of each group the heads' queries (B, G, H / G, E) in one product against its keys and values
+    (B, G, S, E), so that no key is repeated. On a CPU in float32, because products of 16-bit
+    numbers are slow where it has no instructions for them."""
+    dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":
-        grouped, k, v = grouped.float(), k.float(), v.float()
+        q, k, v = q.float(), k.float(), v.float()
     if torch.is_autocast_enabled(q.device.type):    # which would cast them back
         with torch.autocast(q.device.type, enabled=False):
-            out = _weighted(grouped, k, v, mask, sinks, soft_cap)
-    else:
-        out = _weighted(grouped, k, v, mask, sinks, soft_cap)
-    return out.reshape(q.shape).to(dtype)
+            return _weighted(q, k, v, mask, sinks, soft_cap).to(dtype)
+    return _weighted(q, k, v, mask, sinks, soft_cap).to(dtype)
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
@@ -239,7 +232,10 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     if sinks is not None:
         sink = sinks.type_as(scores).view(1, k.shape[1], -1, 1)
         scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
-    return scores.softmax(-1)[..., :k.shape[2]].type_as(v) @ v
+    weights = scores.softmax(-1)[..., :k.shape[2]]
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)       # NaN, where a query sees nothing
+    return weights.type_as(v) @ v
 
 
 class Stored:

@@ -1,4 +1,4 @@
-"""Norms, positions and MLPs: what the rows of `lpkit.techniques.blocks` name."""
+"""Norms, positions and MLPs: what rows of `lpkit.techniques` name."""
 
 from typing import ClassVar
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.kernels import norm, swiglu
 from lpkit.kernels.rows import gelu
-from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch
 
 
 def linear(config: ModelConfig, name: str) -> nn.Linear:

@@ -1,7 +1,7 @@
 """Attention by libraries: PyTorch's kernels by name, FlexAttention, varlen, flash-attn, Transformer
 Engine; and FP8, emulated.
 
-Each is a row of `lpkit.techniques.blocks.ATTENTION` and computes what `attention.plain` does; what
+Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
 it cannot, the row says. A library is imported when it is called. Signatures are those of torch
 2.13, flash-attn at 0251105 (`flash_attn_interface.py`, `cute/interface.py`) and Transformer Engine
 at d0067d0 (`dot_product_attention.py`). Packed documents lie one after the other.

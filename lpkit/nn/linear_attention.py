@@ -2,15 +2,14 @@
 
 A kind is a module with what it has beside q, k and v: called with the block's input (B, T, D), it
 gives the fifth argument of its backends. `plain` is the definition, `chunked` its linear-time form
-(`lpkit.kernels.linear_attention`), `step` one token of it:
+(`lpkit.kernels.linear_attention`), `after` the state that a prompt leaves, `step` one token of it:
 
     state = kind.state(batch, heads, E, dtype, device)      # heads: G, of keys and values
+    state = kind.after(k, v, kind(x))                       # k, v (B, G, T, E)
     out, state = kind.step(q, k, v, state, kind(x))         # q (B, H, 1, E); k, v (B, G, 1, E)
 
 States are float32 for inputs in 16 bits. Documents are not told apart: a token sees all before it.
 """
-
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +30,7 @@ def _state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Recurrent(nn.Module):
-    """A kind whose past is a state."""
-
-    own_by_token: ClassVar = False      # whether the fifth argument is (B, T, ...)
-
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor,
-               own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`step` for any number of tokens, one after the other."""
-        outs = []
-        for t in range(q.shape[2]):
-            one = slice(t, t + 1)
-            gate = own[:, one] if self.own_by_token else own
-            out, state = self.step(q[:, :, one], k[:, :, one], v[:, :, one], state, gate)
-            outs.append(out)
-        return torch.cat(outs, dim=2), state
-
-
-class Linear(Recurrent):
+class Linear(nn.Module):
     """Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236: softmax's exp(q k) becomes
     phi(q) phi(k), phi = elu + 1."""
 
@@ -82,12 +64,16 @@ class Linear(Recurrent):
                            device=device)
 
     @staticmethod
-    def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor,
+    def after(k: Tensor, v: Tensor, features: Tensor | None = None) -> Tensor:
+        with in_full(k):
+            return kernel.mapped(k, features, keys=True).mT @ F.pad(wide(v), (0, 1), value=1.0)
+
+    @classmethod
+    def step(cls, q: Tensor, k: Tensor, v: Tensor, state: Tensor,
              features: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with in_full(q):
             queries = kernel.mapped(q, features, keys=False)
-            keys = kernel.mapped(k, features, keys=True)
-            state = state + keys.mT @ F.pad(wide(v), (0, 1), value=1.0)
+            state = state + cls.after(k, v, features)
             # the heads of a group read one state
             sums = queries.view(*state.shape[:2], -1, state.shape[2]) @ state
             return (sums[..., :-1] / sums[..., -1:]).view(q.shape).type_as(q), state
@@ -108,13 +94,11 @@ class Performer(Linear):
         return self.features
 
 
-class Delta(Recurrent):
+class Delta(nn.Module):
     """The delta rule: what the state has at a key is replaced, by a learned share beta, instead of
     added to (Schlag et al. 2021, https://arxiv.org/abs/2102.11174). q and k are silu(x) of length
     1, as in DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2406.06484), without its convolution
     and its norm of the output. One beta for each token and key/value head."""
-
-    own_by_token: ClassVar = True
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -145,6 +129,11 @@ class Delta(Recurrent):
               device: torch.device | str = "cpu") -> Tensor:
         """(B, G, E, E): from a key to its value."""
         return torch.zeros(batch, heads, E, E, dtype=_state_dtype(dtype), device=device)
+
+    @staticmethod
+    def after(k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        with in_full(k):
+            return kernel.Chunks(k, k, v, gates).state.unflatten(0, k.shape[:2])
 
     @staticmethod
     def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor,

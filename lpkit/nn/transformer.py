@@ -17,7 +17,8 @@ from lpkit.nn.attention import sdpa
 from lpkit.nn.kv_cache import Cache
 from lpkit.nn.layers import add_norm, linear
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, POSITIONS
+from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
+from lpkit.techniques.operation import POSITIONS
 
 
 class Attention(nn.Module):
@@ -42,6 +43,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation, cache: Cache | None, layer: int,
                 documents: Tensor | None = None) -> Tensor:
         B, T, _ = x.shape
+        if cache is not None and cache.stepping:
+            return self.step(x, rotation, cache, layer)
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
         q, k, v = (t.reshape(B, T, -1, self.E) for t in (q, k, v))
@@ -49,15 +52,29 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if rotation is not None:
-            # kernels take angles (T, E); where sequences stand apart, each has its own
-            rotate = self.rotate if rotation[0].ndim == 2 else rotary.rotate_pytorch
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
         own = self.kind(x)
         if cache is None:
             out = self.attend(q, k, v, documents, own)
         else:
-            out = cache.attend(layer, self, q, k, v, documents, own)
+            out = cache.prompt(layer, self, q, k, v, documents, own)
         return self.out(out.transpose(1, 2).reshape(B, T, -1))
+
+    # (B, 1, D) -> (B, 1, D)
+    def step(self, x: Tensor, rotation, cache: Cache, layer: int) -> Tensor:
+        """One token: its heads lie by group as they are, and q and k turn together."""
+        groups = self.qkv(x).view(len(x), self.G, -1, self.E)
+        qk, v = groups.split([self.queries + 1, 1], dim=2)
+        if self.q_norm is not None:
+            q, k = qk.split([self.queries, 1], dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).type_as(v)
+        if rotation is not None:
+            # kernels take angles (T, E); where sequences stand apart, each has its own
+            rotate = self.rotate if rotation[0].ndim == 2 else rotary.rotate_pytorch
+            qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
+        q, k = qk.split([self.queries, 1], dim=2)
+        out = cache.step(layer, self, q, k, v, self.kind(x))
+        return self.out(out.reshape(len(x), 1, -1))
 
 
 class Block(nn.Module):

@@ -8,8 +8,8 @@ the definition's and not its bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice
+from lpkit.kernels import peers
 from lpkit.kernels.choose import candidates, choose
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.kernel import Build, Kernel, Version, matrix
 from lpkit.optim import rules
 from lpkit.optim.rounding import DROPPED, drawn, noise
 from lpkit.techniques.kernels import asked_of
@@ -75,6 +76,7 @@ class OnePass:
     numbers: Callable[[Any, int], tuple[float, ...]]
     slots: int
     settings: OptimizerSettings     # of examples
+    peers: Mapping[str, Version] = field(default_factory=dict)
 
     def defined(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """w and g like one another, slots float32, bits int32 or None (`rounding.noise`; None:
@@ -109,7 +111,7 @@ class OnePass:
         types = {**dict.fromkeys(("m", "v", "new_m", "new_v"), "*fp32"), "bits": "*i32",
                  "n": "i32", **dict.fromkeys(("decay", *"abcde"), "fp32")}
         return Kernel(
-            definition=self.defined, versions={"triton": self.by_triton},
+            definition=self.defined, versions={"triton": self.by_triton}, peers=self.peers,
             examples=self._examples, timed=self._timed, moved_bytes=_moved_bytes,
             typical=lambda: {"": self.arguments(matrix(), matrix(dtype=torch.float32))},
             builds=tuple(Build(kernel=_pass, warps=WARPS, signature=types | dict.fromkeys(
@@ -160,7 +162,8 @@ def _of_lion(settings: LionSettings, update: int) -> tuple[float, ...]:
 
 RULES = {
     "adamw": OnePass(definition=rules.adamw, function=_adamw, numbers=_of_adamw, slots=2,
-                     settings=AdamWSettings(name="adamw", lr=0.01)),
+                     settings=AdamWSettings(name="adamw", lr=0.01),
+                     peers={"torchao": peers.torchao_adamw}),
     "lion": OnePass(definition=rules.lion, function=_lion, numbers=_of_lion, slots=1,
                     settings=LionSettings(name="lion", lr=0.01)),
 }

@@ -24,7 +24,9 @@ from torch.distributed.fsdp import (
 )
 
 from lpkit.contracts import Stage, Transform
+from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
 from lpkit.parallel.sharding import OfRows
+from lpkit.techniques.layouts import GATHERED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,9 @@ def gathered(model: nn.Module) -> Iterator[Tensor]:
 class FullySharded(OfRows):
     def __post_init__(self):
         super().__post_init__()
-        gathered = self.compute if self.layout.gathered == "compute" else None
+        self.row = GATHERED[self.layout.gathered]
+        gathered = self.compute if self.row.mixed else None
+        self.gathers: list[CastGather] = []
         self.autocasts = gathered is None
         mesh = self.ranks.mesh if self.layout.data > 1 else self.ranks.mesh["shard"]
         self.transforms = (Shard(mesh=mesh, compute=gathered, zero=self.layout.zero,
@@ -70,7 +74,14 @@ class FullySharded(OfRows):
         self.shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in self.shards.items()}
         self.owned = {name: nn.Parameter(p.detach().to_local()) for name, p in self.shards.items()}
+        if self.row.cast:
+            of = {p: self.owned[name] for name, p in self.shards.items()}
+            self.gathers = cast_gathers(model, of, self.size)
+            self.spread()
         return self.owned
+
+    def spread(self) -> None:
+        agree(self.gathers, self.group)
 
     def reduce(self) -> None:
         for name, p in self.shards.items():

@@ -54,12 +54,17 @@ class Place:
     local_rank: int = 0     # among those of this machine,
     local_world: int = 1    # which are this many
     store: str = "env://"   # `init_method` of torch.distributed.init_process_group
-    page: mmap.mmap = field(default_factory=lambda: new_page(1), repr=False)
+    page: mmap.mmap | None = field(default=None, repr=False)
     line: int | None = field(default=None, repr=False)      # the file descriptor to tell by
     _times: int = field(default=0, init=False, repr=False)      # that `at` was called,
     _within: int = field(default=0, init=False, repr=False)     # and in this step
     _step: int = field(default=0, init=False, repr=False)
     _telling: Any = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __post_init__(self):
+        self.page = self.page or new_page(self.local_rank + 1)
+        self._slot = HEAD.size + self.local_rank * SLOT.size
+        self._noted = self._slot + BEATS.size
 
     def tell(self, said: Mapping[str, Any]) -> None:
         """The caller hears it. `said` becomes JSON, with NaN as Python writes it."""
@@ -71,8 +76,7 @@ class Place:
         self._times += 1
         self._within = self._within + 1 if step == self._step else 1
         self._step = step
-        NOTED.pack_into(self.page, self._slot + BEATS.size, self._times, step, self._within,
-                        phase.encode())
+        NOTED.pack_into(self.page, self._noted, self._times, step, self._within, phase.encode())
 
     def asked(self) -> str:
         """"", "pause" or "stop". Ranks may look at different moments: let one decide for all."""
@@ -93,10 +97,6 @@ class Place:
                 while data:
                     data = data[os.write(self.line, data):]
 
-    @property
-    def _slot(self) -> int:
-        return HEAD.size + self.local_rank * SLOT.size
-
 
 class WarmParent:
     """A process that has imported what ranks need: only its first ranks wait for that. Who starts
@@ -106,14 +106,14 @@ class WarmParent:
         if not hasattr(os, "fork"):
             raise ConfigError("several processes need fork, which this system does not have; train "
                               "on one, without `processes`")
-        folder = new_folder()
+        self.folder = new_folder()
         # what can be imported here can be there
         path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
         self._calls, theirs = socket.socketpair()
         with theirs:
             self._keeper = Children().start(
-                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", folder, theirs.fileno()],
-                folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", self.folder, theirs.fileno()],
+                self.folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
 
     def start(self, function: str, fds: Sequence[int]) -> None:
         """A supervisor of ranks of `function`, which gets copies of `fds`."""

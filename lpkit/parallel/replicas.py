@@ -53,7 +53,7 @@ class Messages:
         self.buckets = list(buckets(parameters[::-1], row.bucket_bytes))
         self.send, self.listening = send, False
         self.waiting: dict[int, set[nn.Parameter]] = {}     # for whose gradients, by bucket
-        self.sent: dict[int, Finish] = {}
+        self.next, self.under_way = 0, list[Finish]()       # bucket to send; those not arrived yet
         if row.overlaps:
             for i, bucket in enumerate(self.buckets):
                 for p in bucket:
@@ -66,17 +66,23 @@ class Messages:
     def _has_gradient(self, i: int, p: nn.Parameter) -> None:
         self.waiting[i].discard(p)
         # in the order of the buckets, on every rank
-        while self.listening and (next_one := len(self.sent)) < len(self.buckets) and (
-                not self.waiting[next_one]):
-            self.sent[next_one] = self.send(self.buckets[next_one])
+        while self.listening and self.next < len(self.buckets) and not self.waiting[self.next]:
+            self._send()
+
+    def _send(self) -> None:
+        """The next one; of those before it only the last may still travel, and hold memory."""
+        while len(self.under_way) > 1:
+            self.under_way.pop(0)()
+        self.under_way.append(self.send(self.buckets[self.next]))
+        self.next += 1
 
     def finish(self) -> None:
         self.listening = False
-        for i in range(len(self.sent), len(self.buckets)):
-            self.sent[i] = self.send(self.buckets[i])
-        for arrived in self.sent.values():
-            arrived()
-        self.sent.clear()
+        while self.next < len(self.buckets):
+            self._send()
+        while self.under_way:
+            self.under_way.pop(0)()
+        self.next = 0
 
 
 class Replicas(Sharding):
@@ -86,16 +92,18 @@ class Replicas(Sharding):
         return self.owned
 
     def _average(self, bucket: list[nn.Parameter]) -> Finish:
-        gradients = [p.grad for p in bucket if p.grad is not None]
-        if not gradients:       # parameters that the model does not use
+        """The gradients become parts of the message, so that nothing is there twice."""
+        used = [p for p in bucket if p.grad is not None]
+        if not used:            # parameters that the model does not use
             return lambda: None
-        flat = _flatten_dense_tensors(gradients)
+        flat = _flatten_dense_tensors([p.grad for p in used])
+        for p, part in zip(used, _unflatten_dense_tensors(flat, used)):
+            p.grad = part
         work = dist.all_reduce(flat, async_op=True)
 
         def arrived() -> None:
             work.wait()
             flat.div_(self.ranks.world)
-            torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
 
         return arrived
 
@@ -130,11 +138,15 @@ class ShardedOptimizer(OfRows):
         used = [p.grad is not None for p in bucket]
         parts = packed([p.grad if there else torch.zeros_like(p)
                         for p, there in zip(bucket, used)], self.size)
+        for p in bucket:
+            p.grad = None
         mine = parts.new_empty(parts.shape[1])
         work = reduce_scatter(mine, parts.view(-1), group=self.group, async_op=True)
 
         def arrived() -> None:
+            nonlocal parts
             work.wait()
+            parts = None        # no message reads it any more
             if self.layout.data > 1:
                 dist.all_reduce(mine, group=self.ranks.mesh.get_group("data"))
             mine.div_(self.ranks.world)
@@ -143,7 +155,6 @@ class ShardedOptimizer(OfRows):
                 rows = self.of[p]
                 rows.grad = mine[at:at + rows.numel()].view_as(rows) if there else None
                 at += padded(p, self.size)
-                p.grad = None
 
         return arrived
 
@@ -159,6 +170,9 @@ class ShardedOptimizer(OfRows):
             rows = self.of[p].detach()
             mine[at:at + rows.numel()] = rows.view(-1)
             at += padded(p, self.size)
+        if splits(bucket, self.size):
+            all_gather(bucket[0].view(-1), mine, group=self.group)
+            return
         parts = mine.new_empty(self.size, len(mine))
         all_gather(parts.view(-1), mine, group=self.group)
         at = 0
@@ -173,8 +187,15 @@ def padded(whole: Tensor, ranks: int) -> int:
     return -(-whole.shape[0] // ranks) * whole[0].numel()
 
 
+def splits(tensors: Sequence[Tensor], ranks: int) -> bool:
+    """Whether they lie as they travel: one tensor, with as many rows for each rank."""
+    return len(tensors) == 1 and not len(tensors[0]) % ranks
+
+
 def packed(tensors: Sequence[Tensor], ranks: int) -> Tensor:
     """(ranks, numbers): in each line the rows of one rank, of one tensor after the other."""
+    if splits(tensors, ranks):
+        return tensors[0].reshape(ranks, -1)
     parts = tensors[0].new_zeros(ranks, sum(padded(t, ranks) for t in tensors))
     at = 0
     for t in tensors:

@@ -42,7 +42,7 @@ SETTLE_SECONDS = 0.25       # after the first trouble, for the records of what c
 NATURAL_SECONDS = 1.0       # for the others to fail by themselves, and write that down;
 POLITE_SECONDS = 1.0        # then from SIGTERM to SIGKILL
 TEARDOWN_SECONDS = 10.0     # once all are done
-STACK_SECONDS = 0.5         # to write a stack
+STACK_SECONDS = 1.0         # to write stacks, at most
 MOST_CHARACTERS = 20_000    # of a traceback: its end
 # what is raised when another rank has gone: by gloo, by NCCL
 PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL communicator was abort")
@@ -181,8 +181,6 @@ class Rank:
 
     def stack(self) -> str:
         """The one that was written last: of the main thread, without what is ours."""
-        if not self.stacks.exists():
-            return ""
         text = self.stacks.read_text(errors="replace")
         main = f"hread 0x{threading.get_ident():016x} "     # a fork's is its parent's
         lines = text[text.rfind(main):].partition("\n\n")[0].splitlines()[1:]
@@ -311,7 +309,10 @@ class Supervisor:
         for rank in ranks:
             rank.send(signal.SIGUSR1)
             rank.send(signal.SIGCONT)
-        time.sleep(STACK_SECONDS)
+        sizes, before, deadline = [], [0], time.monotonic() + STACK_SECONDS
+        while (sizes != before or 0 in sizes) and time.monotonic() < deadline:
+            time.sleep(2 * TICK_SECONDS)
+            before, sizes = sizes, [rank.stacks.stat().st_size for rank in ranks]
         where = {rank.number: f"rank {rank.number} is {rank.where}" for rank in self.ranks}
         if rest := [where[rank.number] for rank in self.ranks if rank.working and rank not in ranks]:
             how += f" {ranks[0].where}, and {', '.join(rest)}"
@@ -367,17 +368,19 @@ def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     lines: list[bytes] = []
     while not lines:
+        select.select([asked.fd], [], [])
         lines = asked.read()
         if asked.over:          # the caller has changed its mind
             return
-    job, page, ranks = json.loads(lines[0]), None, []
+    job = json.loads(lines[0])
     world = job["world"]
-    page = new_page(world)
+    page, ranks = new_page(world), []
     folder.mkdir()
     for number in range(world):
         reader, writer = os.pipe()
-        pid, stacks = os.fork(), folder / f"stacks-{number}"
-        if not pid:
+        stacks = folder / f"stacks-{number}"
+        stacks.touch()
+        if not (pid := os.fork()):
             for fd in (asked.fd, reports, reader, *(rank.lines.fd for rank in ranks)):
                 os.close(fd)
             place = Place(number, world, number, world, f"file://{folder}/store", page, writer)

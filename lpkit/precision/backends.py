@@ -32,6 +32,7 @@ from lpkit.kernels.cast import Noise
 from lpkit.kernels.cast_operand import Operand, cast_operand
 from lpkit.kernels.cast_operand import why_not as no_kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.scales import Made
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
@@ -109,6 +110,14 @@ class Emulated(Backend):
              noise: Noise | None, both: bool = False) -> Scaled:
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
+
+    def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
+        held = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        values, scale = made.data.to(held), made.scale
+        if scaled.SCALES[cast.scale].folds:
+            values = Scaled(data=values, scale=scale).dequantise(held)
+            scale = scale.new_ones(1, 1)
+        return Scaled(data=values, scale=scale, amax=made.amax, nonfinite=made.nonfinite)
 
     def shares(self, cast: Cast) -> bool:
         return cast.transposes
@@ -232,6 +241,14 @@ class ScaledMM(Backend):
              noise: Noise | None, both: bool = False) -> Operand:
         return cast_operand(x, cast, amax=amax, noise=noise, both=both,
                             by=lambda name: getattr(self, name.replace("-", "_")))
+
+    def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Operand:
+        one = Operand(data=made.data, scale=made.scale, tensor=None, amax=made.amax,
+                      nonfinite=made.nonfinite)
+        if not both:
+            return one
+        return replace(one, T=replace(one, data=made.data.T.contiguous(),
+                                      scale=made.scale.T.contiguous()))
 
     def shares(self, cast: Cast) -> bool:
         # each product draws its own noise, but for one cast that is its own transpose

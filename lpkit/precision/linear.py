@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise, seed_words
+from lpkit.kernels.scales import Made
 from lpkit.precision.scaled import Scaled
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe, untiled
 
@@ -63,6 +64,11 @@ class Arithmetic(Protocol):
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor: ...
 
+    def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *,
+              both: bool = False) -> Scaled | Operand:
+        """What `cast` would have made, of its values in 8 bits and their scales."""
+        ...
+
     def held(self, cast: Cast, dtype: torch.dtype) -> tuple[float, int]:
         """Bytes of a value and of a block's scale, as `cast` leaves them; 0: in the values."""
         ...
@@ -82,6 +88,8 @@ class ScaledLinear(nn.Linear):
     arithmetic: Arithmetic
     name: str
     cache: WeightCache | None = None    # inside `weights_cached`, around the parts of an update
+    # how `weight` was cast before it came from other ranks (`lpkit.parallel.cast_gather`)
+    gathered: Made | None = None
 
     @classmethod
     def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
@@ -118,16 +126,15 @@ class ScaledLinear(nn.Linear):
         if casts is None:  # this product is not low-precision: one more Scaled, with a scale of one
             return Scaled(data=x.to(dtype), scale=torch.ones(1, 1, device=x.device))
         cast, i = casts[PRODUCTS[product].index(role)], ROLES.index(role)
-        amax = noise = None
-        if (delayed := self.recipe.delayed) is not None:
-            latest = HISTORY_RULES[delayed.history_rule](self.amax_history[i, 1:])
-            amax = latest * 2.0**delayed.margin
+        delayed, amax, noise = self.recipe.delayed, self.past_amax(role), None
         if cast.rounding == "stochastic":
             noise = Noise(seed=self.keys[list(PRODUCTS).index(product), i],
                           counter=self.draws << 32)
         make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise,
                        both=both)
-        if role == "w" and self.cache is not None and not torch.compiler.is_compiling():
+        if role == "w" and self.gathered is not None:
+            made = self.arithmetic.taken(self.gathered._replace(data=x), cast, dtype, both=both)
+        elif role == "w" and self.cache is not None and not torch.compiler.is_compiling():
             # a history moves on between micro-batches, and may give the same weight another scale
             same = cast, dtype, both, self.arithmetic, None if amax is None else amax.item()
             made = self.cache.get(product, same, make, with_amax=delayed is not None)
@@ -140,10 +147,20 @@ class ScaledLinear(nn.Linear):
             now.copy_(torch.maximum(now, made.amax.view(()).nan_to_num(0, 0)))
         return made
 
+    def past_amax(self, role: str) -> Tensor | None:
+        """() float32, that delayed scaling goes by; 0 while its history is empty."""
+        if (delayed := self.recipe.delayed) is None:
+            return None
+        history = self.amax_history[ROLES.index(role), 1:]
+        return HISTORY_RULES[delayed.history_rule](history) * 2.0**delayed.margin
+
     def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
                  both: bool) -> tuple[Scaled | Operand, Callable[[], Scaled | Operand]]:
         """x as the operand `role` of `product`, and x.T as that of `other`, made when asked for: a
         cast of its own need not be there during the first product. `both`: it will be asked for."""
+        if role == "w" and self.gathered is not None:       # one cast, which transposes
+            made = self.cast(product, role, x, dtype, first=True)
+            return made, lambda: self.cast(product, role, x, dtype, both=True).T
         one, two = (casts and casts[PRODUCTS[name].index(role)] for name in (product, other)
                     for casts in [getattr(self.recipe, name)])
         shared = both and one is not None and one == two and self.arithmetic.shares(one)
@@ -183,6 +200,8 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
         tile = max(layer.recipe.tile, 2 * layer.arithmetic.alignment)
         x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
         bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
+    if layer.gathered is not None and w.grad_dtype != torch.float32:
+        w.grad_dtype = torch.float32        # w itself is in 8 bits
     y = ScaledMatmul.apply(x, w, bias, layer, dtype, torch.is_grad_enabled())
     return y[:M, :layer.out_features]
 
@@ -216,10 +235,13 @@ class ScaledMatmul(torch.autograd.Function):
             cast_x, turned_x = layer.operands("y", "dw", "x", x, dtype, both=w_trained)     # (K, M)
             cast_w, turned_w = layer.operands("y", "dx", "w", w, dtype, both=x_trained)     # (K, N)
             y = layer.product("y", cast_x, cast_w, dtype, bias)
-            kept = [_of_weight(turned_w())] if x_trained else []
+            # gathered weights are freed, and gathered again for backward
+            anew = x_trained and layer.gathered is not None
+            kept = [_of_weight(turned_w())] if x_trained and not anew else []
             kept += [turned_x()] if w_trained else []
         ctx.save_for_backward(*(t for one in kept for t in one.stored))
-        ctx.layer, ctx.dtype, ctx.dtypes = layer, dtype, (x.dtype, w.dtype)
+        ctx.layer, ctx.dtype, ctx.turned_w = layer, dtype, turned_w if anew else None
+        ctx.dtypes = x.dtype, w.dtype if layer.gathered is None else torch.float32
         return y
 
     @staticmethod
@@ -235,7 +257,8 @@ class ScaledMatmul(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 cast_g, turned_g = layer.operands("dx", "dw", "g", g, dtype,    # (M, N), (N, M)
                                                   both=ctx.needs_input_grad[1])
-                dx = layer.product("dx", cast_g, kept(), dtype).to(ctx.dtypes[0])  # (M, K)
+                cast_w = (ctx.turned_w or kept)()
+                dx = layer.product("dx", cast_g, cast_w, dtype).to(ctx.dtypes[0])   # (M, K)
             else:
                 turned_g = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import MicroBatch, Operations, operations
+from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings, chosen
 
 AGAIN = "again"                                 # what is kept of blocks that run again

@@ -2,8 +2,9 @@
 
 A step reads every weight once for the whole batch and of each sequence what its cache holds, and
 computes little with each number: it takes as long as those bytes do, or its FLOPs where the batch
-is large (Pope et al. 2022, https://arxiv.org/abs/2211.05102). Left out: starting kernels, which
-decides on small models; sampling; and a copy of what a format of fewer bits is decoded to.
+is large (Pope et al. 2022, https://arxiv.org/abs/2211.05102). What a format of fewer bits is
+decoded to is written and read besides. Left out: starting kernels, which decides on small models,
+and sampling.
 """
 
 from dataclasses import dataclass
@@ -65,8 +66,10 @@ def decoding(config: Config, machine: str | Machine = "h200", *, tokens: int | N
     read -= 0 if m.tied else parameters(m)["embedding"]
     weights, held = read * p.compute_bytes, cache_bytes(m, tokens, batch, format,
                                                         itemsize=p.compute_bytes)
-    work = batch * flops.forward_flops(m) / m.T
-    moving = (weights + held) / (on.bytes_per_second * efficiency.bandwidth)
+    work, decoded = batch * flops.forward_flops(m) / m.T, 0
+    if CACHES[format].bits is not None:
+        decoded = 2 * cache_bytes(m, tokens, batch, itemsize=p.compute_bytes)
+    moving = (weights + held + decoded) / (on.bytes_per_second * efficiency.bandwidth)
     computing = work / (on.peak_flops(p.dtype) * efficiency.products[p.dtype])
     return Step(tokens=tokens, batch=batch, weight_bytes=weights, cache_bytes=held, flops=work,
                 seconds=max(moving, computing), machine=on,

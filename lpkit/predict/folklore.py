@@ -30,9 +30,10 @@ from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
 from lpkit.presets import preset
 from lpkit.tables import markdown_table
-from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import find
+from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Checked, Text
 

@@ -5,22 +5,27 @@ rows. Sources: Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1
 states and their sharding; `activations` for what the forward pass keeps.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from lpkit.config import Config
+from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
+from lpkit.predict.messages import buckets
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
-from lpkit.techniques import blocks, layouts, machines, optimizers
-from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Operations, operations
-from lpkit.techniques.layouts import Layout
+from lpkit.techniques import layouts, machines, optimizers
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention_backends import choose_attention
+from lpkit.techniques.blocks import Operations, operations
+from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
+from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.row import Settings
 
@@ -142,8 +147,8 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
-    chosen, _ = blocks.choose_attention(attention or config.system.attention, device=on.kind,
-                                        low_precision=p.compute_bytes < FP32, model=config.model)
+    chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
+                                 low_precision=p.compute_bytes < FP32, model=config.model)
     sequences, pieces = layouts.micro_batch(config.global_batch, config.grad_accum_steps,
                                              layout.batch_ranks)
     return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
@@ -175,7 +180,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     row, settings = recompute_of(config, recompute)
     p = stored(config, precision_of(config, on, precision))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
-    if layout.zero == 3 and layout.state_ranks > 1 and p.compute_bytes < p.residual_bytes:
+    if (_fsdp(layout, p) and layout.gathered == "compute"
+            and p.compute_bytes < p.residual_bytes):
         p = replace(p, residual_bytes=p.compute_bytes)
     operand_bytes = None
     if p.low:
@@ -196,20 +202,34 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         as_it_is = operations(replace(s, operand_bytes=None))
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
-    doubt = _doubt(config, p, padded)
+    doubt = _doubt(config, p, padded, s.attention)
     found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
                     optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt)
              for embeds, heads in stages]
     return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
 
 
+def _as_trained(layout: Layout, p: Precision) -> bool:
+    """Whether lpkit.train has these axes and what rests in these dtypes; else others have."""
+    return layout.devices == layout.batch_ranks and not p.master and not p.buffered
+
+
+def _fsdp(layout: Layout, p: Precision) -> bool:
+    """Whether weights rest in shards, and whole ones are gathered: lpkit.train's ZeRO 2 is FSDP
+    that gathers once; others' keeps whole weights."""
+    return layout.state_ranks > 1 and (layout.zero == 3 or (layout.zero == 2
+                                                            and _as_trained(layout, p)))
+
+
 TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 WORDS = frozenset(("head", "first", "last"))
 
 
-def _doubt(config: Config, p: Precision, padded: Mapping[str, Any]) -> str:
+def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: str) -> str:
     """What the formula does not follow tensor by tensor, and what does."""
-    memory = config.memory
+    memory, kind = config.memory, config.model.attention.name
+    if attention == "plain" and KINDS[kind].state_bytes:
+        return f"the definition of {kind} attention is counted roughly" + TRACE
     if memory.activation_offload.name != "device":
         return "what comes back, and what goes, is taken to be one tensor of the MLP" + TRACE
     if p.dtype == "fp16" and memory.cross_entropy.name != "full":
@@ -290,7 +310,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     if m.tied and not embeds:
         tables += parts["embedding"]
     tables /= layout.tensor
-    sharded = layout.zero == 3 and ranks > 1
+    sharded, as_trained = _fsdp(layout, p), _as_trained(layout, p)
+    whole = sharded and layout.zero == 2    # from forward until a block's backward
     at_once = not techniques["optimizer_step"].gradients_held
     again = range(0, layers, repeated.every(recompute)) if repeated.repeats_blocks else range(0)
     plain = set()
@@ -317,7 +338,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
-                                    moment_format=moment_format, zero=layout.zero, devices=ranks)
+                                    moment_format=moment_format, zero=3 if whole else layout.zero,
+                                    devices=ranks)
     rows = [one for one in rows
             if one.at[UPDATE] and not (resting and one.name == "optimizer state")]
 
@@ -335,6 +357,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         if staged and layout.zero >= 2:
             held = (inside + tables) * p.gradients
         at = {moment: at.get(moment, 0) + held for moment in MOMENTS} | gradients.at
+    if as_trained and layout.devices > 1 and not sharded:
+        at, messages = _reduced(m, layout, p, at, pieces, walked[walk.TEMPORARIES])
+        row("communication buffers", messages, f"gradients on their way, {layout.reduction}, and "
+            f"what ZeRO 1 gathers weights into", "lpkit.parallel.replicas")
     row("gradients", at, gradients.formula, gradients.source)
     row("batch", dict.fromkeys(MOMENTS, 2 * TOKEN_ID * s.tokens * pieces / layout.context),
         "token ids and targets of one update, int64", "lpkit.datasets")
@@ -360,15 +386,31 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         # next one is at work.
         late = layers > 1 and reduced - own > kept_bytes and not staged
         activations[walk.LAST] = activations.get(walk.LAST, 0) - late * kept_bytes
-        gathered = (dict.fromkeys(z.most, tables * p.compute_bytes) |
-                    dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * p.compute_bytes))
+        travels = p.compute_bytes if layout.gathered == "compute" else p.weights
+        gathered = (dict.fromkeys(z.most, tables * travels) |
+                    dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * travels))
         what = "all outside the blocks, and the block at work, whole, in the compute dtype"
+        if whole:
+            gathered |= dict.fromkeys((LOSS, walk.HEAD, walk.LAST), (tables + inside) * travels)
+            what = "whole weights, until a block's backward is done"
         if staged:
             gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * p.compute_bytes)
             what = "the whole stage in the compute dtype, from the first micro-batch to the last"
         row("gathered weights", gathered, what, FSDP)
-        row("communication buffers", {walk.LAST: reduced if late else own, walk.FIRST: reduced,
-                                      walk.EMBED: tables * FP32},
+        temporaries = walked[walk.TEMPORARIES]
+        # those outside of blocks leave when all are there
+        outside = max(reduced, tables * (own / block + FP32) - temporaries.get(walk.EMBED, 0))
+        held = {walk.LAST: reduced if late else own, walk.FIRST: reduced, walk.EMBED: outside}
+        if layers > 2 and not staged:   # the second block is at work, the first waits, gathered
+            held[walk.FIRST] += block * travels
+            waits = keep.again_bytes if 0 in again else keep.block_bytes
+            activations[walk.FIRST] = activations.get(walk.FIRST, 0) + waits
+        if whole:
+            held[walk.LAST] = max(0.0, held[walk.LAST] - block * travels)       # what the last block was gathered into, and for a moment the one before
+            logits = temporaries.get(LOSS, 0)
+            kept = keep.block_bytes + walked[walk.LOGITS].get(LOSS, 0)
+            held[LOSS] = max(0.0, block * travels + max(-logits, block * travels - logits - kept))
+        row("communication buffers", held,
             "one block's gradients, whole, reduced in float32 on their way to their shards", FSDP)
     row("weight copies", walked[walk.COPIES],
         "each weight of a 16-bit product once more in that dtype, until its backward", AMP)
@@ -418,6 +460,38 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         unused = z.tokens * m.V * p.compute_bytes
     return Memory(rows=tuple(rows), memory_bytes=on.memory_bytes, doubt=doubt, apart=apart,
                   unused_bytes=unused)
+
+
+def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, float], pieces: int,
+             temporaries: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Gradients of replicas and of ZeRO 1 in the last micro-batch, and what messages hold besides,
+    by moment. `whole`: gradients that nobody sends. Messages leave as backward has their gradients,
+    or after it; two are under way. A parameter alone travels as it lies."""
+    row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
+    sent = buckets(m, row.bucket_bytes // p.weights)
+    sizes = [p.gradients * sum(map(math.prod, bucket)) for bucket in sent]
+    copied = [nbytes * (len(bucket) > 1 or (sharded and bucket[0][0] % ranks > 0))
+              for nbytes, bucket in zip(sizes, sent)]
+    at, messages, total = dict(whole), dict.fromkeys(IN_BACKWARD, 0.0), sum(sizes)
+    most = total + max(copied)      # once backward is done
+    if row.overlaps:
+        most = total + copied[-1]
+    if row.overlaps and sharded:
+        for moment in (walk.LAST, walk.FIRST, walk.EMBED):
+            there = total - sizes[-1] if moment == walk.EMBED else whole.get(moment, 0)
+            if pieces > 1 and moment != walk.EMBED:
+                there = 0.0         # gradients of earlier micro-batches, the last one's are added
+            gone = [nbytes for nbytes, so_far in zip(sizes, accumulate(sizes)) if so_far <= there]
+            at[moment] = whole.get(moment, 0) - sum(gone) * (1 - 1 / ranks)
+            messages[moment] = sum(gone[-2:])
+        most = sizes[-1] + copied[-1] + sum(sizes[-2:-1]) + sum(sizes[:-1]) / ranks
+    held = at.get(walk.EMBED, 0) + temporaries.get(walk.EMBED, 0)
+    messages[walk.EMBED] = max(messages[walk.EMBED], most - held)
+    if sharded:
+        at[UPDATE] = total / ranks
+        spread = max(nbytes / ranks + copy for nbytes, copy in zip(sizes, copied))
+        messages[UPDATE] = max(0.0, spread - at[UPDATE])
+    return at, messages
 
 
 def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recompute, cut: int,

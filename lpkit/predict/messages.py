@@ -13,7 +13,7 @@ https://doi.org/10.1177/1094342005051521). Exact: tests/test_messages.py holds i
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,10 +22,10 @@ from lpkit.predict.casts import on_hardware
 from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
-from lpkit.techniques.blocks import FP32
 from lpkit.techniques.data import POLICIES, Task
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.operation import FP32
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
@@ -80,10 +80,8 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
         cast = m.L * len(of(m).linears) + 1 - sum(on_hardware(name, recipe, m).kept.values())
         sent[Message(ALL_REDUCE, 3 * FP32 * cast, world)] += pieces     # amaxes of x, w and dy
 
-    first, block, last = parameter_shapes(m)
     if layout.stage < 2:
-        most = REDUCTIONS[layout.reduction].bucket_bytes // p.weights
-        for bucket in _buckets((*first, *m.L * block, *last)[::-1], most):
+        for bucket in buckets(m, REDUCTIONS[layout.reduction].bucket_bytes // p.weights):
             if not layout.stage:
                 sent[Message(ALL_REDUCE, p.gradients * sum(map(math.prod, bucket)), world)] += 1
                 continue
@@ -94,6 +92,7 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
                 sent[Message(ALL_REDUCE, p.gradients * rows // shard, data)] += 1
         return +sent
     gathered = p.compute_bytes if layout.gathered == "compute" else p.weights
+    first, block, last = parameter_shapes(m)
     # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
     for group, times, gathers in (((*first, *last), pieces, 1),
                                   (block, m.L * pieces, layout.stage - 1)):
@@ -129,14 +128,17 @@ def parameter_shapes(m: ModelConfig) -> tuple[tuple[tuple[int, ...], ...], ...]:
             (*ops.norm.shapes, *ops.head.shapes))
 
 
-def _buckets(shapes: Iterable[tuple[int, ...]], most: int) -> Iterator[list[tuple[int, ...]]]:
-    """In this order, of `most` numbers at most unless one has more (lpkit.parallel.replicas)."""
-    bucket, held = [], 0
-    for shape in shapes:
+@functools.lru_cache(maxsize=256)
+def buckets(m: ModelConfig, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Shapes of the parameters that travel together, the last ones first: of `most` numbers at most
+    unless one has more (`lpkit.parallel.replicas.buckets`)."""
+    first, block, last = parameter_shapes(m)
+    found, held = [[]], 0
+    for shape in (*first, *m.L * block, *last)[::-1]:
         numbers = math.prod(shape)
-        if bucket and held + numbers > most:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(shape)
+        if found[-1] and held + numbers > most:
+            found.append([])
+            held = 0
+        found[-1].append(shape)
         held += numbers
-    yield bucket
+    return tuple(map(tuple, found))

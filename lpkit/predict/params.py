@@ -3,7 +3,8 @@
 import functools
 
 from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import MicroBatch, Operations, operations
+from lpkit.techniques.blocks import Operations, operations
+from lpkit.techniques.operation import MicroBatch
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
 from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs, taken
 from lpkit.predict.walk import HEAD, LAST
-from lpkit.techniques.blocks import MicroBatch
+from lpkit.techniques.operation import MicroBatch
 
 GIB = 2**30
 TORCHTITAN = ("torchtitan", "torchtitan + torchao")

@@ -19,7 +19,8 @@ from typing import Any
 
 from lpkit.config import ModelConfig
 from lpkit.predict.activations import OUTSIDE, kept
-from lpkit.techniques.blocks import MicroBatch, operations
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch
 
 ORDER = "LBHGTVEDFMNK"      # of letters in a product
 POWERS = {2: "²", 3: "³"}

@@ -39,10 +39,11 @@ from lpkit.predict.params import parameters
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.techniques import machines
-from lpkit.techniques.blocks import MicroBatch, Op, operations
+from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout, check, layers_of_stage
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute, recompute_of
+from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.optimizers import find
 from lpkit.techniques.row import Settings
 

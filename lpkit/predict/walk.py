@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 from lpkit.predict.activations import Kept
 from lpkit.predict.recipes import Low
-from lpkit.techniques.blocks import FP32, TOKEN_ID, MicroBatch, Op, Operations
+from lpkit.techniques.blocks import Operations
+from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch, Op
 
 LOSS, HEAD = "backward begins", "head and last norm"
 LAST, FIRST = "the last block", "the first block"
@@ -251,8 +252,8 @@ class Walk:
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
-        table = self.table * self.gradient_bytes
-        positions = self.ops.positions.params * self.gradient_bytes
+        each = self.s.compute_bytes if self.sharded else self.gradient_bytes    # before they leave
+        table, positions = self.table * each, self.ops.positions.params * each
         tied = self.s.model.tied and self.heads
         self.begin(EMBED)
         if not self.gathers:
@@ -371,7 +372,7 @@ class Walk:
             after = max(after, final + weight * self.update_bytes)
         steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
                  (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
-        if not self.gathers:
+        if not self.gathers and not (self.sharded and op is self.ops.head):
             steps.append((NO_MOMENT, GRADIENTS, final))
         return steps
 

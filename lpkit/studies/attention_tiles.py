@@ -25,7 +25,8 @@ from lpkit.contracts import Attend
 from lpkit.kernels.tiled_attention import attend, tiles
 from lpkit.measure.tracking import Tracker
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import ATTENTION, FP32, MicroBatch
+from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.operation import FP32, MicroBatch
 
 OVERWRITES = ("copy_", "fill_", "zero_")            # in place, without a look at what was there
 MOVES_NOTHING = ("new_empty", "_unsafe_view")       # though no alias in its schema says so

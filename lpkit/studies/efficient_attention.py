@@ -3,7 +3,7 @@
     at = Layer(kind=KINDS["window"].settings, context=1024)
     at.needed_flops, at.computed_flops, at.saved_bytes      # by formula: of the kind, of its backend
     seconds([at, ...], rounds=5)                            # forward and backward, measured
-    learned = learn(kind, Recall(pairs=8, symbols=8), context=40, steps=150, seed=0)
+    [learned] = learn({"full": kind}, Recall(pairs=8, symbols=8), context=40, steps=150)["full"]
     learned.by_distance(8)                                  # share of right answers
 
 One layer's attention alone is timed, as its model calls it: from q, k and v to the heads' output.
@@ -14,21 +14,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lpkit.config import Config, ModelConfig
+from lpkit.contracts import DataPolicy
+from lpkit.machine_facts import cores
 from lpkit.measure import saved_bytes
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import MicroBatch, Op, choose_attention, operations
+from lpkit.techniques.attention_backends import choose_attention
+from lpkit.techniques.blocks import operations
 from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
 
+T = TypeVar("T")
 FLASH_PRODUCTS = 3.5        # forward 2 products over pairs, backward 5: the scores once more
 LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_width": 64,
             "model.position": "rope", "model.norm": "rmsnorm", "model.bias": False,
@@ -204,35 +211,53 @@ class Learned:
                 for b in of.unique().tolist()}
 
 
-def learn(kind: Settings, task: Task, *, context: int, steps: int, seed: int) -> Learned:
-    """A tiny model of `kind` learns `task`, and is asked what it was not trained on."""
-    config = Config().replace(LEARNING | {
-        "model.vocab": task.vocab, "model.context": context, "steps": steps, "seed": seed})
-    config = _attending(config, kind)
+def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int,
+          seeds: int = 1) -> dict[str, list[Learned]]:
+    """Tiny models of each kind learn `task`, and are asked what they were not trained on."""
+    config = Config().replace(LEARNING | {"model.vocab": task.vocab, "model.context": context})
     settings = {key: value for key, value in vars(task).items() if key != "name"}
-    data = POLICIES[task.name].load()(batch=config.global_batch, context=context, seed=seed,
-                                      **settings)
-    training = Training.build(config, data=data)
-    losses = torch.stack([training.update(step).loss for step in range(steps)])
-    far, right = [], []
-    for step in range(ASKED, ASKED + QUESTIONS):
-        batch = data.batch(step)
-        with torch.no_grad():
+    drawn = [POLICIES[task.name].load()(batch=config.global_batch, context=context, seed=seed,
+                                        **settings) for seed in range(seeds)]
+
+    def study(training: Training) -> Learned:
+        losses = torch.stack([training.update(step).loss for step in range(steps)])
+        far, right = [], []
+        for step in range(ASKED, ASKED + QUESTIONS):
+            batch = training.data.batch(step)
             said = training.logits(batch.tokens).argmax(-1)
-        asked = batch.weights > 0
-        far.append(data.distances(batch)[asked])
-        right.append((said == batch.targets)[asked])
-    return Learned(losses=tuple(losses.tolist()), distances=torch.cat(far), right=torch.cat(right))
+            asked = batch.weights > 0
+            far.append(training.data.distances(batch)[asked])
+            right.append((said == batch.targets)[asked])
+        return Learned(losses=tuple(losses.tolist()), distances=torch.cat(far),
+                       right=torch.cat(right))
+
+    return _all(study, kinds, config.replace({"steps": steps}), drawn)
 
 
-def read(kind: Settings, config: Config, *, steps: int, seed: int) -> float:
-    """Nats per token of text that a tiny model of `kind` was not trained on, after `steps`."""
-    config = config.replace(LEARNING | {"steps": steps, "seed": seed, "model.vocab": 256,
+def read(kinds: Mapping[str, Settings], config: Config, *, steps: int,
+         seeds: int = 1) -> dict[str, list[float]]:
+    """Nats per token of text that tiny models were not trained on, after `steps`."""
+    config = config.replace(LEARNING | {"steps": steps, "model.vocab": 256,
                                         "global_batch": config.global_batch})
-    training = Training.build(_attending(config, kind))
-    for step in range(steps):
-        training.update(step)
-    return training.evaluate()
+
+    def study(training: Training) -> float:
+        for step in range(steps):
+            training.update(step)
+        return training.evaluate()
+
+    return _all(study, kinds, config, [None] * seeds)
+
+
+def _all(study: Callable[[Training], T], kinds: Mapping[str, Settings], config: Config,
+         data: Sequence[DataPolicy | None]) -> dict[str, list[T]]:
+    """By kind, one for each seed. As many at a time as there are cores, each by one thread, and
+    so with the numbers that it has alone; they are built one after the other, because all draw
+    their weights from one generator."""
+    trainings = [Training.build(_attending(config.replace({"seed": seed}), kind), data=one)
+                 for kind in kinds.values() for seed, one in enumerate(data)]
+    with ThreadPoolExecutor(cores()) as pool:
+        found = pool.map(study, trainings)
+        return {name: [next(found) for _ in data] for name in kinds}
 
 
 def _attending(config: Config, kind: Settings) -> Config:

@@ -8,6 +8,7 @@ documentation read the same row, so a technique is one row, here or outside, and
 
 from lpkit.techniques import (
     attention,
+    attention_backends,
     blocks,
     changes,
     data,
@@ -24,7 +25,7 @@ FAMILIES = {        # by the field of a Config that names a row
     "model.init": inits.INITS,
     "model.block": blocks.BLOCKS,
     "model.attention": attention.KINDS,
-    "system.attention": blocks.ATTENTION,
+    "system.attention": attention_backends.ATTENTION,
     "data.policy": data.POLICIES,
     "precision.recipe": recipes.RECIPES,
     "memory.recompute": memory.RECOMPUTE,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lpkit.errors import shown
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Count, CountOrZero, Positive, Seed
 
@@ -130,6 +131,10 @@ class Softmax(Settings):
     soft_cap: Positive | None = None    # as Gemma 2, 50
     sinks: bool = False                 # as gpt-oss
 
+    def problem(self, T: int) -> str:
+        """Why it cannot be of a context of T tokens, and the way out; empty: it can."""
+        return ""
+
     def rule(self, T: int) -> Rule:
         return Rule(soft_cap=self.soft_cap, sinks=self.sinks)
 
@@ -146,16 +151,32 @@ class Window(Softmax):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Softmax):
-    """The latest `local` blocks, and of those before every `stride`-th."""
+    """The latest `local` blocks, and of those before every `stride`-th. Or by a table of one's own:
+    for each block of queries a row, which has 1 for a block of keys that it sees, else 0. A row may
+    see nothing; of keys to come it never sees any."""
 
     block: Count = 64
     local: Count = 2
     stride: Count = 4
+    table: tuple[str, ...] | None = None
+
+    def problem(self, T: int) -> str:
+        count = -(-T // self.block)
+        if self.table is None or (len(self.table) == count and all(
+                len(row) == count and set(row) <= {"0", "1"} for row in self.table)):
+            return ""
+        return (f"model.attention.table must have {count} rows of {count} digits 0 or 1, one for "
+                f"each {self.block} tokens of model.context={T}, got {shown(self.table)}")
 
     def rule(self, T: int) -> Rule:
-        count = -(-T // self.block)
-        return Rule(block=self.block, blocks=_strided(count, self.local, self.stride),
-                    soft_cap=self.soft_cap, sinks=self.sinks)
+        blocks = (_strided(-(-T // self.block), self.local, self.stride) if self.table is None
+                  else _written(self.table))
+        return Rule(block=self.block, blocks=blocks, soft_cap=self.soft_cap, sinks=self.sinks)
+
+
+@functools.lru_cache(maxsize=64)
+def _written(table: tuple[str, ...]) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple(seen == "1" for seen in row) for row in table)
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,6 +195,9 @@ class Documents(Softmax):
 class WithoutSoftmax(Settings):
     where = "model.attention."
 
+    def problem(self, T: int) -> str:
+        return ""
+
     def rule(self, T: int) -> None:
         return None
 
@@ -186,11 +210,11 @@ class RandomFeatures(WithoutSoftmax):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind(Row):
-    """`settings` has `rule(context)`: the Rule of a softmax kind, else None.
+    """`settings` has `rule(context)`: the Rule of a softmax kind, else None; and `problem(context)`.
 
     implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
-                    softmax it has a method for each backend that computes it, and `state` and
-                    `step` for one token after the other (`lpkit.nn.linear_attention`)
+                    softmax it has a method for each backend that computes it, and `state`, `after`
+                    (a prompt) and `step` (a token) to generate (`lpkit.nn.linear_attention`)
     operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
     products        of what the module itself does: f(MicroBatch), Ops
     cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
@@ -216,7 +240,7 @@ def _keys_to_values(m: Any) -> int:
     return 4 * m.G * m.E * m.E
 
 
-OPERATIONS = "lpkit.techniques.blocks:"
+OPERATIONS = "lpkit.techniques.attention_backends:"
 STATE = "lpkit.nn.kv_cache:State"
 
 KINDS: dict[str, AttentionKind] = {
@@ -225,7 +249,7 @@ KINDS: dict[str, AttentionKind] = {
     "window": AttentionKind(why="the latest tokens, and the first ones where they are global",
                    settings=Window(),
                    source="Beltagy et al. 2020, https://arxiv.org/abs/2004.05150"),
-    "block-sparse": AttentionKind(why="blocks of tokens: the latest, and every few before",
+    "block-sparse": AttentionKind(why="blocks of tokens: the latest, and every few before; or a table",
                          settings=BlockSparse(),
                          source="Child et al. 2019, https://arxiv.org/abs/1904.10509"),
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",

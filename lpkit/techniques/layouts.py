@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lpkit.errors import ConfigError, pick, shown
+from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row
 from lpkit.values import Checked, Count
 
@@ -64,11 +65,25 @@ REDUCTIONS = {
     "overlapped": Reduction(why="messages of 25 MiB, beside the rest of backward", source=DDP,
                             bucket_bytes=25 << 20, overlaps=True),
 }
-# In what weights travel that are gathered (ZeRO 2 and 3).
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered(Row):
+    """In what weights travel that are gathered (ZeRO 2 and 3). `mixed`: all in the dtype of the
+    computation; `cast`: those that the recipe casts as their cast, in its 8 bits."""
+
+    mixed: bool = False
+    cast: bool = False
+
+
 GATHERED = {
-    "compute": Row(why="in the dtype of the computation, as FSDP's mixed precision has it: the "
-                       "residual stream is then in it, too"),
-    "float32": Row(why="as they rest: the numbers of one device"),
+    "compute": Gathered(mixed=True, why="in the dtype of the computation, as FSDP's mixed precision "
+                                        "has it: the residual stream is then in it, too"),
+    "float32": Gathered(why="as they rest: the numbers of one device"),
+    "fp8": Gathered(cast=True, why="weights that the recipe casts as E4M3 or E5M2, a byte each, "
+                                   "the others as they rest: the numbers of one device",
+                    source="torchao's float8 all-gather, https://github.com/pytorch/ao; "
+                           "https://pytorch.org/blog/training-using-float8-fsdp2/"),
 }
 
 
@@ -210,6 +225,23 @@ UNSHARDED = (
     Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows"),
 )
 TRAINED = ("data", "shard")     # the axes
+
+
+def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
+    """Raises ConfigError where weights cannot travel as the recipe, that of the config, casts
+    them."""
+    layout = config.parallel
+    if layout.devices == 1 or not GATHERED[layout.gathered].cast:
+        return
+    asked, name = f"parallel.gathered={layout.gathered}", recipe.settings.name
+    if layout.stage < 2:
+        raise ConfigError(f"{asked} is of ZeRO 2 and 3, and parallel.zero={layout.stage} keeps "
+                          f"whole weights; set parallel.gathered=float32, or parallel.zero=3")
+    if not recipe.gathers:
+        can = [row for row, recipe in RECIPES.items() if recipe.gathers]
+        raise ConfigError(f"{asked} sends a weight as the one cast, of 8 bits, that both its "
+                          f"products take, and precision.recipe={name} has none; set "
+                          f"parallel.gathered=compute, or use {', '.join(can[:-1])} or {can[-1]}")
 
 
 def refuse_untrainable(config: "Config") -> None:

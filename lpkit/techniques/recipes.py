@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.techniques.formats import format_of
@@ -183,6 +183,15 @@ class Recipe(Row):
     @property
     def stochastic(self) -> bool:
         return any(cast.rounding == "stochastic" for cast in self.all_casts)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether one cast of a weight, a byte a value, is all that its products take of it."""
+        both = {casts and casts[1] for casts in (self.y, self.dx)}
+        cast = both.pop()
+        return (not both and cast is not None and cast.transposes
+                and cast.format in get_args(Format8) and cast.rounding == "nearest-even"
+                and SCALES[cast.scale].levels == 1)
 
     @property
     def history(self) -> int:

@@ -2,8 +2,7 @@
 
 Asked for by name, one that needs a library is held against the definition before it is used. With
 auto, on a GPU or for a long run, every backend that can is verified and those that are right are
-raced (`lpkit.kernels.choose`); else the rule that predictions have (`blocks.choose_attention`)
-stands: a race costs seconds of a CPU, which only a run of hours gets back.
+raced (`lpkit.kernels.choose`); else the rule that predictions have stands (`choose_attention`): a race costs seconds of a CPU, which only a run of hours gets back.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lpkit.kernels.choose import choose as raced
 from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.blocks import (
+from lpkit.techniques.attention_backends import (
     ATTENTION,
     Attending,
     choose_attention,

@@ -109,6 +109,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
+    layouts.refuse_ungatherable(config, recipe)
     compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpkit.config import MemoryConfig
 from lpkit.datasets import tokenizer_from_dict
 from lpkit.errors import ConfigError, pick
+from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.precision.compute import compute_dtype
 from lpkit.techniques.caches import CACHES
@@ -35,7 +36,7 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     """
     run = run if isinstance(run, Run) else Run.open(run)
     pick(CACHES, cache, "cache")        # before minutes of loading
-    training = trained(run, device)
+    training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
     prompts = [tokenizer.encode(one) for one in ([prompt] if isinstance(prompt, str) else prompt)]
     if not prompts:
@@ -76,6 +77,18 @@ def trained(run: Run, device: str = "cpu") -> Training:
     return training
 
 
+def cast_once(training: Training) -> Training:
+    """With the weights of its Linears in the dtype that autocast would give them for each token
+    anew, as it keeps no cast of what has no gradient. The same numbers."""
+    dtype = compute_dtype(training.decisions.recipe)
+    for module in training.model.modules() if dtype else ():
+        if type(module) in (nn.Linear, WideLinear):
+            for name, p in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(p.to(dtype), requires_grad=False))
+    return training
+
+
+@torch.inference_mode()
 def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, temperature: float,
              top_k: int | None, rngs: Sequence[torch.Generator],
              format: str = "same") -> Iterator[list[int]]:
@@ -109,7 +122,7 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids
     if len(given) > 1:
-        with torch.no_grad(), training.decisions.autocast:
+        with training.decisions.autocast:
             training.model.hidden(torch.tensor([given[:-1]], device=training.device), cache)
 
 

@@ -75,9 +75,9 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
             sharding.backward(last=i == parts - 1)
             (part if scaler is None else part * scaler.scale).backward()
             advance(model, ranks.largest)
+            if i == parts - 1:
+                sharding.reduce()
         losses.append(part.detach())
-    with phases("backward"):
-        sharding.reduce()
     if scaler is not None:
         scaler.unscale(sharding.owned.values() or model.parameters(), ranks)
     return ranks.mean(torch.stack(losses).sum())

@@ -185,7 +185,7 @@ class Training:
             loss = self.forward_backward(self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
-            self.sharding.spread()
+            self.sharding.spread()      # the new weights, where a rank updated a part
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
 
@@ -262,6 +262,7 @@ class Training:
                 value = self.sharding.part(parameter, value).to(self.device)
                 value = self.state_placement.store(value)
             self.optimizer.state[parameters[parameter]][slot] = value
+        self.sharding.spread()
         torch.set_rng_state(state["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)

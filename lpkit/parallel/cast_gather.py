@@ -1,0 +1,119 @@
+"""Weights that travel as their casts: a byte a value, half of bf16's.
+
+FSDP2 gathers what a shard says is to be gathered: `fsdp_pre_all_gather` gives the tensors to send,
+`fsdp_post_all_gather` makes the whole parameter of them. Here these are the recipe's own cast of a
+Linear's weight, in the scale that the cast of the whole weight has, so that the layer multiplies
+what arrives: the numbers are those of one device, bit for bit. Bytes go as uint8, since gloo knows
+no float8. The parameter that arrives is a float8 tensor over the gathered bytes, with gradients in
+float32; shards, optimizer and checkpoints do not know of all this.
+
+One scale for the tensor needs an amax over all ranks: those of all weights are one all-reduce an
+update, in `agree`. Blocks of rows lie on one rank each, and their scales travel with them.
+
+Source: https://pytorch.org/blog/training-using-float8-fsdp2/
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lpkit.errors import ConfigError
+from lpkit.kernels import cast as kernel
+from lpkit.kernels.scales import Made, decide, stored_dtype
+from lpkit.precision.linear import ScaledLinear, scaled_linears
+from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import ALL, untiled
+
+
+class CastGather:
+    """Of the weight of one layer, of which this rank has `rows`, and no rank more than `most`."""
+
+    def __init__(self, layer: ScaledLinear, rows: nn.Parameter, most: int):
+        self.layer, self.rows, self.padding = layer, rows, most - len(rows)
+        self.cast = layer.recipe.y[1]
+        self.to, (side, along) = format_of(self.cast.format), self.cast.block
+        self.whole = self.cast.block == (ALL, ALL)      # one scale is the tensor's
+        N, K = layer.out_features, layer.in_features
+        if problem := untiled(layer.recipe, {"N": N, "K": K}, layer.arithmetic.alignment):
+            raise ConfigError(f"{layer.name}: {problem}, and parallel.gathered=fp8 pads nothing; "
+                              f"set parallel.gathered=compute")
+        if not self.whole and most % side:
+            raise ConfigError(
+                f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} of "
+                f"the {N} of {layer.name}; set parallel.gathered=compute, shard over fewer ranks, "
+                f"or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
+        zeros = partial(torch.zeros, device=rows.device)
+        shape = (1, 1) if self.whole else (N // side, K // along)
+        layer.gathered = Made(data=rows, scale=zeros(shape), tensor=None, amax=zeros(1, 1),
+                              nonfinite=zeros((), dtype=torch.int64))
+
+    def found(self) -> Tensor:
+        """(2,) float32: the largest magnitude of the rows, infinite where they hold a NaN, and how
+        many are not finite."""
+        if not len(self.rows):
+            return self.rows.new_zeros(2)
+        largest, nonfinite = kernel.amax(self.rows.detach())
+        return torch.stack((largest.nan_to_num(nan=torch.inf), nonfinite.float()))
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        rows, made = F.pad(self.rows.detach(), (0, 0, 0, self.padding)), self.layer.gathered
+        amax = made.amax if self.whole else kernel.amax(rows, self.cast.block).values
+        scale, *_ = decide(amax, self.layer.past_amax("w"), self.cast.scale, self.to)
+        values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
+                            rescale=False)
+        if not self.whole:
+            return (values, scale), None
+        made.scale.copy_(scale)
+        return (values,), None
+
+    def fsdp_post_all_gather(self, arrived: Sequence[Tensor], metadata: None, dtype: torch.dtype, *,
+                             out: Tensor | None = None) -> tuple[Tensor, tuple] | None:
+        values, *scales = arrived
+        for scale in scales:
+            made = self.layer.gathered
+            made.scale.copy_(scale)
+            made.nonfinite.copy_(scale.isfinite().logical_not().sum())
+        # `out` lies over the bytes that have just arrived
+        return None if out is not None else (values.view(stored_dtype(self.to)), ())
+
+
+def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],
+                 ranks: int) -> list[CastGather]:
+    """Let FSDP2 gather casts of the weights that are cast, but for those that two modules share.
+    `owned`: by its DTensors, their rows here. Raises ConfigError."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = []
+    for layer in scaled_linears(model):
+        if uses[id(layer.weight)] > 1:
+            continue
+        one = CastGather(layer, owned[layer.weight], -(-layer.out_features // ranks))
+        # where FSDP2 looks for these two, at the first forward; `to_local` is another object
+        rows = layer.weight._local_tensor
+        rows.fsdp_pre_all_gather = one.fsdp_pre_all_gather
+        rows.fsdp_post_all_gather = one.fsdp_post_all_gather
+        found.append(one)
+    if not found:
+        raise ConfigError("parallel.gathered=fp8 finds no weight that is cast here: a library that "
+                          "multiplies casts its own; set precision.backend=auto, or parallel."
+                          "gathered=compute")
+    return found
+
+
+def agree(gathers: Iterable[CastGather], group: dist.ProcessGroup) -> None:
+    """New weights: scales of whole tensors follow from what all ranks of `group` have."""
+    whole = [one for one in gathers if one.whole]
+    if not whole:
+        return
+    found = torch.stack([one.found() for one in whole])
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    for one, (amax, nonfinite) in zip(whole, found.unbind()):
+        one.layer.gathered.amax.fill_(amax)
+        one.layer.gathered.nonfinite.copy_(nonfinite)

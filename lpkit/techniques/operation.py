@@ -1,0 +1,184 @@
+"""An operation of a transformer: what everything about a model's size is a sum over. No torch.
+
+Parameters, FLOPs, what autograd saves, what moves through memory, what each backward holds, which
+weights tensor parallelism cuts: an `Op` says all of it, of one `MicroBatch` on one device that
+holds the whole model. Here are also the operations that attention needs, Linears and positions;
+`attention_backends` has attention's own, `blocks` all others and the list of a whole model.
+
+Methods: Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198) for what is saved;
+the terms are those of PyTorch's kernels for `lpkit.nn`, and tests/test_predict.py holds them equal
+to a measured step, to the byte.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.row import Row
+
+FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """A product over pairs of tokens, (M, K) with (K, N), `group` at once: heads x sequences."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """A moment of an operation's backward: `nbytes` are there for a while; then a share of what it
+    saved is freed, and the gradients that wait grow by `grows`."""
+
+    nbytes: float = 0.0
+    frees: float = 0.0
+    grows: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation. `name` is the module's in lpkit.nn, where it has one."""
+
+    name: str
+    part: str                               # of the parameters: attention, mlp, norms, ...
+    params: int = 0
+    shape: tuple[int, ...] = ()             # of each parameter that is no Linear's; (): one vector
+    matmul: tuple[int, int] | None = None   # of a Linear: numbers in, numbers out, for each token
+    cut: Literal["", "column", "row"] = ""  # the side of the weight that tensor parallelism cuts
+    reads_residual: bool = False            # a Linear's input has the residual stream's dtype
+    writes_residual: bool = False           # a Linear's result is added to the residual stream
+    pairs: tuple[Pairs, ...] = ()
+    saved_bytes: float = 0                  # each storage once, under what saves it first
+    saved_itemsize: int = FP32              # of a number of these
+    saves_result: bool = False              # so that the Linear after it need not save its input
+    result_bytes: int = 0                   # selective recomputation keeps these
+    moved_bytes: int = 0                    # in forward, unfused; of products nothing
+    pairs_share: float = 1.0                # of `pairs`, what is computed: a mask may leave less
+    backward_pairs: float = 2.0             # products over pairs in backward, over those of forward
+    score_passes: tuple[int, int] = (0, 0)  # scores written or read again, forward and backward
+    backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
+    in_stream: bool = False                 # works on the residual stream, whole in its width
+
+    @functools.cached_property
+    def weights(self) -> int:
+        """Parameters in a matrix product."""
+        return self.matmul[0] * self.matmul[1] if self.matmul else 0
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its parameters, as its module has them."""
+        if not self.params:
+            return ()
+        if self.matmul:
+            bias = self.params - self.weights
+            return (self.matmul[::-1], (bias,)) if bias else (self.matmul[::-1],)
+        shape = self.shape or (self.params,)
+        return (shape,) * (self.params // math.prod(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What the bytes of an operation depend on. `batch` sequences of model.context tokens.
+
+    `compute_bytes` is of a number in the products, `residual_bytes` in the residual stream: 4 and 4
+    in float32, 2 and 4 under 16-bit autocast, 2 and 2 for a model that is 16-bit throughout. `kind`
+    matters where PyTorch's kernels differ on a GPU: its RMSNorm is fused, and autocast takes a
+    plain softmax in float32.
+    """
+
+    model: Any                              # a ModelConfig
+    batch: int = 1
+    compute_bytes: int = 4
+    residual_bytes: int = 4
+    kind: Literal["cpu", "gpu"] = "cpu"
+    attention: str = "sdpa"
+    operand_bytes: float | None = None      # of a number of a Linear's saved input; None: as it is
+    attends_again: bool = False             # in backward; of attention q, k and v alone are kept
+    head_bytes: float | None = None         # of the head's
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        return self.batch * self.model.T
+
+    @functools.cached_property
+    def stream_bytes(self) -> int:
+        """Of the residual stream."""
+        return self.tokens * self.model.D * self.residual_bytes
+
+    @functools.cached_property
+    def mixed(self) -> bool:
+        return self.compute_bytes < self.residual_bytes
+
+    @property
+    def heads_are_views(self) -> bool:
+        """(B, H, T, E) lies as (B, T, H, E): B and H merge without a copy only if one is 1."""
+        return self.batch == 1 or self.model.H == 1
+
+    @functools.cached_property
+    def rule(self) -> Rule | None:
+        return self.model.attention.rule(self.model.T)
+
+    @property
+    def masked_pairs(self) -> int:
+        """Of a mask of the whole rule: documents differ by sequence."""
+        return (self.batch if self.rule.documents else 1) * self.model.T**2
+
+    @property
+    def norms_save_qkv(self) -> bool:
+        """Whether norms of q and k keep the product of q, k and v alive, a view of which is their
+        input; else they have cast it to float32."""
+        wide = self.compute_bytes == FP32 or (self.kind == "gpu" and not self.mixed)
+        return self.model.qk_norm and wide
+
+    @property
+    def turns(self) -> bool:
+        """Whether q and k are computed again between their product and attention."""
+        return POSITIONS[self.model.position].turns or self.model.qk_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(Row):
+    """A row with its operations."""
+
+    operations: Callable[..., Any]
+    turns: bool = False     # of positions: q and k are turned in each block
+
+
+def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
+           input_is_saved: bool = False) -> Op:
+    """A column-parallel one reads the residual stream, a row-parallel one writes it."""
+    itemsize = s.compute_bytes if s.operand_bytes is None else s.operand_bytes
+    if input_is_saved and s.operand_bytes is None:
+        itemsize = 0
+    return Op(name=name, part=name.partition(".")[0], params=out * (K + bias), matmul=(K, out),
+              cut=cut, reads_residual=cut == "column", writes_residual=cut == "row",
+              saved_bytes=s.tokens * K * itemsize, saved_itemsize=s.compute_bytes,
+              result_bytes=s.tokens * out * max(s.compute_bytes, s.operand_bytes or 0))
+
+
+# Positions: operations outside the blocks.
+
+def learned(s: MicroBatch) -> Op:
+    m = s.model
+    return Op(name="positions", part="positions", params=m.T * m.D, shape=(m.T, m.D))
+
+
+def rope(s: MicroBatch) -> Op:
+    """cos and sin, made once for all blocks; what turning saves and moves is attention's."""
+    return Op(name="attention", part="positions",
+              saved_bytes=2 * s.model.T * s.model.E * s.residual_bytes)
+
+
+POSITIONS: dict[str, Kind] = {
+    "learned": Kind(operations=learned, implementation="lpkit.nn.layers:LearnedPositions"),
+    "rope": Kind(operations=rope, implementation="lpkit.nn.layers:RotaryPositions", turns=True,
+                 source="Su et al. 2021, https://arxiv.org/abs/2104.09864"),
+}

@@ -1,0 +1,128 @@
+"""Weights that travel as their casts, scales that all ranks agree on, and ranks that drop an update together."""
+
+import os
+
+import pytest
+import torch
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.kernels.scales import Made
+from lpkit.parallel.processes import Processes, WarmParent
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.scaled import quantise
+from lpkit.techniques.layouts import refuse_ungatherable
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.build import initialised
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
+SMALL = Config().replace({
+    "model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 6, "grad_accum_steps": 3,
+    "system.device": "cpu", "system.threads": 1, "schedule": "constant", "eval_batches": 1, "steps": 4})
+BLOCKS = {"model.width": 256, "model.layers": 1, "model.context": 128, "global_batch": 2, "grad_accum_steps": 1}
+FP8 = {"parallel.shard": 2, "parallel.gathered": "fp8"}
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with WarmParent() as parent:
+        yield parent
+
+
+def on_ranks(parent, function, changes, world=2, **told):
+    told["config"] = SMALL.replace(changes).to_dict()
+    with Processes(f"tests.training_ranks:{function}", told, world=world, parent=parent) as running:
+        return running.wait()
+
+
+@pytest.mark.parametrize("recipe, world, changes", [
+    ("fp8-tensorwise", 2, {"parallel.zero": 3}), ("fp8-delayed", 2, {"parallel.zero": 2}),
+    ("fp8-tensorwise", 3, {"memory.recompute": "block"}),       # 64 rows on 3 ranks: the last has fewer
+    ("fp8-blockwise", 2, BLOCKS), ("fp8-blockwise-pow2", 2, BLOCKS)])
+def test_casts_that_travel_are_those_of_whole_weights(parent, recipe, world, changes):
+    """The same bits: losses, gradient norms and weights, also after a resume; in float32 but for what is cast."""
+    changes = {"precision.recipe": recipe, "parallel.shard": world, **changes}
+    found = on_ranks(parent, "gathers", changes, world, gathered=["float32", "fp8"])
+    for rank in found:
+        assert rank["fp8"][:4] == rank["float32"][:4] == found[0]["fp8"][:4]
+
+
+def test_half_the_bytes_of_bf16(parent):
+    """What a rank sends to be gathered in an update of one micro-batch: of each block twice, in forward and in backward."""
+    changes = {"precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "grad_accum_steps": 1, "global_batch": 2}
+    config = SMALL.replace(changes)
+    blocks = [p for name, p in initialised(config, torch.device("cpu")).named_parameters() if "blocks" in name]
+    linears = sum(p.numel() for p in blocks if p.ndim == 2) // 2
+    others = sum(p.numel() for p in blocks if p.ndim == 1) // 2
+    for rank in on_ranks(parent, "gathers", changes, gathered=["fp8", "compute"]):
+        fp8, mixed = rank["fp8"][4], rank["compute"][4]
+        assert fp8["torch.uint8"] == 2 * (linears + 4 * others)
+        of_the_rest = fp8["torch.float32"] // 4     # embeddings and the last norm, in bf16 as often
+        assert mixed == {"torch.bfloat16": 2 * (2 * linears + 2 * others + of_the_rest)}
+
+
+@pytest.mark.parametrize("recipe, layout", [("fp8-delayed", "parallel.data"), ("fp8-delayed", "parallel.shard"),
+                                            ("nvfp4", "parallel.data")])
+def test_ranks_agree_on_what_is_to_agree(parent, recipe, layout):
+    """Histories of amaxes, and what was drawn so far, are the same; noise of stochastic rounding is not; weights are."""
+    one, two = on_ranks(parent, "agreed", {"precision.recipe": recipe, layout: 2})
+    assert one[:2] == two[:2] and (one[2] != two[2]) == RECIPES[recipe].stochastic
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}])
+def test_an_overflow_on_one_rank_is_one_on_all(parent, layout):
+    """The loss of rank 1 times 1e30: its gradients overflow float16, the update is dropped by all, the scale is halved by
+    all, and the next one is done by all."""
+    changes = {"precision.recipe": "fp16", **{f"parallel.{key}": value for key, value in layout.items()}}
+    found = on_ranks(parent, "overflows", changes, factor=1e30)
+    assert found[0] == found[1]
+    moved, scale, _, _, moved_then, scale_then, loss_then, norm_then = found[0]
+    assert not moved and scale == 2.0**15 and moved_then and scale_then == 2.0**15 and loss_then and norm_then
+
+
+def test_an_infinity_in_the_rows_of_one_rank(parent):
+    changes = {"precision.recipe": "fp16", "parallel.shard": 2, "parallel.zero": 1}
+    assert on_ranks(parent, "inf_in_a_row", changes) == [[True, 2.0**15]] * 2
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 3}])
+def test_a_nan_on_one_rank_is_seen_by_all(parent, layout):
+    changes = {"precision.recipe": "bf16", **{f"parallel.{key}": value for key, value in layout.items()}}
+    found = on_ranks(parent, "overflows", changes, factor=float("nan"))
+    assert found[0] == found[1] and found[0][2:4] == [False, False]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_without_one_cast_are_refused(recipe):
+    config = SMALL.replace({"precision.recipe": recipe, **FP8})
+    if RECIPES[recipe].gathers:
+        refuse_ungatherable(config, RECIPES[recipe])
+        with pytest.raises(ConfigError, match=r"of ZeRO 2 and 3, and parallel.zero=1 keeps whole weights; set"):
+            refuse_ungatherable(config.replace({"parallel.zero": 1}), RECIPES[recipe])
+    else:
+        with pytest.raises(ConfigError, match=f"precision.recipe={recipe} has none; .* or use fp8-tensorwise, fp8-delayed, "
+                                              "fp8-blockwise or fp8-blockwise-pow2"):
+            refuse_ungatherable(config, RECIPES[recipe])
+
+
+def test_blocks_that_cross_two_ranks_are_refused(parent):
+    changes = {"precision.recipe": "fp8-blockwise", **BLOCKS, "model.width": 128, "parallel.shard": 2}
+    with pytest.raises(ConfigError, match=r"whole blocks of 128 rows, and a rank has 192 of the 384 of blocks.0.attention.qkv"):
+        on_ranks(parent, "gathers", changes, gathered=["fp8"])
+
+
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.gathers])
+@pytest.mark.parametrize("backend", ["emulated", "scaled_mm"])
+def test_a_cast_that_is_taken_is_the_cast(recipe, backend):
+    """Both ways, and the products of it: the same bits, from values and scales alone."""
+    row, w = RECIPES[recipe], torch.randn(256, 384)
+    arithmetic, cast = BACKENDS[backend], row.y[1]
+    due = arithmetic.cast(w, cast, torch.bfloat16, amax=None, noise=None, both=True)
+    plain = quantise(w, cast)
+    values = plain.data.to(torch.float8_e4m3fn)
+    assert torch.equal(values.float(), plain.data)
+    made = Made(data=values, scale=plain.scale, tensor=None, amax=plain.amax, nonfinite=plain.nonfinite)
+    taken = arithmetic.taken(made, cast, torch.bfloat16, both=True)
+    for a, b in ((taken, due), (taken.T, due.T)):
+        assert torch.equal(a.data.float(), b.data.float()) and a.data.dtype == b.data.dtype
+        assert torch.equal(a.scale.float(), b.scale.float())
