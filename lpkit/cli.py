@@ -30,6 +30,7 @@ COMMANDS = {
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",
     "sample": "generate text from a run",
+    "export": "write the weights of a run for transformers",
     "notebook": "run notebooks with parameters, without a browser",
     "bench": "every performance figure that the project claims, measured beside its peer",
 }

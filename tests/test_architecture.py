@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "presets": BASE,
     "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "parallel": BASE | {"techniques", "training"},
+    "parallel": BASE | {"kernels", "precision", "techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "course": BASE | {"kernels", "nn", "parallel", "precision", "predict", "studies", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},

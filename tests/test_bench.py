@@ -135,7 +135,7 @@ def test_loader_bench(monkeypatch):
 def test_decode_bench_has_our_weights_and_our_tokens(monkeypatch):
     """The race itself asserts that both find the same greedy tokens."""
     small = {"model.layers": 2, "model.width": 32, "model.heads": 4}
-    monkeypatch.setattr(decode, "CASES", {"gpt2": (small, decode.gpt2, 2.0), "llama": ({**small, **decode.LLAMA}, decode.llama, None)})
+    monkeypatch.setattr(decode, "CASES", {"gpt2": (small, 2.0), "llama": ({**small, **decode.LLAMA}, None)})
     for name, value in (("EARLY", 6), ("LATE", 24), ("NEW", 12)):
         monkeypatch.setattr(decode, name, value)
     results = decode.run(rounds=1)

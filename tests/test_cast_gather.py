@@ -11,9 +11,10 @@ from lpkit.kernels.scales import Made
 from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
+from lpkit.predict.messages import messages
+from lpkit.presets import preset
 from lpkit.techniques.layouts import refuse_ungatherable
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.build import initialised
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
 SMALL = Config().replace({
@@ -43,22 +44,20 @@ def test_casts_that_travel_are_those_of_whole_weights(parent, recipe, world, cha
     """The same bits: losses, gradient norms and weights, also after a resume; in float32 but for what is cast."""
     changes = {"precision.recipe": recipe, "parallel.shard": world, **changes}
     found = on_ranks(parent, "gathers", changes, world, gathered=["float32", "fp8"])
+    due = {gathered: messages(SMALL.replace(changes | {"parallel.gathered": gathered})) for gathered in ("float32", "fp8")}
     for rank in found:
         assert rank["fp8"][:4] == rank["float32"][:4] == found[0]["fp8"][:4]
+        for gathered, sent in due.items():
+            assert rank[gathered][4] == sorted([*message, times] for message, times in sent.items())
 
 
-def test_half_the_bytes_of_bf16(parent):
-    """What a rank sends to be gathered in an update of one micro-batch: of each block twice, in forward and in backward."""
-    changes = {"precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "grad_accum_steps": 1, "global_batch": 2}
-    config = SMALL.replace(changes)
-    blocks = [p for name, p in initialised(config, torch.device("cpu")).named_parameters() if "blocks" in name]
-    linears = sum(p.numel() for p in blocks if p.ndim == 2) // 2
-    others = sum(p.numel() for p in blocks if p.ndim == 1) // 2
-    for rank in on_ranks(parent, "gathers", changes, gathered=["fp8", "compute"]):
-        fp8, mixed = rank["fp8"][4], rank["compute"][4]
-        assert fp8["torch.uint8"] == 2 * (linears + 4 * others)
-        of_the_rest = fp8["torch.float32"] // 4     # embeddings and the last norm, in bf16 as often
-        assert mixed == {"torch.bfloat16": 2 * (2 * linears + 2 * others + of_the_rest)}
+def test_a_weight_that_is_cast_travels_in_half_of_16_bits():
+    """Of a large model, where little else travels: predicted, and above what is predicted is what is counted."""
+    gathered = {}
+    for key in ("compute", "fp8"):
+        sent = messages(preset("llama-8b").replace({"parallel.shard": 8, "parallel.gathered": key, "precision.recipe": "fp8-tensorwise"}))
+        gathered[key] = sorted((message.nbytes for message in sent if message.kind == "all-gather"), reverse=True)
+    assert gathered["fp8"][1] / gathered["compute"][1] == pytest.approx(0.5, abs=1e-3)     # of a block
 
 
 @pytest.mark.parametrize("recipe, layout", [("fp8-delayed", "parallel.data"), ("fp8-delayed", "parallel.shard"),

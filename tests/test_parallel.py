@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from lpkit.parallel.ranks import Ranks, here
 from lpkit.parallel.replicas import buckets, packed, padded
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.layouts import UNSHARDED, Layout, refuse_untrainable
+from lpkit.training.export import export
+from lpkit.training.runs import Run
 from lpkit.training.training import Training
+from tests.test_export import logits_agree
 from tests.training_ranks import weighted
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
@@ -153,3 +158,22 @@ def test_a_world_of_another_size(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"3 processes were started; .* is 2 devices, not 3; set"), here(SMALL.replace({"parallel.data": 2})):
         pass
+
+
+def test_what_shards_saved_is_one_file_for_transformers(parent, tmp_path):
+    pytest.importorskip("transformers")
+    config = SMALL.replace({"parallel.shard": 2, "steps": 2})
+    on_ranks(parent, "chain", config, out=str(tmp_path / "run"), resume=False)
+    run = Run(tmp_path / "run")
+    assert len(list(next(run.checkpoints.glob("step-*")).glob("tensors-*-of-00002.safetensors"))) == 2
+    logits_agree(run, export(run.path, tmp_path / "out"))
+
+
+def test_torchrun_runs_the_same_command(tmp_path):
+    """One process writes and speaks, and a default folder is the first one's."""
+    settings = [f"model.{key}={n}" for key, n in {"layers": 1, "width": 32, "heads": 2, "context": 32}.items()]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lpkit",
+                           "train", "cpu-3m", *settings, "steps=3", "system.device=cpu", "precision.recipe=fp32",
+                           "parallel.shard=2", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "complete" and len(list((tmp_path / "runs").iterdir())) == 1

@@ -2,8 +2,6 @@
 
 import hashlib
 import math
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -11,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch
+from lpkit.measure.messages import MessageCount
 from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
-from lpkit.parallel.ranks import Share, all_gather, joined
+from lpkit.parallel.ranks import Share, joined
 from lpkit.precision.linear import scaled_linears
 from lpkit.training.training import Training
 
@@ -94,15 +94,15 @@ def weighted(config: Config) -> Batch:
 
 
 def gathers(place: Place, told: dict) -> dict:
-    """Two updates with each way to gather weights, from the same start: losses, gradients' digest, bytes that each sends
-    to be gathered, and whether a state that was saved is gone on from."""
+    """Two updates with each way to gather weights, from the same start: losses, gradients' digest, messages of the
+    first update, and whether a state that was saved is gone on from."""
     found = {}
     for i, gathered in enumerate(told["gathered"]):
         config = Config.from_dict(told["config"]).replace({"parallel.gathered": gathered})
         place.store += f"-{i}"
         with _meet(place, config) as ranks:
             training = Training.build(config, ranks=ranks)
-            with _counted(all_gather.__name__) as sent:
+            with MessageCount() as count:
                 training.update(0)
             saved = {name: _whole(t).clone() if torch.is_tensor(t) else t for name, t in training.state_dict().items()}
             assert all(t.dtype == torch.float32 for name, t in saved.items() if name.startswith("model/"))
@@ -113,7 +113,8 @@ def gathers(place: Place, told: dict) -> dict:
             other.load_state_dict(saved)
             again = other.update(1)
             assert again.loss == second.loss and torch.equal(_weights(other), after)
-            found[gathered] = [second.loss.item(), second.grad_norm.item(), evaluated, _digest(after), dict(sent)]
+            found[gathered] = [second.loss.item(), second.grad_norm.item(), evaluated, _digest(after),
+                               sorted([*message, times] for message, times in count.sent.items())]
     return found
 
 
@@ -129,24 +130,6 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 def _digest(t: torch.Tensor) -> str:
     return hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-@contextmanager
-def _counted(name: str):
-    """The bytes that `torch.distributed` is given to send by `name`, by dtype."""
-    plain, sent = getattr(dist, name), Counter()
-
-    def counting(output, input, *args, **kwargs):
-        sent[str(input.dtype)] += input.nbytes
-        return plain(output, input, *args, **kwargs)
-
-    def spy(*args, **kwargs):
-        given = {"output": kwargs.pop("output_tensor", None), "input": kwargs.pop("input_tensor", None)}
-        return counting(*args, **{key: t for key, t in given.items() if t is not None}, **kwargs)
-
-    setattr(dist, name, spy)
-    yield sent
-    setattr(dist, name, plain)
 
 
 def agreed(place: Place, told: dict) -> list[str]:
@@ -190,3 +173,17 @@ def inf_in_a_row(place: Place, told: dict) -> list:
         before = _weights(training)
         training.update(0)
         return [torch.equal(before, _weights(training)), training.scaler.scale.item()]
+
+
+
+def counted(place: Place, told: dict) -> list:
+    """What the second update sent, as data and as control, and what this rank held, in all and by row."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        found = measure.memory(config, ranks=ranks)
+        bench = measure.Bench(config, ranks=ranks)
+        with MessageCount() as count:
+            bench.train()
+        assert count.sent == found.messages
+        as_lists = [[[*message, times] for message, times in sent.items()] for sent in (count.sent, count.control)]
+        return [*as_lists, found.peak_bytes, found.rows]

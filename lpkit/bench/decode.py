@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lpkit.bench.harness import ROUNDS, Result, race
 from lpkit.commands import needs
-from lpkit.config import Config, ModelConfig
+from lpkit.config import Config
 from lpkit.studies.decoding import at
+from lpkit.training.export import family
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
 
@@ -20,79 +21,30 @@ FASTER, SLOWER = 2.0, 1.5       # than the peer, at least; at 1,024 than at 64, 
 EARLY, LATE, NEW = 64, 1024, 64
 LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
          "model.bias": False, "model.tied": False, "model.kv_heads": 2}
-GPT2_NAMES = {"embed.": "transformer.wte.", "positions.transformer.wte.": "transformer.wpe.",
-              "blocks.": "transformer.h.", "norm1.": "ln_1.", "norm2.": "ln_2.",
-              "attention.qkv.": "attn.c_attn.", "attention.out.": "attn.c_proj.",
-              "mlp.up.": "mlp.c_fc.", "mlp.down.": "mlp.c_proj.", "head.": "lm_head."}
-LLAMA_NAMES = {"embed.": "model.embed_tokens.", "blocks.": "model.layers.",
-               "norm1.": "input_layernorm.", "norm2.": "post_attention_layernorm.",
-               "attention.": "self_attn.", ".out.": ".o_proj.", "mlp.down.": "mlp.down_proj.",
-               "head.": "lm_head."}
 
 
-def _renamed(name: str, names: dict[str, str], last: str) -> str:
-    for ours, theirs in names.items():
-        name = name.replace(ours, theirs)
-    return name.replace("norm.", last) if name.startswith("norm.") else name
-
-
-def _queries_keys_values(t: Tensor, m: ModelConfig) -> list[Tensor]:
-    """The rows of each, heads one after the other; ours lie by group."""
-    parts = t.unflatten(0, (m.G, m.H // m.G + 2, m.E)).split([m.H // m.G, 1, 1], dim=1)
-    return [part.flatten(0, 2) for part in parts]
-
-
-def gpt2(training: Training) -> Any:
+def as_transformers(training: Training) -> Any:
     """The same model as transformers has it."""
     import transformers
 
-    m, weights = training.config.model, {}
-    for name, t in training.model.state_dict().items():
-        if ".qkv." in name:
-            t = torch.cat(_queries_keys_values(t, m))
-        if t.ndim == 2 and name.startswith("blocks."):
-            t = t.mT        # (in, out) there
-        weights[_renamed(name, GPT2_NAMES, "transformer.ln_f.")] = t.clone()
-    return _loaded(transformers.GPT2LMHeadModel, transformers.GPT2Config(
-        vocab_size=m.V, n_positions=m.T, n_embd=m.D, n_layer=m.L, n_head=m.H, n_inner=m.F,
-        layer_norm_epsilon=m.norm_eps, bos_token_id=None, eos_token_id=None), weights)
-
-
-def llama(training: Training) -> Any:
-    """The same model as transformers has it."""
-    import transformers
-
-    m, weights = training.config.model, {}
-    for name, t in training.model.state_dict().items():
-        parts = {name: t}
-        if ".qkv." in name:
-            names = (name.replace("qkv", f"{one}_proj") for one in "qkv")
-            parts = dict(zip(names, _queries_keys_values(t, m)))
-        elif ".gate_up." in name:
-            names = (name.replace("gate_up", f"{one}_proj") for one in ("gate", "up"))
-            parts = dict(zip(names, t.chunk(2)))
-        weights |= {_renamed(one, LLAMA_NAMES, "model.norm."): part.clone()
-                    for one, part in parts.items()}
-    return _loaded(transformers.LlamaForCausalLM, transformers.LlamaConfig(
-        vocab_size=m.V, max_position_embeddings=m.T, hidden_size=m.D, num_hidden_layers=m.L,
-        num_attention_heads=m.H, num_key_value_heads=m.G, intermediate_size=m.F,
-        rms_norm_eps=m.norm_eps, tie_word_embeddings=m.tied, bos_token_id=None, eos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}), weights)
-
-
-def _loaded(kind: Any, config: Any, weights: dict[str, Tensor]) -> Any:
-    model = kind(config).eval()
-    model.load_state_dict(weights, strict=True)
+    m = training.config.model
+    kind = family(m)
+    config = transformers.AutoConfig.for_model(**kind.config(m))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    left = model.load_state_dict(kind.weights(training.model.state_dict(), m), strict=False)
+    tied = ["lm_head.weight"] if m.tied else []
+    assert not left.unexpected_keys and left.missing_keys == tied, left
+    model.tie_weights()
     model.generation_config.update(pad_token_id=0, bos_token_id=None, eos_token_id=None)
     return model
 
 
 # the last is bound by its weights, which both read from memory
-CASES: dict[str, tuple[dict[str, Any], Callable[[Training], Any], float | None]] = {
-    "cpu-3m": ({}, gpt2, FASTER),
-    "4 x 256, as Llama, 4 heads a group": ({**LLAMA, "model.heads": 8}, llama, FASTER),
+CASES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "cpu-3m": ({}, FASTER),
+    "4 x 256, as Llama, 4 heads a group": ({**LLAMA, "model.heads": 8}, FASTER),
     "1 x 768, as GPT-2": ({"model.layers": 1, "model.width": 768, "model.heads": 12,
-                           "model.vocab": 50_304}, gpt2, None),
+                           "model.vocab": 50_304}, None),
 }
 
 
@@ -100,12 +52,12 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     """Raises ConfigError where transformers is not installed."""
     needs("bench decode", "transformers")
     results = []
-    for case, (changed, peer, target) in CASES.items():
+    for case, (changed, target) in CASES.items():
         config = Config().replace({"model.context": 2 * LATE, **changed, "system.device": "cpu",
                                    "system.threads": 1, "precision.recipe": "fp32"})
         ours = Training.build(config, data=RandomTokens(config))
         ours.model.eval().requires_grad_(False)
-        theirs = peer(ours)
+        theirs = as_transformers(ours)
         prompt = torch.randint(config.model.V, (1, EARLY),
                                generator=torch.Generator().manual_seed(0))
         steps = {"kit": partial(_ours, ours, prompt), "peer": partial(_theirs, theirs, prompt)}

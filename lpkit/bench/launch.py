@@ -5,6 +5,7 @@ step, and one of them meets a fault on the way.
 """
 
 import ctypes
+import json
 import os
 import secrets
 import signal
@@ -22,9 +23,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lpkit.bench.harness import ROUNDS, Result, paired
+from lpkit.bench.harness import ROUNDS, Result, paired, recorded
 from lpkit.errors import ConfigError
+from lpkit.files import resource
+from lpkit.measure import parity
 from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.tables import markdown_table
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
 from lpkit.training.runs import RunFailedError
 
 TRIALS = 20
@@ -154,3 +159,56 @@ def _first_step(begin: str) -> float:
     if said.strip() != "1":
         raise ConfigError(f"a run did not begin, and said {said!r}; what went wrong is above")
     return seconds
+
+
+# The page docs/parallel.md.
+
+INTRODUCTION = """\
+# Several processes
+
+    lpkit train cpu-3m --processes 2
+    lpkit train cpu-3m --processes 2 parallel.shard=2 parallel.zero=3
+    torchrun --nproc-per-node 8 -m lpkit train gpt2-124m parallel.shard=8
+
+and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.
+A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
+world, layout=...)` rehearses a layout in one process, and `lpkit.predict.messages` has what its
+ranks send. On CPUs `accelerate launch --cpu` starts one process and says nothing; `lpkit` then
+refuses, and says how to start two.
+
+## Where model states lie
+
+`parallel.data` counts replicas, `parallel.shard` the ranks that keep a part each, by
+`parallel.zero`. With both, a model is sharded inside groups, and the groups are replicas (hybrid
+sharding).
+
+"""
+
+
+def page() -> str:
+    """Parity is computed now, by up to 4 processes; faults and starts are as last recorded."""
+    rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
+    refused = [(f"`{row.key}`", f"`{row.only}`", f"ZeRO {row.stage}" if row.stage else "any",
+                row.why) for row in UNSHARDED]
+    parts = [
+        INTRODUCTION,
+        markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
+        "\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
+        markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
+        "\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
+        markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
+        "\nNot everything goes with several ranks yet:\n\n",
+        markdown_table(("setting", "must be", "from", "because it"), refused),
+        "\n## The same numbers\n\n", parity.page(parity.measure()),
+        "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how often the "
+        "right one was not named in time, or a process or a folder was left.\n\n"]
+    for path in sorted(resource("data/measured").glob("launch-*.json")):
+        result = json.loads(path.read_text())
+        lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}", one["verdict"])
+                 for one in result["cases"]]
+        parts += ["\n".join(recorded(result)), "\n", markdown_table(("", "median", ""), lines), "\n"]
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -11,6 +11,7 @@ Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a
 learning rate then follows the longer schedule.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -51,6 +52,9 @@ def run(args: Namespace) -> dict:
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)
+    if int(os.environ.get("RANK", 0)):      # torchrun's: the first rank shows steps and the result
+        train(config, out=out, resume=args.resume)
+        sys.exit(0)
     bar = None      # from the first step on: what is refused before it should not show one
 
     def show(record):

@@ -84,6 +84,13 @@ class Ranks:
         dist.broadcast_object_list(what, src=0)
         return what[0]
 
+    def agreed(self, what: Any) -> Any:
+        """What the first process has."""
+        if not self.first:
+            return self.heard()
+        self.tell(what)
+        return what
+
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError, on all, when `facts` are not the same on all: it names who differs,
         and in what."""

@@ -379,14 +379,14 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
             moment: held + waits for moment, held in activations.items()}
     if sharded:
         block = inside / layers
-        copied = p.compute_bytes if p.compute_bytes < FP32 else 0
-        own, reduced = block * p.compute_bytes, block * (FP32 + copied)
+        travels = p.compute_bytes if layout.gathered == "compute" else p.weights
+        copied = travels if travels < FP32 else 0
+        own, reduced = block * travels, block * (FP32 + copied)
         kept_bytes = keep.again_bytes if layers - 1 in again else keep.block_bytes
         # The first block has its gradients; or they are on their way, in float32 too, while the
         # next one is at work.
         late = layers > 1 and reduced - own > kept_bytes and not staged
         activations[walk.LAST] = activations.get(walk.LAST, 0) - late * kept_bytes
-        travels = p.compute_bytes if layout.gathered == "compute" else p.weights
         gathered = (dict.fromkeys(z.most, tables * travels) |
                     dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * travels))
         what = "all outside the blocks, and the block at work, whole, in the compute dtype"
@@ -399,10 +399,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         row("gathered weights", gathered, what, FSDP)
         temporaries = walked[walk.TEMPORARIES]
         # those outside of blocks leave when all are there
-        outside = max(reduced, tables * (own / block + FP32) - temporaries.get(walk.EMBED, 0))
+        outside = max(block * FP32, tables * (travels + FP32) - temporaries.get(walk.EMBED, 0))
         held = {walk.LAST: reduced if late else own, walk.FIRST: reduced, walk.EMBED: outside}
         if layers > 2 and not staged:   # the second block is at work, the first waits, gathered
-            held[walk.FIRST] += block * travels
+            held[walk.FIRST] = block * (FP32 + travels)
             waits = keep.again_bytes if 0 in again else keep.block_bytes
             activations[walk.FIRST] = activations.get(walk.FIRST, 0) + waits
         if whole:

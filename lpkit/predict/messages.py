@@ -23,9 +23,10 @@ from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
 from lpkit.techniques.data import POLICIES, Task
-from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import FP32
+from lpkit.techniques.recipes import ALL, Recipe, kept
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
@@ -91,17 +92,42 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
             if data > 1:
                 sent[Message(ALL_REDUCE, p.gradients * rows // shard, data)] += 1
         return +sent
-    gathered = p.compute_bytes if layout.gathered == "compute" else p.weights
+    layouts.refuse_ungatherable(config, recipe)
+    row = GATHERED[layout.gathered]
+    gathered, spared = p.compute_bytes if row.mixed else p.weights, [0] * (m.L + 1)
+    if row.cast:
+        spared, amaxes = _spared_by_casts(recipe, m, p.weights, shard)
+        sent[Message(ALL_REDUCE, amaxes, shard)] += amaxes > 0
     first, block, last = parameter_shapes(m)
     # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
-    for group, times, gathers in (((*first, *last), pieces, 1),
-                                  (block, m.L * pieces, layout.stage - 1)):
-        rows = sum(map(padded, group, [shard] * len(group)))
-        sent[Message(ALL_GATHER, gathered * rows, shard)] += times * gathers
+    for group, fewer, gathers in (((*first, *last), spared[m.L:], 1),
+                                  (block, spared[:m.L], layout.stage - 1)):
+        rows, times = sum(map(padded, group, [shard] * len(group))), len(fewer) * pieces
+        for less in fewer:
+            sent[Message(ALL_GATHER, gathered * rows - less, shard)] += pieces * gathers
         sent[Message(REDUCE_SCATTER, FP32 * rows, shard)] += times
         if data > 1:
             sent[Message(ALL_REDUCE, FP32 * rows // shard, data)] += times
     return +sent
+
+
+def _spared_by_casts(recipe: Recipe, m: ModelConfig, weight_bytes: int,
+                     ranks: int) -> tuple[list[int], int]:
+    """Bytes that are not gathered of each block, and of what is outside of blocks, where weights
+    travel as their casts; and those of the amaxes that ranks agree on once an update."""
+    ops, cast = of(m), recipe.y[1]
+    linears = {f"blocks.{i}.{op.name}": (i, op) for i in range(m.L) for op in ops.linears}
+    linears["head"] = m.L, ops.head
+    stay, spared, whole = kept(linears, recipe.high_precision_layers), [0] * (m.L + 1), 0
+    for name in linears.keys() - stay - ({"head"} if m.tied else set()):
+        i, op = linears[name]
+        shape = op.shapes[0]
+        spared[i] += (weight_bytes - 1) * padded(shape, ranks)
+        if cast.block == (ALL, ALL):
+            whole += 1
+        else:
+            spared[i] -= math.prod(map(int.__floordiv__, shape, cast.block)) * FP32
+    return spared, 2 * FP32 * whole
 
 
 def padded(shape: tuple[int, ...], ranks: int) -> int:

@@ -83,6 +83,7 @@ def _trained(config: Config, path: Path, resume: bool, observers: Observers,
     from lpkit.training.loop import fit
 
     with here(config) as ranks:
+        path = ranks.agreed(path)       # a default has the time in it
         training = built(config, path, resume, ranks)
         # from here on there is something to save; before, a signal ends the preparation
         with signals_stop(control.stop):

@@ -338,4 +338,5 @@ def _mfu(training: Training, tokens_per_second: float | None,
     except Exception as error:
         errors.append(f"the peak FLOP/s for the MFU: {type(error).__name__}: {error}")
         return {}
-    return {"mfu": tokens_per_second * training_flops_per_token(training.config.model) / peak}
+    flops = tokens_per_second * training_flops_per_token(training.config.model)
+    return {"mfu": flops / (peak * training.ranks.world)}

@@ -14,6 +14,7 @@ from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.precision.compute import compute_dtype
 from lpkit.techniques.caches import CACHES
+from lpkit.techniques.layouts import Layout
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
@@ -64,7 +65,8 @@ def trained(run: Run, device: str = "cpu") -> Training:
     for problem in problems:
         print(f"lpkit: the weights are those of step {found.step}: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
-    config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype))
+    config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
+                     parallel=Layout())
     # and one token at a time is small work for one thread
     config = config.replace({"system.device": device, "system.compile": False,
                              "system.threads": config.system.threads or 1})

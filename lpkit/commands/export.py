@@ -1,0 +1,26 @@
+"""Write the weights of a run for transformers: model.safetensors and config.json.
+
+  lpkit export runs/six --out six
+
+Then `AutoModelForCausalLM.from_pretrained("six")` has the model. However many processes wrote the
+checkpoint, the file is one.
+"""
+
+from argparse import ArgumentParser, Namespace
+
+from lpkit.commands import a_folder
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=a_folder, metavar="RUN", help="a run folder")
+    parser.add_argument("--out", type=a_folder, metavar="DIR", required=True, help="a new folder")
+
+
+def run(args: Namespace) -> dict:
+    from lpkit.training.export import export
+
+    return {"run_dir": str(args.run), "out": str(export(args.run, args.out))}
+
+
+def text(result: dict) -> str:
+    return f"{result['out']}: model.safetensors and config.json of {result['run_dir']}"

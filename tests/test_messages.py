@@ -1,0 +1,159 @@
+"""What ranks send one another: the closed form, the trace and real processes, message by message."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lpkit import predict_trace
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.measure.messages import MessageCount
+from lpkit.measure.trace import _machine, _world
+from lpkit.nn.transformer import Transformer
+from lpkit.parallel.processes import Processes, WarmParent
+from lpkit.parallel.ranks import all_gather, reduce_scatter
+from lpkit.parallel.shown import parts
+from lpkit.predict import memory
+from lpkit.predict.messages import Message, buckets, messages, padded, parameter_shapes, sent_bytes
+from lpkit.techniques.layouts import Layout
+
+SMALL = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 16, "global_batch": 64,
+                          "grad_accum_steps": 1, "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
+# 272 and 264 rows of tables, 96 of q, k and v, 40 or 24 elsewhere: few numbers of ranks split them
+UNEVEN = {"model.width": 24, "model.mlp_width": 40, "model.vocab": 272, "model.norm": "rmsnorm", "model.mlp": "swiglu",
+          "model.position": "rope", "model.head_dim": 8, "model.heads": 3, "model.kv_heads": 1, "model.tied": False,
+          "model.qk_norm": True}
+LAYOUTS = {"replicas": {"data": 2}, "naive": {"data": 3, "reduction": "per-parameter"}, "ZeRO 1": {"shard": 5, "zero": 1},
+           "ZeRO 1, naive": {"shard": 4, "zero": 1, "reduction": "per-parameter"},
+           "ZeRO 2": {"shard": 7, "zero": 2}, "ZeRO 3": {"shard": 64}, "ZeRO 3, float32": {"shard": 6, "gathered": "float32"},
+           "hybrid": {"data": 4, "shard": 8}, "hybrid, ZeRO 1": {"data": 2, "shard": 3, "zero": 1, "reduction": "buckets"}}
+CHANGES = {"gpt": {}, "uneven": UNEVEN, "bf16, accumulated": {"precision.recipe": "bf16", "grad_accum_steps": 64}}
+OTHERS = {"fp16": {"precision.recipe": "fp16"}, "fp8-delayed": {"precision.recipe": "fp8-delayed"}, "recomputed": {"memory.recompute": "block"},
+          "nvfp4": {"precision.recipe": "nvfp4", "model.layers": 3},
+          "in pieces": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 8}}
+
+
+def laid_out(config: Config, layout: dict) -> Config:
+    ranks = Layout(**layout).batch_ranks
+    batch = config.global_batch // ranks * ranks or ranks
+    pieces = next(n for n in range(config.grad_accum_steps, 0, -1) if batch % n == 0)
+    return config.replace({"global_batch": batch, "grad_accum_steps": pieces, **{f"parallel.{key}": value for key, value in layout.items()}})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_the_trace_sends_what_the_formula_says(name, changes):
+    config = laid_out(SMALL.replace(CHANGES[changes]), LAYOUTS[name])
+    traced, said = predict_trace(config), messages(config)
+    assert traced.messages == said and traced.sent_bytes == sent_bytes(said) and said.total() > 1
+
+
+@pytest.mark.parametrize("changes", OTHERS)
+@pytest.mark.parametrize("name", ["replicas", "ZeRO 3"])
+def test_techniques_send_what_the_formula_says(name, changes):
+    config = laid_out(SMALL.replace(OTHERS[changes]), LAYOUTS[name])
+    assert predict_trace(config).messages == messages(config)
+
+
+def test_the_sum_by_hand():
+    """P numbers in float32 on n ranks, all rows even: ZeRO 0 and ZeRO 1 send 2 (n - 1) / n of 4 P bytes; ZeRO 3 half of that
+    in gradients a micro-batch, and blocks' weights twice."""
+    n, P = 4, sum(p.numel() for p in Transformer(SMALL.model).parameters())
+    blocks = sum(p.numel() for p in Transformer(SMALL.model).blocks.parameters())
+    total = lambda **layout: sum(sent_bytes(messages(SMALL, layout=Layout(**layout))).values())
+    scalar = 2 * 4 * (n - 1) / n
+    assert total(data=n) == 2 * 4 * P * (n - 1) / n + scalar
+    assert total(shard=n, zero=1) == 2 * 4 * P * (n - 1) / n + 2 * scalar
+    assert total(shard=n, zero=2) == total(shard=n, zero=1)
+    assert total(shard=n) == total(shard=n, zero=2) + 4 * blocks * (n - 1) / n
+    assert not messages(SMALL)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, UNEVEN, {"model.attention": "delta", "model.bias": True}, {"model.attention.sinks": True, "model.qk_norm": True}], ids=str)
+def test_shapes_are_the_models_in_its_order(changes):
+    model = SMALL.replace(changes).model
+    first, block, last = parameter_shapes(model)
+    assert [*first, *model.L * block, *last] == [tuple(p.shape) for p in Transformer(model).parameters()]
+    assert padded((10, 3), 4) == 36 and padded((2, 3), 4) == 12
+    assert sum(map(len, buckets(model, 1000))) == len(list(Transformer(model).parameters()))
+
+
+def test_a_count_knows_each_kind_and_leaves_control_apart():
+    with _world(Layout(shard=4), "cpu") as ranks, MessageCount() as count:
+        dist.all_reduce(torch.ones(5))
+        all_gather(torch.ones(8), torch.ones(2), group=ranks.mesh.get_group("shard"))
+        reduce_scatter(torch.ones(2), torch.ones(8))
+        ranks.told(3)
+        ranks.tell({"a": 1})
+    assert count.sent == {Message("all-reduce", 20, 4): 1, Message("all-gather", 32, 4): 1, Message("reduce-scatter", 32, 4): 1}
+    assert count.sent_bytes == {"all-reduce": 30.0, "all-gather": 24.0, "reduce-scatter": 24.0}
+    assert {message.kind for message in count.control} == {"broadcast_"} and count.control.total() == 3
+
+
+def test_what_does_not_train_sends_nothing_that_is_known():
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=2 can be predicted, but training has"):
+        messages(SMALL, layout=Layout(tensor=2))
+
+
+# ---- memory
+
+WIDE = Config().replace({"model.layers": 4, "model.width": 256, "model.heads": 4, "model.vocab": 4096, "precision.recipe": "fp32",
+                         "system.device": "cpu", "system.attention": "sdpa"})
+SIZES = {"few tokens": {"model.context": 16, "global_batch": 4}, "many tokens": {"model.context": 128, "global_batch": 16},
+         "tables apart": {"model.context": 32, "global_batch": 4, "model.tied": False}}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", [
+    {"data": 4}, {"data": 4, "reduction": "buckets"}, {"shard": 4, "zero": 1}, {"data": 2, "shard": 2, "zero": 1}, {"shard": 4, "zero": 2},
+    {"shard": 4}, {"data": 2, "shard": 2}], ids=str)
+def test_bytes_of_a_rank(layout, size):
+    """3%: what a block's last operations hold while its gradients leave is counted for the block as a whole."""
+    config = laid_out(WIDE.replace(SIZES[size]), layout)
+    said = memory(config, _machine(torch.device("cpu")), attention="sdpa")
+    assert said.peak_bytes == pytest.approx(predict_trace(config).peak_bytes, rel=0.03)
+
+
+# ---- real processes
+
+def on_ranks(parent, config, world):
+    with Processes("tests.training_ranks:counted", {"config": config.to_dict()}, world=world, parent=parent) as running:
+        return running.wait()
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with WarmParent() as parent:
+        yield parent
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
+@pytest.mark.parametrize("layout", [
+    {"data": 2}, {"data": 2, "reduction": "per-parameter"}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}], ids=str)
+def test_two_processes_send_and_hold_what_was_said(parent, layout):
+    """To the byte. Their memory is that of the trace within 3%: a message may hold its buffers for longer than one that
+    arrives at once."""
+    config = laid_out(SMALL.replace(UNEVEN | {"grad_accum_steps": 2, "global_batch": 8}), layout)
+    said, traced = messages(config), predict_trace(config)
+    for sent, control, peak_bytes, _ in on_ranks(parent, config, 2):
+        assert {Message(*one): count for *one, count in sent} == said and not control
+        assert peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
+
+
+# ---- all ranks in one process
+
+@pytest.mark.parametrize("shape", [(5, 4), (8,), (2, 3)])
+def test_parts_are_cut_as_fsdp_cuts_them(shape):
+    whole = torch.randn(shape)
+    want = [*torch.chunk(whole, 4), *[whole[:0]] * 4][:4]
+    assert all(map(torch.equal, want, parts(whole, 4))) and not dist.is_initialized()
+
+
+def test_without_the_private_mode_there_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.distributed._local_tensor", None)
+    with pytest.raises(ConfigError, match=r"does not show all ranks in one process .*; cut the rows with torch.chunk\(whole, 4\)"):
+        parts(torch.ones(4), 4)
