@@ -1,12 +1,12 @@
 """What a rank keeps and sends in each stage of ZeRO, on real processes; and the seconds of the ways
 to send gradients.
 
-    every = layouts(2)                              # ZeRO 0, 1, 2, 3 on two ranks
-    found = steps([config.replace({"parallel": ...}) ...], processes=2, updates=4)
+    configs = spread(config, 2, sequences=4)        # ZeRO 0, 1, 2, 3 on two ranks
+    found = steps(configs, processes=2, updates=4)
     found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
     turns(config, processes=2, rounds=3)            # forward and backward, by reduction
 
-Predicted are they by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages` (messages).
+They are predicted by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench
 from lpkit.parallel.processes import Place, Processes
 from lpkit.parallel.ranks import Ranks, joined
-from lpkit.predict.messages import Message, sent_bytes
+from lpkit.predict.messages import Message, messages, sent_bytes
+from lpkit.techniques.blocks import FP32
 from lpkit.techniques.layouts import REDUCTIONS, STAGES, Layout
 from lpkit.timing import interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
@@ -35,17 +36,26 @@ PROGRESS_SECONDS = 120.0
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
-    """All ranks along one axis, by stage of ZeRO."""
-    return {f"ZeRO {stage}": Layout(shard=ranks, zero=stage) if stage else Layout(data=ranks)
-            for stage in STAGES}
+    """All ranks along one axis, by stage of ZeRO. Gradients travel one by one: a message of a small
+    model's would be a copy of all of them."""
+    return {f"ZeRO {stage}": Layout(reduction="per-parameter", zero=stage,
+                                    **{"shard" if stage else "data": ranks}) for stage in STAGES}
+
+
+def spread(config: Config, ranks: int, *, sequences: int, micro_batches: int = 1
+           ) -> dict[str, Config]:
+    """`config` in each of the layouts, with so many sequences an update for each rank."""
+    sizes = {"global_batch": ranks * sequences, "grad_accum_steps": ranks * micro_batches}
+    return {name: replace(config.replace(sizes), parallel=layout)
+            for name, layout in layouts(ranks).items()}
 
 
 # What is kept and sent.
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Of rank 0: the most bytes of each of STATES in an update, its messages; and the losses of the
-    updates before, which are those of all ranks."""
+    """Of rank 0: the most bytes of each of STATES in an update, and its messages; and losses, which
+    are those of all ranks."""
 
     most: dict[str, int]
     messages: Counter[Message]
@@ -53,11 +63,22 @@ class Step:
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        return sent_bytes(self.messages)
+        return counted(self.messages)
 
 
 def states(footprint: Footprint) -> dict[str, int]:
     return {row: footprint.most[row] for row in STATES if footprint.most.get(row)}
+
+
+def sent(config: Config) -> dict[str, float]:
+    """Bytes that a rank sends in an update, by kind of collective, as they are predicted; without
+    those that are one number, such as the loss."""
+    return counted(messages(config))
+
+
+def counted(messages: Mapping[Message, int]) -> dict[str, float]:
+    """The same of messages that were counted."""
+    return sent_bytes({one: count for one, count in messages.items() if one.nbytes > FP32})
 
 
 def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[float, ...]:

@@ -12,8 +12,7 @@ from typing import Any
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict import walk
-from lpkit.predict.ledger import MOMENTS, Memory, memory, model_states
-from lpkit.predict.params import parameter_count
+from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.layouts import STAGES
@@ -80,19 +79,21 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
         about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
 
 
-def stages_view(model: Config, machine: Machine, ranks: int) -> dict:
-    """For an Explorer: model states of a rank, by stage of ZeRO; float32 weights under bf16's
-    autocast, with AdamW."""
-    count = parameter_count(model.model)
-    states = {f"ZeRO {stage}": {row.name: row.bytes for row in model_states(
-        count, precision="bf16", zero=stage, devices=ranks) if row.bytes} for stage in STAGES}
-    fit = [name for name, rows in states.items() if sum(rows.values()) <= machine.memory_bytes]
-    where = f"{quantity(machine.memory_bytes, 'bytes')} of one {machine.title}"
-    return stacked_figure(
-        list(states), {row: [rows[row] for rows in states.values()] for row in states["ZeRO 0"]},
-        axis_title="model states, bytes per rank", limit=machine.memory_bytes,
-        title=f"{ranks:,} ranks: {', '.join(fit) if fit else 'no stage'} "
-              f"{'fits' if len(fit) < 2 else 'fit'} into the {where}")
+def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int) -> dict:
+    """For an Explorer: what a rank holds at its peak by stage of ZeRO; bf16 with AdamW, each block
+    recomputed, one sequence at a time."""
+    config = dataclasses.replace(model, global_batch=ranks * micro_batches,
+                                 grad_accum_steps=ranks * micro_batches)
+    found = {f"ZeRO {stage}": memory(config, machine, ranks, precision="bf16", optimizer="adamw",
+                                     zero=stage, recompute="block") for stage in STAGES}
+    held = [one.at(one.peak_moment) for one in found.values()]
+    rows = {row: [each.get(row) for each in held]
+            for row in ROW_COLOURS if any(row in each for each in held)}
+    fit = [name for name, one in found.items() if one.fits]
+    title = (f"{ranks:,} ranks: {', '.join(fit) if fit else 'no stage'} "
+             f"{'fit' if len(fit) > 1 else 'fits'} into {quantity(machine.memory_bytes, 'bytes')}")
+    return stacked_figure(list(found), rows, title=title, limit=machine.memory_bytes,
+                          axis_title=f"bytes per {machine.title}, at the peak")
 
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
