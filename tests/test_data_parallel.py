@@ -2,7 +2,9 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
+import nbformat
 import plotly.graph_objects as go
 import pytest
 import torch
@@ -11,7 +13,7 @@ import lpkit
 from lpkit.course import rank_exercises
 from lpkit.course.exercises import EXERCISES, check
 from lpkit.measure.trace import predict_trace
-from lpkit.predict import CATALOGUE
+from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import messages
 from lpkit.studies import data_parallel
 from lpkit.techniques.layouts import REDUCTIONS
@@ -71,7 +73,7 @@ def waits_for_ever(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
     return all_gather(m) if rank else w, m
 
 
-@pytest.mark.parametrize("attempt, said", [(one_rank_raises, "rank 1 of 2 failed at step 0 in case: RuntimeError: no"),
+@pytest.mark.parametrize("attempt, said", [(one_rank_raises, "rank 1 of 2 failed at step 0 in your function: RuntimeError: no"),
                                            (uneven, "that does not come out even"), (waits_for_ever, "got no further for 3 s"),
                                            (len, "write it as a function")])
 def test_an_attempt_that_fails_on_a_rank_is_a_sentence(attempt, said, monkeypatch):
@@ -87,9 +89,23 @@ def test_figures():
     assert spec["layout"]["xaxis"]["range"][1] == pytest.approx(4 * 1.08) and spec["data"][-1]["x"] == [4.0, 2.0]
 
 
-@pytest.mark.parametrize("model, ranks, fits", [("llama-8b", 8, "ZeRO 0, ZeRO 1, ZeRO 2, ZeRO 3 fit"), ("llama-70b", 8, "no stage fits"),
-                                                ("llama-70b", 16, "ZeRO 3 fits"), ("llama-70b", 1024, "ZeRO 3 fits")])
-def test_the_answers_about_stages_are_those_of_the_explorer(model, ranks, fits):
-    spec = stages_view(lpkit.preset(model), CATALOGUE["h200"], ranks)
+def peaks(model, ranks, micro_batches=1):
+    """By stage, as quantities; and the title."""
+    spec = stages_view(lpkit.preset(model), CATALOGUE["h200"], ranks, micro_batches)
     go.Figure(spec)
-    assert fits in spec["layout"]["title"]["text"]
+    return [quantity(sum(row["x"][i] or 0 for row in spec["data"]), "bytes") for i in range(4)], spec
+
+
+def test_the_answers_about_stages_are_those_of_the_explorer():
+    book = nbformat.read(Path(__file__).parents[1] / "notebooks" / "14_data_parallel_and_zero.ipynb", as_version=4)
+    said = " ".join(next(cell.source for cell in book.cells if "<summary>Answers</summary>" in cell.source).split())
+    gradients = lambda spec: next((row["x"][1] for row in spec["data"] if row["name"] == "gradients"), None)
+    (_, one, *_), spec = peaks("llama-8b", 8)
+    (_, four, *_), more = peaks("llama-8b", 8, 4)
+    assert not gradients(spec) and f"{quantity(gradients(more), 'bytes')}, and a peak of {four} instead of {one.removesuffix(' GB')}" in said
+    (_, few, _, third), (_, many, _, last) = peaks("llama-8b", 64)[0], peaks("llama-8b", 1024)[0]
+    for before, after in ((few, many), (third, last)):
+        assert before.removesuffix(" GB") in said and after.removesuffix(" GB") in said
+    assert peaks("llama-70b", 8)[1]["layout"]["title"]["text"].endswith("no stage of ZeRO") and f"With 8, its {peaks('llama-70b', 8)[0][3]} are 6 GB" in said
+    for ranks in (16, 1024):
+        assert peaks("llama-70b", ranks)[1]["layout"]["title"]["text"].endswith("fits with ZeRO 3")

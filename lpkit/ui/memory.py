@@ -84,16 +84,17 @@ def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int)
     recomputed, one sequence at a time."""
     config = dataclasses.replace(model, global_batch=ranks * micro_batches,
                                  grad_accum_steps=ranks * micro_batches)
-    found = {f"ZeRO {stage}": memory(config, machine, ranks, precision="bf16", optimizer="adamw",
-                                     zero=stage, recompute="block") for stage in STAGES}
+    found = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw", zero=stage,
+                           recompute="block") for stage in STAGES}
     held = [one.at(one.peak_moment) for one in found.values()]
     rows = {row: [each.get(row) for each in held]
             for row in ROW_COLOURS if any(row in each for each in held)}
-    fit = [name for name, one in found.items() if one.fits]
-    title = (f"{ranks:,} ranks: {', '.join(fit) if fit else 'no stage'} "
-             f"{'fit' if len(fit) > 1 else 'fits'} into {quantity(machine.memory_bytes, 'bytes')}")
-    return stacked_figure(list(found), rows, title=title, limit=machine.memory_bytes,
-                          axis_title=f"bytes per {machine.title}, at the peak")
+    fit = [str(stage) for stage, one in found.items() if one.fits]
+    fits = f"fits with ZeRO {', '.join(fit)}" if fit else "fits with no stage of ZeRO"
+    return stacked_figure(
+        [f"ZeRO {stage}" for stage in found], rows, limit=machine.memory_bytes,
+        title=f"{ranks:,} ranks of {quantity(machine.memory_bytes, 'bytes')}: {fits}",
+        axis_title=f"bytes per {machine.title}, at the peak")
 
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
