@@ -60,6 +60,13 @@ def test_a_weight_that_is_cast_travels_in_half_of_16_bits():
     assert gathered["fp8"][1] / gathered["compute"][1] == pytest.approx(0.5, abs=1e-3)     # of a block
 
 
+def test_blocks_that_are_compiled_are_gathered_too(parent):
+    """A graph rounds some results less often than 16-bit operations do, one by one: bf16's 2^-8, and 8 bits of a norm."""
+    changes = {"precision.recipe": "fp8-delayed", **FP8, "model.layers": 1, "global_batch": 2, "grad_accum_steps": 1}
+    for traced, plain in on_ranks(parent, "compiled", changes):
+        assert traced[::2] == pytest.approx(plain[::2], rel=2e-3) and traced[1::2] == pytest.approx(plain[1::2], rel=2e-2)
+
+
 @pytest.mark.parametrize("recipe, layout", [("fp8-delayed", "parallel.data"), ("fp8-delayed", "parallel.shard"),
                                             ("nvfp4", "parallel.data")])
 def test_ranks_agree_on_what_is_to_agree(parent, recipe, layout):

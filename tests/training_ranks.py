@@ -175,6 +175,18 @@ def inf_in_a_row(place: Place, told: dict) -> list:
         return [torch.equal(before, _weights(training)), training.scaler.scale.item()]
 
 
+def compiled(place: Place, told: dict) -> list[list[float]]:
+    """Losses and gradient norms of two updates: traced, without code, and not."""
+    config, plain, found = Config.from_dict(told["config"]), torch.compile, []
+    torch.compile = lambda f, **options: plain(f, **options | {"backend": "aot_eager"})
+    for compile in (True, False):
+        place.store += "-next"
+        with _meet(place, config) as ranks:
+            training = Training.build(config.replace({"system.compile": compile}), ranks=ranks)
+            done = [training.update(step) for step in range(2)]
+            found.append([number.item() for one in done for number in (one.loss, one.grad_norm)])
+    return found
+
 
 def counted(place: Place, told: dict) -> list:
     """What the second update sent, as data and as control, and what this rank held, in all and by row."""

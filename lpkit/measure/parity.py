@@ -233,8 +233,9 @@ def _row(recipe: str, layout: str, mixed: bool, found: dict[Any, Any], orders: i
 
 
 def _distance(found: dict[str, Any], due: dict[str, Any]) -> Distance:
-    loss, norm = ([(a - b) / b for a, b in zip(found[key], due[key], strict=True)]
-                  for key in ("losses", "norms"))
+    loss, norm = ([0.0 if a == b else (a - b) / b if b else math.inf
+                   for a, b in zip(found[key], due[key], strict=True)]
+                  for key in ("losses", "norms"))       # no norm: the update overflowed
     return Distance(loss=_rms(loss), grad_norm=_rms(norm), weights=found["weights"],
                     last_loss=abs(loss[-1]))
 

@@ -64,25 +64,31 @@ class CastGather:
         return torch.stack((largest.nan_to_num(nan=torch.inf), nonfinite.float()))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        rows, made = F.pad(self.rows.detach(), (0, 0, 0, self.padding)), self.layer.gathered
-        amax = made.amax if self.whole else kernel.amax(rows, self.cast.block).values
+        rows = self.rows.detach()
+        if self.padding:        # which else would copy them
+            rows = F.pad(rows, (0, 0, 0, self.padding))
+        amax = self.layer.gathered.amax if self.whole else kernel.amax(rows, self.cast.block).values
         scale, *_ = decide(amax, self.layer.past_amax("w"), self.cast.scale, self.to)
         values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
                             rescale=False)
         if not self.whole:
             return (values, scale), None
-        made.scale.copy_(scale)
+        self._take(scale)
         return (values,), None
 
     def fsdp_post_all_gather(self, arrived: Sequence[Tensor], metadata: None, dtype: torch.dtype, *,
                              out: Tensor | None = None) -> tuple[Tensor, tuple] | None:
         values, *scales = arrived
         for scale in scales:
-            made = self.layer.gathered
-            made.scale.copy_(scale)
-            made.nonfinite.copy_(scale.isfinite().logical_not().sum())
+            self._take(scale)
+            self.layer.gathered.nonfinite.copy_(scale.isfinite().logical_not().sum())
         # `out` lies over the bytes that have just arrived
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
+
+    def _take(self, scale: Tensor) -> None:
+        """For backward these are the numbers of forward again, and autograd need not know."""
+        with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
+            self.layer.gathered.scale.copy_(scale)
 
 
 def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],

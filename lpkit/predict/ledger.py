@@ -5,6 +5,7 @@ rows. Sources: Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1
 states and their sharding; `activations` for what the forward pass keeps.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
-from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
@@ -180,7 +181,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     row, settings = recompute_of(config, recompute)
     p = stored(config, precision_of(config, on, precision))
     # FSDP gathers in the compute dtype, so that the residual stream has it too
-    if (_fsdp(layout, p) and layout.gathered == "compute"
+    if (_fsdp(layout, p) and GATHERED[layout.gathered].mixed
             and p.compute_bytes < p.residual_bytes):
         p = replace(p, residual_bytes=p.compute_bytes)
     operand_bytes = None
@@ -329,12 +330,17 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     each = row_of_optimizer.update_bytes(
         moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
+    travels = p.compute_bytes if GATHERED[layout.gathered].mixed else p.weights
+    leave = sharded and not staged      # FSDP reduces in float32, a block at a time
+    gradient_bytes = (p.weights if p.buffered else p.gradients) / (ranks if sharded else 1)
     z = walk.Walk(
         s, ops, keep, cut=cut, tensor=layout.tensor, layers=layers, sharded=sharded, embeds=embeds,
         heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once or p.buffered,
         plain=plain, stream_cut=stream_cut, widened=widened, padded=padded,
         update_bytes=each + state_bytes if at_once else 0.0,
-        gradient_bytes=(p.weights if p.buffered else p.gradients) / (ranks if sharded else 1),
+        gradient_bytes=travels if leave else gradient_bytes, shard_bytes=gradient_bytes,
+        ahead_bytes=travels * leave, reduced_bytes=FP32 * leave,
+        whole_bytes=travels * whole,
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
@@ -379,34 +385,29 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
             moment: held + waits for moment, held in activations.items()}
     if sharded:
         block = inside / layers
-        travels = p.compute_bytes if layout.gathered == "compute" else p.weights
-        copied = travels if travels < FP32 else 0
-        own, reduced = block * travels, block * (FP32 + copied)
-        kept_bytes = keep.again_bytes if layers - 1 in again else keep.block_bytes
-        # The first block has its gradients; or they are on their way, in float32 too, while the
-        # next one is at work.
-        late = layers > 1 and reduced - own > kept_bytes and not staged
-        activations[walk.LAST] = activations.get(walk.LAST, 0) - late * kept_bytes
         gathered = (dict.fromkeys(z.most, tables * travels) |
                     dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * travels))
         what = "all outside the blocks, and the block at work, whole, in the compute dtype"
         if whole:
-            gathered |= dict.fromkeys((LOSS, walk.HEAD, walk.LAST), (tables + inside) * travels)
+            gathered |= dict.fromkeys((LOSS, walk.HEAD), (tables + inside) * travels)
+            # of which one is counted as on its way
+            gathered[walk.LAST] = (tables + inside - (layers > 1) * block) * travels
             what = "whole weights, until a block's backward is done"
         if staged:
-            gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * p.compute_bytes)
+            gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * travels)
             what = "the whole stage in the compute dtype, from the first micro-batch to the last"
         row("gathered weights", gathered, what, FSDP)
         temporaries = walked[walk.TEMPORARIES]
-        # those outside of blocks leave when all are there
-        outside = max(block * FP32, tables * (travels + FP32) - temporaries.get(walk.EMBED, 0))
-        held = {walk.LAST: reduced if late else own, walk.FIRST: reduced, walk.EMBED: outside}
-        if layers > 2 and not staged:   # the second block is at work, the first waits, gathered
-            held[walk.FIRST] = block * (FP32 + travels)
-            waits = keep.again_bytes if 0 in again else keep.block_bytes
-            activations[walk.FIRST] = activations.get(walk.FIRST, 0) + waits
-        if whole:
-            held[walk.LAST] = max(0.0, held[walk.LAST] - block * travels)       # what the last block was gathered into, and for a moment the one before
+        # those outside of blocks leave when all are there, and whole weights and gradients are gone
+        # but for the embedding's
+        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks) - (tables - z.table) * travels
+                      - temporaries.get(walk.EMBED, 0))
+        held = walked[walk.MESSAGES] | {walk.EMBED: outside}
+        if staged:
+            copied = travels if travels < FP32 else 0
+            held = {walk.LAST: block * travels, walk.FIRST: block * (FP32 + copied),
+                    walk.EMBED: tables * FP32}
+        if whole:       # what the last block was gathered into, and for a moment the one before
             logits = temporaries.get(LOSS, 0)
             kept = keep.block_bytes + walked[walk.LOGITS].get(LOSS, 0)
             held[LOSS] = max(0.0, block * travels + max(-logits, block * travels - logits - kept))
@@ -468,10 +469,8 @@ def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, f
     by moment. `whole`: gradients that nobody sends. Messages leave as backward has their gradients,
     or after it; two are under way. A parameter alone travels as it lies."""
     row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
-    sent = buckets(m, row.bucket_bytes // p.weights)
-    sizes = [p.gradients * sum(map(math.prod, bucket)) for bucket in sent]
-    copied = [nbytes * (len(bucket) > 1 or (sharded and bucket[0][0] % ranks > 0))
-              for nbytes, bucket in zip(sizes, sent)]
+    sizes, copied = _message_bytes(m, row.bucket_bytes // p.weights, p.gradients,
+                                   ranks if sharded else 1)
     at, messages, total = dict(whole), dict.fromkeys(IN_BACKWARD, 0.0), sum(sizes)
     most = total + max(copied)      # once backward is done
     if row.overlaps:
@@ -492,6 +491,16 @@ def _reduced(m: ModelConfig, layout: Layout, p: Precision, whole: Mapping[str, f
         spread = max(nbytes / ranks + copy for nbytes, copy in zip(sizes, copied))
         messages[UPDATE] = max(0.0, spread - at[UPDATE])
     return at, messages
+
+
+@functools.lru_cache(maxsize=256)
+def _message_bytes(m: ModelConfig, most: int, itemsize: int,
+                   ranks: int) -> tuple[list[int], list[int]]:
+    """Of each bucket of gradients, and of its copy: 0 where it travels as it lies."""
+    sent = buckets(m, most)
+    sizes = [itemsize * sum(map(math.prod, bucket)) for bucket in sent]
+    return sizes, [nbytes * (len(bucket) > 1 or bucket[0][0] % ranks > 0)
+                   for nbytes, bucket in zip(sizes, sent)]
 
 
 def _whole_in_stream(keep: Kept, s: MicroBatch, ops: Operations, repeated: Recompute, cut: int,

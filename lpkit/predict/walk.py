@@ -25,6 +25,7 @@ EMBED, UPDATE = "embeddings", "optimizer works"
 ACTIVATIONS, COPIES = "activations", "weight copies"
 GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
+MESSAGES = "communication buffers"
 # what is there for a moment too; then a row, and what it grows by
 Step = tuple[float, str, float]
 NO_MOMENT = -math.inf
@@ -50,6 +51,11 @@ class Walk:
     gradient_bytes  of a number of a weight's gradient
     gathers         gradients add to nothing here: they were there, or leave at once
     sharded         gradients leave to their shards, those outside the blocks at the end
+    reduced_bytes   then of a number of a block's gradients, which leave when its backward is done
+                    and are on their way while the next one is at work; 0: all leave at the end
+    ahead_bytes     of a number of the next block's weights, on their way meanwhile
+    whole_bytes     of a number of whole weights, which a block then has until its backward is done
+    shard_bytes     of a number of a weight's gradient, once it has left
     embeds, heads   the device has the embeddings; the head and the loss
     low             how Linears are cast; `plain`: but for those of the first, the last, the head
     again           numbers of the blocks that run once more before their backward
@@ -66,13 +72,17 @@ class Walk:
                  layers: int, gradient_bytes: float, gathers: bool, sharded: bool, embeds: bool,
                  heads: bool, low: Low | None, plain: frozenset[str], again: range, chunk: int,
                  packed: float, fetched: float, stream_cut: int, update_bytes: float,
-                 widened: float, padded: Mapping[str, tuple[int, int, int]]):
-        rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW)
+                 widened: float, padded: Mapping[str, tuple[int, int, int]],
+                 shard_bytes: float, ahead_bytes: float, reduced_bytes: float,
+                 whole_bytes: float):
+        rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW, MESSAGES)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
         self.s, self.kept, self.ops = s, kept, ops
         self.cut, self.tensor, self.layers = cut, tensor, layers
         self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
+        self.ahead_bytes, self.whole_bytes = ahead_bytes, whole_bytes
+        self.reduced_bytes, self.leave = reduced_bytes, reduced_bytes > 0
         self.embeds, self.heads = embeds, heads
         self.again, self.chunk, self.fetched = again, chunk, fetched
         self.stream_cut, self.update_bytes, self.widened = stream_cut, update_bytes, widened
@@ -88,7 +98,12 @@ class Walk:
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
         self.linear_weights = ops.linear_weights / tensor
         with_columns, others = ops.small
-        self.small_gradient_bytes = (with_columns / tensor + others) * gradient_bytes
+        small = with_columns / tensor + others
+        self.small_gradient_bytes = small * gradient_bytes
+        self.block_numbers = self.linear_weights + small
+        # how gradients grow by a block
+        self.block_gradient_bytes = 0.0 if gathers else self.block_numbers * (
+            shard_bytes if self.leave else gradient_bytes)
         as_it_is = Block(self, kept.plain, None)
         self.inner = Block(self, kept.block, low) if low else as_it_is
         self.first = as_it_is if "first" in plain else self.inner
@@ -149,15 +164,23 @@ class Walk:
             self.whole_loss()
         self.begin(LAST)
         steps = self.block(self.last, last_again)
+        self.travel(self.layers - 1)
         self.follow(steps)
         done = 1
         inner_again = self.layers - 2 in self.again
-        if self.layers > 2 and (inner_again != last_again or self.inner is not self.last):
+        if self.layers > 2 and (inner_again != last_again or self.inner is not self.last
+                                or self.leave):
+            self.travel(self.layers - 2)
             self.follow(self.block(self.inner, inner_again))
             done = 2
         if self.layers > done:
-            self.between(self.layers - done - 1, done)
+            second = self.leave and self.layers > 3
+            self.between(self.layers - done - 1, done, second)
             self.begin(FIRST)
+            if second:
+                self.travel(1)
+                self.follow(self.block(self.inner, 1 in self.again))
+            self.travel(0)
             alike = self.first is self.last and first_again == last_again
             self.follow(steps if alike else self.block(self.first, first_again))
         if self.embeds:
@@ -169,15 +192,22 @@ class Walk:
             return 0
         return len(range(self.again.step, self.layers - done, self.again.step))
 
-    def between(self, count: int, done: int) -> None:
-        """The blocks from the first to the last, without these two."""
-        run = self.repeats_between(done)
+    def travel(self, number: int) -> None:
+        """What is on its way while this block is at work."""
+        reduced = self.reduced_bytes * (number < self.layers - 1)
+        if 0 < number == self.layers - 2:
+            reduced -= self.whole_bytes
+        self.add(MESSAGES, (self.ahead_bytes * (number > 0) + reduced) * self.block_numbers
+                 - self.now[MESSAGES])
+
+    def between(self, count: int, done: int, second: bool) -> None:
+        """The blocks from the first to the last, without these two; without the `second`, too."""
+        run = self.repeats_between(done) - (second and 1 in self.again)
+        count -= second
         self.add(ACTIVATIONS, -run * self.kept.again_bytes - (count - run) * self.kept.block_bytes)
         self.add(COPIES, -(count - run) * self.inner.copied_bytes)
         self.add(LOW, -(count - run) * self.inner.low_bytes)
-        if not self.gathers:
-            self.add(GRADIENTS, count * (self.linear_weights * self.gradient_bytes
-                                         + self.small_gradient_bytes))
+        self.add(GRADIENTS, count * self.block_gradient_bytes)
 
     def copies(self, weights: float) -> float:
         """Bytes of the copy of weights in the dtype of their product."""
@@ -216,7 +246,7 @@ class Walk:
         self.mark(logits * FP32 if compute < FP32 else 0)
         self.follow(self.fold(head, self.kept.operations["head"], low))
         if self.sharded:
-            self.add(TEMPORARIES, self.table * compute)
+            self.add(TEMPORARIES, self.table * (self.gradient_bytes if self.leave else compute))
         elif self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
         self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
@@ -234,7 +264,9 @@ class Walk:
         self.add(LOGITS, -self.stream)
         self.add(GRADIENTS, -table)
         self.add(TEMPORARIES, self.stream)
-        if self.gathers:
+        if self.leave:
+            self.add(TEMPORARIES, self.gradient_bytes * self.table)
+        elif self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
         else:
             self.add(GRADIENTS, self.gradient_bytes * self.table)
@@ -252,11 +284,11 @@ class Walk:
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
-        each = self.s.compute_bytes if self.sharded else self.gradient_bytes    # before they leave
-        table, positions = self.table * each, self.ops.positions.params * each
+        table = self.table * self.gradient_bytes
+        positions = self.ops.positions.params * self.gradient_bytes
         tied = self.s.model.tied and self.heads
         self.begin(EMBED)
-        if not self.gathers:
+        if not self.gathers and not self.leave:
             self.add(GRADIENTS, positions)
         self.mark(table + positions)
         self.add(TEMPORARIES, -self.stream)
@@ -288,8 +320,11 @@ class Walk:
         for op in reversed(self.ops.block):
             steps += self.fold(op, block.saved.get(op.name, 0.0), low)
         steps.append((NO_MOMENT, TEMPORARIES, -self.fetched))
-        if not self.gathers:
+        if not self.gathers or self.leave:
             steps.append((NO_MOMENT, GRADIENTS, self.small_gradient_bytes))
+        if self.leave:      # all of them are there, then they leave
+            whole = self.block_numbers * self.gradient_bytes
+            steps.append((0.0, GRADIENTS, self.block_gradient_bytes - whole))
         if recompute:
             steps += ((NO_MOMENT, ACTIVATIONS, -self.stream - unused),
                       (NO_MOMENT, AGAIN, self.stream))
@@ -357,7 +392,8 @@ class Walk:
         whole = 0.0
         if self.gathered > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
-        after = final if self.gathers and not s.mixed else NO_MOMENT
+        gathers = self.gathers and not self.leave
+        after = final if gathers and not s.mixed else NO_MOMENT
         if low is not None:     # one autograd.Function: nothing is freed before its end
             work = self.low_linear(op, low, whole, wide, dy)
             copied, copies = LOW, self.cast(op)[2] * low.number_bytes
@@ -372,7 +408,7 @@ class Walk:
             after = max(after, final + weight * self.update_bytes)
         steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
                  (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
-        if not self.gathers and not (self.sharded and op is self.ops.head):
+        if not gathers and not (self.leave and op is self.ops.head):
             steps.append((NO_MOMENT, GRADIENTS, final))
         return steps
 

@@ -172,6 +172,12 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
     return compiling.with_head(loss, decisions.autocast, backend)
 
 
+def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
+    """The method of the model that this loss calls; None: the model itself."""
+    compiled = decisions.choices["compile"].used != OFF
+    return "hidden" if compiled else rows_of(config)["cross_entropy"].entry
+
+
 def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
     """The model as its init leaves it, on `device`."""
     torch.manual_seed(config.seed)

@@ -124,7 +124,7 @@ class Training:
         rows, device, m = rows_of(config), decisions.device, config.memory
         kernels = build.kernels(config, decisions)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
-                          entry=rows["cross_entropy"].entry)
+                          entry=build.entry_of_loss(config, decisions))
         model = build.build_model(config, decisions, (*more, kernels, *shards.transforms),
                                   rank=ranks.rank)
         if not shards.autocasts:
