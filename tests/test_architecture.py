@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "course": BASE | {"kernels", "nn", "precision", "predict", "studies", "techniques", "training", "ui"},
+    "course": BASE | {"kernels", "nn", "parallel", "precision", "predict", "studies", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},

@@ -420,9 +420,9 @@ def test_a_stub_is_to_do_and_starts_nothing(monkeypatch):
     assert verdict.status == "to do" and "★, about 5 minutes" in verdict.detail and "tl.store(y + i" in verdict.solution
 
 
-@pytest.mark.parametrize("attempt, said", [(3, "write the kernel as a function"), (len, "write the kernel as a function"),
-                                           (eval("lambda x: x"), "write the kernel as a function"),
-                                           (lambda x: x, "write the kernel as a function")])
+@pytest.mark.parametrize("attempt, said", [(3, "write it as a function"), (len, "write it as a function"),
+                                           (eval("lambda x: x"), "write it as a function"),
+                                           (lambda x: x, "write it as a function")])
 def test_what_is_no_kernel(attempt, said):
     verdict = check(EXERCISES["10.copy"], attempt)
     assert verdict.status == "wrong" and said in verdict.detail

@@ -1,6 +1,6 @@
 """The exercises of the course that are arithmetic; those that take tensors are in
-`lpkit.course.tensor_exercises`, kernels in `lpkit.course.kernel_exercises`. The notebooks ask the
-questions.
+`lpkit.course.tensor_exercises`, kernels in `lpkit.course.kernel_exercises`, and what runs on several
+processes in `lpkit.course.rank_exercises`. The notebooks ask the questions.
 
 Each definition stands under the cases that tell it from what somebody plausibly writes instead,
 and what to say to who did.
@@ -12,7 +12,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from lpkit.course import kernel_exercises, learner, tensor_exercises
+from lpkit.course import kernel_exercises, learner, rank_exercises, tensor_exercises
 from lpkit.course.judge import Exercise, Verdict, adding_to
 
 __all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
@@ -456,6 +456,8 @@ def visited_tiles(T: int, tile: int, window: int) -> int:
         begin = max(0, first - window + 1)              # the oldest key that the first one sees
         visited += math.ceil((last - begin) / tile)
     return visited
+
+
 # 13, efficient attention: what a query sees.
 
 @exercise("13.window_pairs", (4, 8), (4, 2), (1, 1), (4096, 256),
@@ -469,4 +471,80 @@ def window_pairs(T: int, window: int) -> int:
     return window * (window + 1) // 2 + (T - window) * window   # the first ones, then all others
 
 
-EXERCISES |= tensor_exercises.EXERCISES | kernel_exercises.PUZZLES
+# 14, data parallel and ZeRO. Bytes that a rank sends, rows that it has, messages.
+
+@exercise("14.sent_bytes", (4_000, 2, 0, 1), (4_000, 4, 3, 1), (4_000, 4, 2, 4), (4_000, 4, 1, 4),
+          (32e9, 64, 3, 8),
+          draw=lambda r: (10 ** r.uniform(3, 12), r.choice((2, 3, 8, 64)), r.randrange(4),
+                          r.randint(1, 16)), minutes=8, stars=2,
+          mistakes={"a rank does not send its own part to itself":
+                        lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, stage, pieces) * ranks / (ranks - 1),
+                    "whole gradients wait for the last micro-batch, and travel once":
+                        lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, max(stage, 2), pieces),
+                    "ZeRO 2 and 3 send in every micro-batch": lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, stage, 1),
+                    "ZeRO 3 gathers once for forward and once for backward":
+                        lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, min(stage, 2), pieces)})
+def sent_bytes(nbytes: float, ranks: int, stage: int, micro_batches: int) -> float:
+    rounds = micro_batches * stage if stage > 1 else 2      # of 3: two gathers and one scatter
+    return rounds * (ranks - 1) / ranks * nbytes
+
+
+@exercise("14.rows", (4, 2, 1), (5, 2, 1), (5, 4, 2), (5, 4, 3), (2, 4, 3),
+          draw=lambda r: (r.randint(1, 40), (ranks := r.randint(1, 9)), r.randrange(ranks)),
+          minutes=5,
+          mistakes={"each gets as many as the first, rounded up: none are left over":
+                        lambda rows, ranks, rank:
+                        (rank * (rows // ranks), (rank + 1) * (rows // ranks)),
+                    "there may be fewer rows than ranks: nobody has rows beyond the last":
+                        lambda rows, ranks, rank: (rank * math.ceil(rows / ranks),
+                                                   (rank + 1) * math.ceil(rows / ranks)),
+                    "one more for the first ones is another cut: all but the last have as many":
+                        lambda rows, ranks, rank:
+                        tuple(one * (rows // ranks) + min(one, rows % ranks)
+                              for one in (rank, rank + 1))})
+def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    each = math.ceil(rows / ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def _in_order(sizes: list[int], most: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for size in sizes:
+        if found and sum(found[-1]) + size <= most:
+            found[-1].append(size)
+        else:
+            found.append([size])
+    return found
+
+
+def _until_full(sizes: list[int], most: int) -> list[list[int]]:
+    found: list[list[int]] = [[]]
+    for size in sizes[::-1]:
+        if sum(found[-1]) >= most:
+            found.append([])
+        found[-1].append(size)
+    return found
+
+
+@exercise("14.buckets", ([4], 8), ([4, 3, 2], 5), ([1, 20, 1], 8), ([1, 2, 3, 4, 5], 6),
+          draw=lambda r: ([r.randint(1, 9) for _ in range(r.randint(1, 12))], r.randint(1, 20)),
+          minutes=8, stars=2,
+          mistakes={"backward has the last parameters' gradients first": _in_order,
+                    "a bucket holds `most` at most, unless one alone is larger": _until_full,
+                    "that is a message for each parameter":
+                        lambda sizes, most: [[size] for size in sizes[::-1]]})
+def buckets(sizes: list[int], most: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for size in sizes[::-1]:
+        if found and sum(found[-1]) + size <= most:
+            found[-1].append(size)
+        else:
+            found.append([size])
+    return found
+
+
+EXERCISES |= tensor_exercises.EXERCISES | kernel_exercises.PUZZLES | rank_exercises.EXERCISES

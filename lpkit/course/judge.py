@@ -74,11 +74,12 @@ def source_of(function: Callable) -> str:
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
 
-def adding_to(table: dict[str, Exercise]) -> Callable[..., Callable[[Callable], Callable]]:
+def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise
+              ) -> Callable[..., Callable[[Callable], Callable]]:
     """A decorator for definitions: `@exercise(name, *cases, draw=, mistakes=, ...)`."""
     def exercise(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callable]:
         def add(spec: Callable) -> Callable:
-            table[name] = Exercise(spec=spec, cases=cases, name=name, **more)
+            table[name] = kind(spec=spec, cases=cases, name=name, **more)
             return spec
 
         return add

@@ -99,16 +99,9 @@ class Puzzle(Exercise):
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
         """Never raises, whatever the attempt does, and does not wait for ever."""
-        try:
-            source = source_of(getattr(attempt, "fn", attempt))
-            function, = ast.parse(source).body
-            if not isinstance(function, ast.FunctionDef):
-                raise TypeError("it is no function")
-        except (OSError, TypeError, SyntaxError, ValueError) as error:
-            return Verdict("wrong", f"write the kernel as a function in a cell: {error}",
-                           self.solution)
-        if is_stub(function):
-            return to_do(self)
+        source = as_text(self, getattr(attempt, "fn", attempt))
+        if isinstance(source, Verdict):
+            return source
         if versions(["triton"])["triton"] is None:
             return Verdict("to do", defects()[0], self.solution)
         found = run([(self.name, source)])[0]
@@ -126,10 +119,18 @@ class Puzzle(Exercise):
         return Verdict(found["status"], " ".join(said), self.solution)
 
 
-def is_stub(function: ast.FunctionDef) -> bool:
-    """Whether all that it does is to raise NotImplementedError."""
+def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
+    """The source of an attempt that leaves this process; or why it does not."""
+    try:
+        source = source_of(attempt)
+        function, = ast.parse(source).body
+        if not isinstance(function, ast.FunctionDef):
+            raise TypeError("it is no function")
+    except (OSError, TypeError, SyntaxError, ValueError) as error:
+        return Verdict("wrong", f"write it as a function in a cell: {error}", exercise.solution)
     body = [node for node in function.body if not isinstance(node, ast.Expr)]   # its docstring
-    return len(body) == 1 and isinstance(body[0], ast.Raise)
+    stub = len(body) == 1 and isinstance(body[0], ast.Raise)
+    return to_do(exercise) if stub else source
 
 
 def moved(kernels: Sequence[tuple[str, Callable]],

@@ -727,3 +727,32 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         total = total + k[t]
         out.append(q[t] @ state / (q[t] @ total))
     return torch.stack(out)
+
+
+# 14, data parallel and ZeRO: one number for a gradient that lies in parts.
+
+def _parts(r: Random) -> tuple[list[list[Tensor]], float]:
+    ranks, parameters = r.randint(1, 4), r.randint(1, 3)
+    return ([[normal(r, r.randint(0, 3)) for _ in range(parameters)] for _ in range(ranks)],
+            r.choice((0.1, 1.0, 100.0)))
+
+
+def _clip_own(parts: list[list[Tensor]], most: float) -> list[float]:
+    return [clip_factors([one], most)[0] for one in parts]
+
+
+@exercise("14.clip", ([[torch.tensor([3.0])], [torch.tensor([4.0])]], 1.0),
+          ([[torch.tensor([0.3])], [torch.tensor([0.4])]], 1.0),
+          ([[torch.tensor([3.0, 0.0]), torch.tensor([4.0])], [torch.tensor([12.0])]], 1.0),
+          draw=_parts, tolerance=1e-5, stars=2, minutes=8,
+          mistakes={"one norm over all ranks: theirs are parts of the same gradient": _clip_own,
+                    "squares add up, norms do not": lambda parts, most:
+                        [min(1.0, most / max(sum(g.norm().item() for one in parts for g in one),
+                                             1e-30))] * len(parts),
+                    "a short gradient stays as it is": lambda parts, most:
+                        [most / max(math.sqrt(sum(g.square().sum().item() for one in parts
+                                                  for g in one)), 1e-30)] * len(parts)})
+def clip_factors(parts: list[list[Tensor]], most: float) -> list[float]:
+    squares = [sum(g.square().sum().item() for g in one) for one in parts]      # on each rank
+    norm = math.sqrt(sum(squares))                                              # an all-reduce
+    return [min(1.0, most / norm) if norm else 1.0] * len(parts)

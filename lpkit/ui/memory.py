@@ -15,6 +15,7 @@ from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK, html_table
+from lpkit.techniques.layouts import STAGES
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, ROLE_COLOURS, WARNING
@@ -28,6 +29,8 @@ ROW_COLOURS = {   # one family of rows, one hue
     "optimizer temporaries": "#888888", "batch": "#000000", "transposed copies": "#e6c79c",
     "attention workspace": "#7b5ea7", "allocator": "#e5e5e5",
 }
+SENT_COLOURS = {"all-reduce": ROLE_COLOURS["w"], "reduce-scatter": ROLE_COLOURS["x"],
+                "all-gather": "#b8860b"}
 PLAIN = "plain"     # the technique that the others are counted from
 
 
@@ -40,22 +43,58 @@ def limit_of(held: Memory) -> float | None:
     return limit if limit and held.peak_bytes > 0.1 * limit else None
 
 
-def memory_figure(held: Memory, *, title: str = "") -> dict:
-    """The plotly spec. The longest bar is the peak."""
-    data = []
-    for row in held.rows:
-        sizes = [row.at.get(moment) for moment in MOMENTS]
-        data.append(bars(MOMENTS, sizes, row.name, ROW_COLOURS[row.name], textposition="inside",
+def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | None]], *,
+                   title: str = "", axis_title: str = "bytes per device",
+                   about: Mapping[str, str] | None = None, said: Sequence[float] = (),
+                   limit: float | None = None) -> dict:
+    """The plotly spec of bytes by row, a bar for each name. `about` the rows, when pointed at;
+    `said`: the sum of each bar as a formula has it, a diamond; `limit`: of the device."""
+    data, about = [], about or {}
+    for row, sizes in rows.items():
+        data.append(bars(names, sizes, row, {**ROW_COLOURS, **SENT_COLOURS}[row],
+                         textposition="inside",
                          text=["" if size is None else quantity(size, "bytes") for size in sizes],
-                         hover=f"{row.name}: %{{text}}<extra>{row.formula}</extra>"))
+                         hover=f"{row}: %{{text}}<extra>{about.get(row, '')}</extra>"))
+    most = max((sum(filter(None, sizes)) for sizes in zip(*rows.values())), default=0)
+    shapes = []
+    if limit:
+        shapes = [rule(x=limit, colour=INK if most <= limit else WARNING, width=2, dash="dash")]
+    if said:
+        data.append(scatter(said, names, "predicted", mode="markers", hover="%{x:.4s}B",
+                            marker={"symbol": "diamond", "size": 11, "color": "#ffffff",
+                                    "line": {"width": 2, "color": INK}}))
     below = 21 * math.ceil(len(data) / 4)
-    limit, colour = limit_of(held), INK if held.fits else WARNING
     return figure(
-        data, title, height=120 + 46 * len(MOMENTS) + below, barmode="stack", bargap=0.35,
-        shapes=[rule(x=limit, colour=colour, width=2, dash="dash")] if limit else [], yaxis=NAMES,
+        data, title, height=120 + 46 * len(names) + below, barmode="stack", bargap=0.35,
+        shapes=shapes, yaxis=NAMES,
         # below: many rows would grow into the title
         legend={"yref": "container", "y": 0, "yanchor": "bottom"}, margin={"b": 60 + below},
-        xaxis=axis("bytes per device", **BYTES, range=[0, 1.08 * max(held.peak_bytes, limit or 0)]))
+        xaxis=axis(axis_title, **BYTES, range=[0, 1.08 * max(most, limit or 0, *said)]))
+
+
+def memory_figure(held: Memory, *, title: str = "") -> dict:
+    """The plotly spec. The longest bar is the peak."""
+    return stacked_figure(
+        list(MOMENTS), {row.name: [row.at.get(one) for one in MOMENTS] for row in held.rows},
+        about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
+
+
+def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int) -> dict:
+    """For an Explorer: what a rank holds at its peak by stage of ZeRO; bf16 with AdamW, each block
+    recomputed, one sequence at a time."""
+    config = dataclasses.replace(model, global_batch=ranks * micro_batches,
+                                 grad_accum_steps=ranks * micro_batches)
+    found = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw", zero=stage,
+                           recompute="block") for stage in STAGES}
+    held = [one.at(one.peak_moment) for one in found.values()]
+    rows = {row: [each.get(row) for each in held]
+            for row in ROW_COLOURS if any(row in each for each in held)}
+    fit = [str(stage) for stage, one in found.items() if one.fits]
+    fits = f"fits with ZeRO {', '.join(fit)}" if fit else "fits with no stage of ZeRO"
+    return stacked_figure(
+        [f"ZeRO {stage}" for stage in found], rows, limit=machine.memory_bytes,
+        title=f"{ranks:,} ranks of {quantity(machine.memory_bytes, 'bytes')}: {fits}",
+        axis_title=f"bytes per {machine.title}, at the peak")
 
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,

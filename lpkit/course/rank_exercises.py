@@ -1,0 +1,195 @@
+"""Exercises whose answer runs on several processes, which exchange real tensors; and what a learner
+has written by hand, on the same.
+
+Its text alone goes into the processes (`lpkit.parallel.processes`), which know `torch`, `dist` and
+`math` and nothing else of the notebook. A rank that raises ends the others, and those that wait for
+one another for ever are ended after some seconds; both are sentences.
+"""
+
+import __future__
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lpkit.course.judge import Exercise, Verdict, adding_to, difference, short, source_of
+from lpkit.course.puzzles import as_text
+from lpkit.course.tensor_exercises import normal
+from lpkit.errors import ConfigError
+from lpkit.parallel.processes import Place, Processes
+from lpkit.parallel.ranks import all_gather, reduce_scatter
+from lpkit.training.runs import RunFailedError
+
+WORLD = 2
+PROGRESS_SECONDS = 20.0     # in which no rank ends a case
+DRAWN = 20
+COLLECTIVES = ("reduce_scatter", "all_gather")      # arguments that are given to an attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRanks(Exercise):
+    """`spec`, `mistakes` and an attempt are what a rank does. Of a case's tensors each rank gets its
+    line, and then `rank`, `ranks` and COLLECTIVES."""
+
+    drawn: int = DRAWN
+
+    def judged(self, attempt: Callable[..., Any]) -> Verdict:
+        """Never raises, whatever the attempt does, and does not wait for ever."""
+        source = as_text(self, attempt)
+        if isinstance(source, Verdict):
+            return source
+        try:
+            found = on_ranks(_judge, WORLD, name=self.name, source=source)
+        except (RunFailedError, ConfigError) as error:
+            return Verdict("wrong", str(error).partition("\n")[0], self.solution)
+        whys = [one["why"] for one in found if one["why"]]
+        if not whys:
+            return Verdict("right", "", self.solution)
+        _, why = min(whys)
+        hints = [hint for hint in self.mistakes if all(hint in one["hints"] for one in found)]
+        return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
+
+
+def on_ranks(function: Callable[[Place, dict], Any], world: int, **told: Any) -> list[Any]:
+    """What each of so many ranks of a function of this file returned."""
+    with Processes(f"{__name__}:{function.__name__}", told, world=world,
+                   progress_seconds=PROGRESS_SECONDS) as running:
+        return running.wait()
+
+
+def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor) -> list[Tensor]:
+    """Of each function what it returned on all ranks, stacked: rank r of len(given) calls
+    f(given[r], r, ranks)."""
+    found = on_ranks(_by_hand, len(given), given=given.tolist(),
+                     sources=[source_of(one) for one in functions])
+    return [torch.tensor(each) for each in zip(*found)]
+
+
+# In a rank.
+
+def _by_hand(place: Place, told: dict[str, Any]) -> list[Any]:
+    _meet(place)
+    given = torch.tensor(told["given"])[place.rank]
+    return [_called(source)(given.clone(), place.rank, place.world).tolist()
+            for source in told["sources"]]
+
+
+def _judge(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+    """`why`: the number of the first case that is wrong, and what to say. `hints`: of the mistakes
+    that an attempt agrees with in every case."""
+    _meet(place)
+    exercise, attempt = EXERCISES[told["name"]], _called(told["source"])
+    why: list[Any] = []
+    hints = dict(exercise.mistakes)
+    for number, case in enumerate(exercise.all_cases()):
+        place.at(number, "your function")
+        got = attempt(*_given(case, place))
+        want = exercise.spec(*_given(case, place))
+        if not why and (unlike := difference(got, want, exercise.tolerance)):
+            named = zip(inspect.signature(exercise.spec).parameters, _given(case, place))
+            said = ", ".join(f"{name}={short(value)}" for name, value in named
+                             if name not in COLLECTIVES)
+            why = [number, f"on rank {place.rank}, for {said}: {unlike}"]
+        for hint, mistake in exercise.mistakes.items():     # on all ranks: they tell one another
+            if difference(got, mistake(*_given(case, place)), exercise.tolerance):
+                hints.pop(hint, None)
+    return {"why": why, "hints": list(hints)}
+
+
+def _meet(place: Place) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=place.store, rank=place.rank,
+                            world_size=place.world, timeout=timedelta(seconds=PROGRESS_SECONDS * 2))
+
+
+def _called(source: str) -> Callable[..., Any]:
+    """The function of this text. Its annotations are not looked at."""
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "math": math, "Tensor": Tensor}
+    before = set(names)
+    exec(compile(source, "your function", "exec", __future__.annotations.compiler_flag), names)
+    return next(one for name, one in names.items() if name not in before and callable(one))
+
+
+def _given(case: tuple, place: Place) -> tuple:
+    lines = (one[place.rank].clone() if isinstance(one, Tensor) else one for one in case)
+    return *lines, place.rank, place.world, _scattered, _gathered
+
+
+def _scattered(x: Tensor) -> Tensor:
+    """This rank's part of the sum of all ranks' x (numbers,)."""
+    if len(x) % dist.get_world_size():
+        raise ValueError(f"reduce_scatter cuts {len(x)} numbers into "
+                         f"{dist.get_world_size()} parts of one size; that does not come out even")
+    part = x.new_empty(len(x) // dist.get_world_size())
+    reduce_scatter(part, x.contiguous())
+    return part
+
+
+def _gathered(part: Tensor) -> Tensor:
+    """The parts (numbers,) of all ranks, one after the other."""
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    all_gather(whole, part.contiguous())
+    return whole
+
+
+# 14, data parallel and ZeRO.
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES, OnRanks)
+
+
+def _step(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
+    each = r.randint(1, 4)
+    w = normal(r, WORLD * each).expand(WORLD, -1)
+    return w, normal(r, WORLD, WORLD * each), normal(r, WORLD, each), r.choice((0.1, 0.5, 1.0))
+
+
+# Text alone travels, so each stands on its own.
+def _of_the_sum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g)
+    return all_gather(w.chunk(ranks)[rank] - lr * m), m
+
+
+def _of_own_gradient(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + g.chunk(ranks)[rank]
+    return all_gather(w.chunk(ranks)[rank] - lr * m), m
+
+
+def _of_the_first_part(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    return all_gather(w.chunk(ranks)[0] - lr * m), m
+
+
+def _not_spread(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    w = w.clone()
+    w.chunk(ranks)[rank].sub_(lr * m)
+    return w, m
+
+
+@exercise("14.zero_one",
+          (torch.tensor([[1.0, 1.0]] * 2), torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
+           torch.zeros(2, 1), 1.0),
+          (torch.tensor([[1.0, 1.0]] * 2), torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
+           torch.tensor([[10.0], [20.0]]), 0.5),
+          draw=_step, tolerance=1e-5, stars=3, minutes=15,
+          mistakes={"the ranks' mean, not their sum": _of_the_sum,
+                    "the other ranks have seen other sequences: their gradients count, too":
+                        _of_own_gradient,
+                    "each rank updates its own part": _of_the_first_part,
+                    "the other ranks have parts of the new weights that this one needs":
+                        _not_spread})
+def zero_one_step(w: Tensor, g: Tensor, m: Tensor, lr: float, rank: int, ranks: int,
+                  reduce_scatter: Callable[[Tensor], Tensor],
+                  all_gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    part = w.chunk(ranks)[rank] - lr * m
+    return all_gather(part), m

@@ -1,0 +1,111 @@
+"""What ranks keep and send, by stage, beside traces, formulas and one process; and the figures over it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import nbformat
+import plotly.graph_objects as go
+import pytest
+import torch
+
+import lpkit
+from lpkit.course import rank_exercises
+from lpkit.course.exercises import EXERCISES, check
+from lpkit.measure.trace import predict_trace
+from lpkit.predict import CATALOGUE, quantity
+from lpkit.predict.messages import messages
+from lpkit.studies import data_parallel
+from lpkit.techniques.layouts import REDUCTIONS
+from lpkit.ui import stacked_figure, stages_view
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
+SMALL = lpkit.preset("cpu-3m").replace({
+    "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 8, "grad_accum_steps": 1,
+    "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
+
+
+def test_each_stage_keeps_and_sends_what_was_said():
+    """By a trace of one process to the byte; by one process the same losses but for the order of sums, some 2^-24 an update."""
+    configs = {(name, pieces): replace(SMALL.replace({"grad_accum_steps": 2 * pieces if pieces > 1 else 1}), parallel=layout)
+               for name, layout in data_parallel.layouts(2).items() for pieces in (1, 2)}
+    alone, found = data_parallel.losses(SMALL, 3), data_parallel.steps(configs, processes=2, updates=3)
+    for name, config in configs.items():
+        assert found[name].losses == pytest.approx(alone, rel=1e-6)
+        assert found[name].messages == messages(config)
+        assert found[name].most == data_parallel.states(predict_trace(config, 2, layout=config.parallel))
+    sent = {name: sum(step.sent_bytes.values()) for name, step in found.items()}
+    for stage in ("ZeRO 0", "ZeRO 1"):
+        assert sent[stage, 1] == sent[stage, 2]
+    assert sent["ZeRO 3", 2] == pytest.approx(2 * sent["ZeRO 3", 1], rel=1e-3)
+
+
+def test_every_reduction_takes_its_turns():
+    told = data_parallel.turns(SMALL, processes=2, rounds=2)
+    assert list(told) == [data_parallel.ALONE, *REDUCTIONS]
+    assert all(len(times) == 2 and min(times) > 0 for times in told.values())
+
+
+def ring(x, rank, ranks):
+    dist.all_reduce(x)      # noqa: F821  what the processes know
+    return x
+
+
+def test_what_is_written_by_hand_runs_on_ranks():
+    given = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    found, = rank_exercises.by_hand([ring], given)
+    torch.testing.assert_close(found, given.sum(0).expand(3, -1))
+
+
+def one_rank_raises(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    if rank == 1:
+        raise RuntimeError("no")
+    return all_gather(w.chunk(ranks)[rank] - lr * m), m
+
+
+def uneven(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    return reduce_scatter(g[1:]), m
+
+
+def waits_for_ever(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    return all_gather(m) if rank else w, m
+
+
+@pytest.mark.parametrize("attempt, said", [(one_rank_raises, "rank 1 of 2 failed at step 0 in your function: RuntimeError: no"),
+                                           (uneven, "that does not come out even"), (waits_for_ever, "got no further for 3 s"),
+                                           (len, "write it as a function")])
+def test_an_attempt_that_fails_on_a_rank_is_a_sentence(attempt, said, monkeypatch):
+    monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 3.0)
+    verdict = check(EXERCISES["14.zero_one"], attempt)
+    assert verdict.status == "wrong" and said in verdict.detail, verdict
+
+
+def test_figures():
+    rows = {"weights": [1.0, 2.0], "all-reduce": [3.0, None]}
+    spec = stacked_figure(["a", "b"], rows, said=[4.0, 2.0], limit=3.0)
+    go.Figure(spec)
+    assert spec["layout"]["xaxis"]["range"][1] == pytest.approx(4 * 1.08) and spec["data"][-1]["x"] == [4.0, 2.0]
+
+
+def peaks(model, ranks, micro_batches=1):
+    """By stage, as quantities; and the title."""
+    spec = stages_view(lpkit.preset(model), CATALOGUE["h200"], ranks, micro_batches)
+    go.Figure(spec)
+    return [quantity(sum(row["x"][i] or 0 for row in spec["data"]), "bytes") for i in range(4)], spec
+
+
+def test_the_answers_about_stages_are_those_of_the_explorer():
+    book = nbformat.read(Path(__file__).parents[1] / "notebooks" / "14_data_parallel_and_zero.ipynb", as_version=4)
+    said = " ".join(next(cell.source for cell in book.cells if "<summary>Answers</summary>" in cell.source).split())
+    gradients = lambda spec: next((row["x"][1] for row in spec["data"] if row["name"] == "gradients"), None)
+    (_, one, *_), spec = peaks("llama-8b", 8)
+    (_, four, *_), more = peaks("llama-8b", 8, 4)
+    assert not gradients(spec) and f"{quantity(gradients(more), 'bytes')}, and a peak of {four} instead of {one.removesuffix(' GB')}" in said
+    (_, few, _, third), (_, many, _, last) = peaks("llama-8b", 64)[0], peaks("llama-8b", 1024)[0]
+    for before, after in ((few, many), (third, last)):
+        assert before.removesuffix(" GB") in said and after.removesuffix(" GB") in said
+    assert peaks("llama-70b", 8)[1]["layout"]["title"]["text"].endswith("no stage of ZeRO") and f"With 8, its {peaks('llama-70b', 8)[0][3]} are 6 GB" in said
+    for ranks in (16, 1024):
+        assert peaks("llama-70b", ranks)[1]["layout"]["title"]["text"].endswith("fits with ZeRO 3")
