@@ -297,7 +297,7 @@ def _pick(table: Mapping[str, Any], name: Any, key: str) -> Any:
     """As `pick`, and where another field has that name, of those alike first, it says which."""
     fields = [field for field, rows in FAMILIES.items() if isinstance(name, str) and name in rows]
     fields = [field for field in fields if field.endswith(key.rpartition(".")[2])] or fields
-    if len(fields) == 1 and name not in table:
+    if len(fields) == 1 and name not in table and "did you mean" not in nearest(name, table):
         raise ConfigError(f"there is no {key} {shown(name)}; set {fields[0]}={name}, or choose one "
                           f"of {', '.join(table)}")
     return pick(table, name, key)
