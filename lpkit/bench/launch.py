@@ -193,13 +193,13 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
-        "\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
+        "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
         markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
-        "\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
+        "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
-        "\nNot everything goes with several ranks yet:\n\n",
+        "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
-        "\n## The same numbers\n\n", parity.page(parity.measure()),
+        "\n\n## The same numbers\n\n", parity.page(parity.measure()),
         "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how often the "
         "right one was not named in time, or a process or a folder was left.\n\n"]
     for path in sorted(resource("data/measured").glob("launch-*.json")):
