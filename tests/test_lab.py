@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import stat
@@ -24,7 +25,6 @@ from lpkit.errors import ConfigError
 from tests.attack import processes as attack
 
 OPEN_DOORS = """
-import re
 c.ServerApp.ip = "0.0.0.0"
 c.ServerApp.port_retries = 50
 c.ServerApp.base_url = "/somewhere"
@@ -231,10 +231,11 @@ def execute(port: int, token: str, code: str) -> str:
 def test_a_kernel_starts_without_a_warning(server):
     kernel = execute(server.port, server.token, "")
     assert ask(server, kernel, token=server.token, method="DELETE")[0] == 204
-    # The refusals that this file asks for are logged, as they should be. Nothing else may be.
+    # The refusals that this file asks for are logged, as they should be. Nothing else may be, but what a kernel was
+    # importing when its end interrupted it: the names of categories count, not a line such as `import warnings`.
     refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals", "elsewhere.example",
                 "disable the check", "404 GET /api/contents", "Not Found", "deprecated")
-    complaints = [line for line in server.log().splitlines() if "warn" in line.lower() or line.startswith(("[W", "[E"))]
+    complaints = [line for line in server.log().splitlines() if re.search(r"Warning\b|WARNING|^\[[WE]", line)]
     assert [line for line in complaints if not any(words in line for words in refusals)] == []
 
 
