@@ -5,6 +5,7 @@ to send gradients.
     found = steps(configs, processes=2, updates=4)
     found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
     turns(config, processes=2, rounds=3)            # forward and backward, by reduction
+    steps(gathers(config, 2), processes=2, updates=4)       # the same recipe, sent in 4 bytes and 1
 
 They are predicted by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages`.
 """
@@ -22,7 +23,7 @@ from lpkit.config import Config
 from lpkit.hardware import synchronised
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench
-from lpkit.parallel.processes import Place, Processes
+from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, joined
 from lpkit.predict.messages import Message, messages, sent_bytes
 from lpkit.techniques.blocks import FP32
@@ -48,6 +49,18 @@ def spread(config: Config, ranks: int, *, sequences: int, micro_batches: int = 1
     sizes = {"global_batch": ranks * sequences, "grad_accum_steps": ranks * micro_batches}
     return {name: replace(config.replace(sizes), parallel=layout)
             for name, layout in layouts(ranks).items()}
+
+
+# How weights are gathered: recipe, `parallel.gathered`
+GATHERS = {"bf16": ("bf16", "compute"), "FP8, sent in float32": ("fp8-tensorwise", "float32"),
+           "FP8": ("fp8-tensorwise", "fp8")}
+
+
+def gathers(config: Config, ranks: int) -> dict[str, Config]:
+    """`config` in ZeRO 3 with each of GATHERS."""
+    return {name: replace(config.replace({"precision.recipe": recipe}),
+                          parallel=Layout(shard=ranks, gathered=gathered))
+            for name, (recipe, gathered) in GATHERS.items()}
 
 
 # What is kept and sent.
@@ -87,10 +100,11 @@ def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[fl
     return tuple(training.update(step).loss.item() for step in range(updates))
 
 
-def steps(configs: Mapping[str, Config], *, processes: int, updates: int) -> dict[str, Step]:
+def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
+          parent: WarmParent | None = None) -> dict[str, Step]:
     """Of each config, which lies over so many processes. Raises ConfigError and RunFailedError as
     `Processes.wait`."""
-    found, *_ = _on_ranks(_steps, processes, updates=updates,
+    found, *_ = _on_ranks(_steps, processes, parent, updates=updates,
                           configs=[one.to_dict() for one in configs.values()])
     return {name: Step(most=most, losses=tuple(before),
                        messages=Counter({Message(*of): count for *of, count in told}))
@@ -115,7 +129,7 @@ def _steps(place: Place, told: dict[str, Any]) -> list[Any]:
 def turns(config: Config, *, processes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a forward and a backward pass with the average of gradients, by reduction and
     round, of the rank that took longest; and those of a rank that averages nothing, ALONE."""
-    told = _on_ranks(_turns, processes, rounds=rounds,
+    told = _on_ranks(_turns, processes, None, rounds=rounds,
                      config=replace(config, parallel=Layout(data=processes)).to_dict())
     return {name: [max(each) for each in zip(*(one[name] for one in told))] for name in told[0]}
 
@@ -149,7 +163,7 @@ def _joined(place: Place, config: Config, number: int = 0) -> AbstractContextMan
                   local_world=place.local_world, init_method=f"{place.store}-{number}")
 
 
-def _on_ranks(function: Any, processes: int, **told: Any) -> list[Any]:
-    with Processes(f"{__name__}:{function.__name__}", told, world=processes,
+def _on_ranks(function: Any, processes: int, parent: WarmParent | None, **told: Any) -> list[Any]:
+    with Processes(f"{__name__}:{function.__name__}", told, world=processes, parent=parent,
                    progress_seconds=PROGRESS_SECONDS) as running:
         return running.wait()
