@@ -115,9 +115,7 @@ class ScaledLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y = _apply(self, x.reshape(-1, x.shape[-1]), dtype)
-        # as F.linear does: nobody else has the flat one, and FSDP2 would warn of a view
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
              first: bool = False, both: bool = False) -> Scaled | Operand:
