@@ -25,7 +25,7 @@ from lpkit.course.judge import Exercise, Verdict, adding_to, difference, short, 
 from lpkit.course.puzzles import as_text
 from lpkit.course.tensor_exercises import normal
 from lpkit.errors import ConfigError
-from lpkit.parallel.processes import Place, Processes
+from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import all_gather, reduce_scatter
 from lpkit.training.runs import RunFailedError
 
@@ -58,17 +58,19 @@ class OnRanks(Exercise):
         return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
 
 
-def on_ranks(function: Callable[[Place, dict], Any], world: int, **told: Any) -> list[Any]:
+def on_ranks(function: Callable[[Place, dict], Any], world: int,
+             parent: WarmParent | None = None, **told: Any) -> list[Any]:
     """What each of so many ranks of a function of this file returned."""
     with Processes(f"{__name__}:{function.__name__}", told, world=world,
-                   progress_seconds=PROGRESS_SECONDS) as running:
+                   progress_seconds=PROGRESS_SECONDS, parent=parent) as running:
         return running.wait()
 
 
-def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor) -> list[Tensor]:
+def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
+            parent: WarmParent | None = None) -> list[Tensor]:
     """Of each function what it returned on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
-    found = on_ranks(_by_hand, len(given), given=given.tolist(),
+    found = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
                      sources=[source_of(one) for one in functions])
     return [torch.tensor(each) for each in zip(*found)]
 
