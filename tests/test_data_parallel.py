@@ -41,12 +41,6 @@ def test_each_stage_keeps_and_sends_what_was_said():
     assert sent["ZeRO 3", 2] == pytest.approx(2 * sent["ZeRO 3", 1], rel=1e-3)
 
 
-def test_a_rank_alone_is_one_process():
-    found = data_parallel.steps({"alone": SMALL}, processes=1, updates=3)["alone"]
-    assert found.losses == data_parallel.losses(SMALL, 3) and not found.messages
-    assert found.most == data_parallel.states(predict_trace(SMALL))
-
-
 def test_what_is_gathered_changes_bytes_and_no_bit():
     """Casts that travel are those of whole weights; bytes are those of the formula, and of a trace."""
     configs = data_parallel.gathers(SMALL, 2)

@@ -160,10 +160,8 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     dist.init_process_group(BACKENDS[device], init_method=init_method, rank=rank, world_size=world,
                             timeout=COLLECTIVE_TIMEOUT)
     try:
-        # a rank alone sends nothing, and copies nothing to be sent
-        mesh = mesh_of(layout, device) if world > 1 or layout.stage else None
         ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                      mesh=mesh)
+                      mesh=mesh_of(layout, device))
         ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
                                   "PyTorch": torch.__version__})
         yield ranks
