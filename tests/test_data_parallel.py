@@ -40,6 +40,12 @@ def test_each_stage_keeps_and_sends_what_was_said():
     assert sent["ZeRO 3", 2] == pytest.approx(2 * sent["ZeRO 3", 1], rel=1e-3)
 
 
+def test_a_world_of_one_is_one_process():
+    config = SMALL.replace({"precision.recipe": "bf16", "system.products": "float32"})     # which else each races for itself
+    found = data_parallel.steps({"one": config}, processes=1, updates=3)["one"]
+    assert found.losses == data_parallel.losses(config, 3) and not found.sent_bytes
+
+
 def test_every_reduction_takes_its_turns():
     told = data_parallel.turns(SMALL, processes=2, rounds=2)
     assert list(told) == [data_parallel.ALONE, *REDUCTIONS]
