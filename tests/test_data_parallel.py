@@ -41,9 +41,9 @@ def test_each_stage_keeps_and_sends_what_was_said():
 
 
 def test_a_world_of_one_is_one_process():
-    config = SMALL.replace({"precision.recipe": "bf16", "system.products": "float32"})     # which else each races for itself
-    found = data_parallel.steps({"one": config}, processes=1, updates=3)["one"]
-    assert found.losses == data_parallel.losses(config, 3) and not found.sent_bytes
+    found = data_parallel.steps({"one": SMALL}, processes=1, updates=3)["one"]
+    assert found.losses == data_parallel.losses(SMALL, 3) and not sum(found.sent_bytes.values())
+    assert found.most == data_parallel.states(predict_trace(SMALL, 1))
 
 
 def test_every_reduction_takes_its_turns():
