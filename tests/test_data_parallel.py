@@ -51,6 +51,12 @@ def test_what_is_gathered_changes_bytes_and_no_bit():
     assert found["FP8"].losses == found["FP8, sent in float32"].losses != found["bf16"].losses
 
 
+def test_a_world_of_one_is_one_process():
+    found = data_parallel.steps({"one": SMALL}, processes=1, updates=3)["one"]
+    assert found.losses == data_parallel.losses(SMALL, 3) and not sum(found.sent_bytes.values())
+    assert found.most == data_parallel.states(predict_trace(SMALL, 1))
+
+
 def test_every_reduction_takes_its_turns():
     told = data_parallel.turns(SMALL, processes=2, rounds=2)
     assert list(told) == [data_parallel.ALONE, *REDUCTIONS]
