@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lpkit.measure.messages import DATA
@@ -113,19 +114,21 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def traced(training: Training) -> list[Span]:
-    """Of an update, as this rank sees it, by the clock of the machine."""
-    with (profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
-          record_function(WHOLE)):
-        training.update(0)
+    """Of an update, as this rank sees it, by the clock of the machine. All ranks begin together."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        dist.barrier()
+        with record_function(WHOLE):
+            training.update(0)
     return spans(profiler)
 
 
 def spans(profiler: profile) -> list[Span]:
     """Of the profile of an update."""
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    seen = {start: [event for event in events if event.name().startswith(start)]
-            for start in (WHOLE, WAIT, AUTOGRAD, HANDED, GLOO)}
-    (begin, end), = map(_time, seen[WHOLE])
+    (begin, end), = (_time(event) for event in events if event.name() == WHOLE)
+    seen = {start: [event for event in events
+                    if event.name().startswith(start) and _time(event)[0] > begin]
+            for start in (WAIT, AUTOGRAD, HANDED, GLOO)}
     waits, backward = ([_time(event) for event in seen[name]] for name in (WAIT, AUTOGRAD))
     bounds = begin, backward[0][0], max(until for _, until in backward), end
     found = [Span(kind, *part) for kind, phase in zip(COMPUTING, pairwise(bounds))

@@ -37,6 +37,6 @@ def overlap_figure(timelines: Mapping[str, Sequence[Any]], *, title: str = "") -
             hover="%{x:.2f} ms%{customdata}"))
     return figure(
         data, title, height=110 + 34 * len(rows), barmode="overlay",
-        xaxis=axis("ms since the first rank began"),
+        xaxis=axis("ms since the first rank began", rangemode="nonnegative"),
         yaxis={"tickvals": list(rows), "ticktext": list(rows.values()), "ticks": "",
                "showgrid": False, "zeroline": False, "range": [max(rows) + 0.6, -0.6]})
