@@ -71,14 +71,13 @@ def test_a_run_goes_on_in_any_layout(parent, tmp_path):
     ({"data": 2}, True), ({"data": 2, "reduction": "per-parameter"}, False), ({"shard": 2, "zero": 1}, True),
     ({"shard": 2, "zero": 2}, True), ({"shard": 2}, True), ({"data": 2, "shard": 2}, True)])
 def test_who_is_early_waits_and_who_is_late_does_not(parent, tmp_path, layout, within_backward):
-    """Rank 1 sleeps 0.5 s when all others are in their backward. What those compute until they wait is some milliseconds of
-    it, and half of it is left for a busy machine."""
+    """Rank 1 sleeps 1 s when all others are in their backward. What those compute until they wait is some milliseconds of it,
+    and half of it is left for a busy machine."""
     config = SMALL.replace({f"parallel.{axis}": n for axis, n in layout.items()})
-    found = on_ranks(parent, "late", config, config.parallel.devices, folder=str(tmp_path), seconds=0.5)
+    found = on_ranks(parent, "late", config, config.parallel.devices, folder=str(tmp_path), seconds=1.0)
     own, *_ = found.pop(1)
-    assert own < 0.25
     for waited, in_backward, whole in found:
-        assert 0.25 < waited < whole and (in_backward > 0.25) == within_backward
+        assert own + 0.5 < waited < whole and (in_backward > 0.5 if within_backward else in_backward == 0)
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2}])
