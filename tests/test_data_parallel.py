@@ -59,7 +59,10 @@ def test_messages_leave_when_their_reduction_says():
             early = [span.start < one.backward_end for span in one.messages if span.nbytes > 4]
             assert any(early) == (name not in ("per-parameter", "buckets")) and all(early[:1]) == any(early)
             assert 0 < one.message_seconds < one.step_seconds and 0 <= one.hidden_seconds <= one.message_seconds
-    go.Figure(plain(overlap_figure(found)))
+    spec = plain(overlap_figure(found))
+    go.Figure(spec)
+    drawn = Counter({bars["name"]: len(bars["x"]) for bars in spec["data"]})
+    assert drawn == Counter(span.kind for ranks in found.values() for one in ranks for span in one.spans)
 
 
 def test_what_is_hidden():
