@@ -46,6 +46,12 @@ def test_each_stage_keeps_and_sends_what_was_said():
     assert sent["ZeRO 3", 2] == pytest.approx(2 * sent["ZeRO 3", 1], rel=1e-3)
 
 
+def test_a_world_of_one_is_one_process():
+    found = data_parallel.steps({"one": SMALL}, processes=1, updates=3)["one"]
+    assert found.losses == data_parallel.losses(SMALL, 3) and not sum(found.sent_bytes.values())
+    assert found.most == data_parallel.states(predict_trace(SMALL, 1))
+
+
 def test_messages_leave_when_their_reduction_says():
     """By PyTorch's profiler, on each rank: which messages there are, and which of them left while backward went on."""
     ways = {name: Layout(data=2, reduction=name) for name in REDUCTIONS} | {"ZeRO 1": Layout(shard=2, zero=1), "ZeRO 3": Layout(shard=2)}

@@ -74,7 +74,9 @@ def local(t: Tensor) -> Tensor:
 
 
 def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
-    kind = Sharding if ranks.mesh is None else STAGES[layout.stage].load()
+    # one rank would send itself copies
+    alone = ranks.mesh is None or (layout.devices == 1 and not layout.stage)
+    kind = Sharding if alone else STAGES[layout.stage].load()
     return kind(ranks=ranks, layout=layout, **of_run)
 
 
