@@ -16,7 +16,6 @@ import json, os, signal, sys, traceback
 import torch
 import torch._dynamo, lpkit.cli, lpkit.commands.train, lpkit.training.loop, lpkit.training.training, tqdm     # all that a fork would import
 torch.set_num_threads(1)
-BREAKING
 for line in sys.stdin:
     words, output = json.loads(line)
     pid = os.fork()
@@ -75,10 +74,10 @@ class Nursery:
 
 
 @contextmanager
-def nursery(folder: Path, breaking: str = "") -> Iterator[Nursery]:
-    """Its commands run in `folder` and keep their caches there. `breaking`: Python that is run first, for a test."""
+def nursery(folder: Path) -> Iterator[Nursery]:
+    """Its commands run in `folder` and keep their caches there."""
     environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1")
-    with subprocess.Popen([sys.executable, "-c", PROGRAM.replace("BREAKING", breaking)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                           env=environment, cwd=folder) as process:
         yield Nursery(process, folder)
         process.stdin.close()
