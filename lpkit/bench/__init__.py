@@ -30,7 +30,6 @@ BENCHES = {     # module of this folder, and function
     "qdq": "kernels:qdq",
     "recipe-losses": "recipe_losses:run",
     "reliability": "reliability:run",
-    "step-time-cpu": "steps:step_time_cpu",
     "telemetry": "steps:telemetry",
     "train-nanogpt": "nanogpt:run",
 }

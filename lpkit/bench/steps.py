@@ -6,12 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lpkit import hardware
 from lpkit.bench.harness import ROUNDS, Result, last_losses, paired, steps_in_turns
 from lpkit.config import Config
 from lpkit.measure.telemetry import ROWS, attach
-from lpkit.measure.updates import turns
-from lpkit.predict.time import calibrate, step_time
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
@@ -30,32 +27,6 @@ EVERY = 20              # steps, of which telemetry samples one: all Linears, x,
 TELEMETRY_TARGETS = {"every 20 steps": 1.05, "attached, off": 1.01}     # at most, times without
 TELEMETRY_RECIPES = ("fp8-tensorwise", "mxfp8")
 FAR = 1_000_003         # steps, never reached
-
-CALIBRATED = 0.2        # relative error of seconds, median
-SIZES = {"deep": {"model.layers": 8}, "wide": {"model.width": 512, "model.heads": 8},
-         "long": {"model.context": 512}, "short": {"model.context": 64},
-         "few tokens": {"global_batch": 4}, "vocabulary 8k": {"model.vocab": 8192},
-         "recomputed": {"memory.recompute": "block"}, "accumulated": {"grad_accum_steps": 4}}
-
-
-def step_time_cpu(rounds: int = ROUNDS) -> list[Result]:
-    """Seconds of an update by formula, at this machine's ceilings, beside the measured ones: as
-    they are, and when one run (cpu-3m in the same dtype) calibrated them."""
-    here, off = hardware.machine(), {"as it is": [], "after one calibrating run": []}
-    for recipe in ("fp32", "bf16"):
-        base = CPU_3M.replace({"precision.recipe": recipe})
-        configs = [base, *(base.replace(size) for size in SIZES.values())]
-        first, *others = zip(configs, turns(configs, rounds=max(5, rounds)).seconds)
-        one = calibrate(first[0], here, first[1])
-        for config, seconds in others:
-            for calibration, each in zip((None, one), off.values()):
-                said = step_time(config, here, calibration=calibration).step_seconds
-                each.append(abs(said / seconds - 1))
-    return [paired("step-time-cpu", ours=each, peer=[1.0] * len(each), better="lower",
-                   peer_name="the measured seconds", unit="relative error",
-                   case=f"{case}, {len(each)} steps, median",
-                   target=CALIBRATED if each is not off["as it is"] else None,
-                   facts={"errors": off}) for case, each in off.items()]
 
 
 def low_precision_cpu(rounds: int = ROUNDS) -> list[Result]:
