@@ -11,9 +11,6 @@ Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +40,6 @@ class Sharding:
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
-        self.waited_seconds = 0.0       # for messages, since somebody last set it to 0
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """What this rank updates of the built and transformed model, by name."""
@@ -70,14 +66,6 @@ class Sharding:
     def part(self, name: str, whole: Tensor) -> Tensor:
         """The other way: what belongs to the owned part."""
         return whole
-
-
-@contextmanager
-def waiting(sharding: Sharding) -> Iterator[None]:
-    """For messages; the host's time."""
-    began = time.perf_counter()
-    yield
-    sharding.waited_seconds += time.perf_counter() - began
 
 
 def local(t: Tensor) -> Tensor:
@@ -109,7 +97,8 @@ class OfRows(Sharding):
 
     def norm(self, norm: Tensor) -> Tensor:
         squares = norm.square()
-        dist.all_reduce(squares, group=self.group)
+        with self.ranks.waits:
+            dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
 
     def whole(self, name: str, t: Tensor) -> Tensor:
