@@ -8,7 +8,7 @@ states and their sharding; `activations` for what the forward pass keeps.
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
-from lpkit.predict.messages import buckets, gathered_bytes
+from lpkit.predict.messages import buckets, gathered_itemsizes
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
 from lpkit.techniques import layouts, machines, optimizers
@@ -207,7 +207,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     doubt = _doubt(config, p, padded, s.attention)
-    gathered, _ = gathered_bytes(config, layout, name)
+    gathered = gathered_itemsizes(config, layout, name)
     found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
                     optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt,
                     gathered)
@@ -290,7 +290,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
            ops: Operations, keep: Kept, recompute: Settings, pieces: int, widened: float,
            padded: Mapping[str, tuple[int, int, int]],
            optimizer: str, embeds: bool, heads: bool,
-           sequence_parallel: bool, doubt: str, gathered_bytes: Sequence[float]) -> Memory:
+           sequence_parallel: bool, doubt: str,
+           gathered_itemsizes: tuple[float, float, float]) -> Memory:
     """Of a device of a pipeline's first stage (`embeds`), of the last (`heads`), or of both."""
     m, techniques = s.model, rows_of(config)
     repeated, ranks = RECOMPUTE[recompute.name], layout.state_ranks
@@ -337,8 +338,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
     # of a number: a block's as it is gathered, one outside of blocks, and gradients of them
     row_of_gathered, block = GATHERED[layout.gathered], inside / layers
-    travels = sum(gathered_bytes[:-1]) / m.L / layout.tensor / block
-    travels_outside = gathered_bytes[-1] / outside
+    travels, travels_outside, _ = gathered_itemsizes
     made = p.compute_bytes if row_of_gathered.mixed else p.weights
     leave = sharded and not staged      # FSDP reduces in float32, a block at a time
     gradient_bytes = (p.weights if p.buffered else p.gradients) / (ranks if sharded else 1)

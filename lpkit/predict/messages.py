@@ -136,6 +136,19 @@ def gathered_bytes(config: Config, layout: Layout, name: str,
     return found, 2 * FP32 * whole
 
 
+def gathered_itemsizes(config: Config, layout: Layout, name: str) -> tuple[float, float, float]:
+    """Bytes of a number of `gathered_bytes`: of a block's, of one outside of blocks, of any."""
+    row = GATHERED[layout.gathered]
+    if not row.cast:        # without the sums: plans ask for thousands
+        p = stored(config, name)
+        return (p.compute_bytes if row.mixed else p.weights,) * 3
+    nbytes, _ = gathered_bytes(config, layout, name)
+    first, block, last = parameter_shapes(config.model)
+    inside = config.model.L * sum(map(math.prod, block))
+    outside = sum(map(math.prod, (*first, *last)))
+    return (sum(nbytes[:-1]) / inside, nbytes[-1] / outside, sum(nbytes) / (inside + outside))
+
+
 def padded(shape: tuple[int, ...], ranks: int) -> int:
     """Numbers of a parameter that is cut by rows, where each rank has as many."""
     return -(-shape[0] // ranks) * ranks * math.prod(shape[1:])

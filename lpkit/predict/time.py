@@ -24,7 +24,7 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from lpkit.predict.casts import Recipe, linear_seconds, on_hardware
 from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
-from lpkit.predict.messages import gathered_bytes
+from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
@@ -200,7 +200,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     if efficiency.flat is None:
         moved = find(optimizer or config.optimizer.name).moved_bytes(
             config.memory.moment_format.name)
-        gathered, _ = gathered_bytes(config, layout, precision)
+        gathered = gathered_itemsizes(config, layout, precision)
         rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered).rows(moved)
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
@@ -249,7 +249,7 @@ class _Rank:
 
     def __init__(self, s: MicroBatch, on: Machine, layout: Layout, p: Precision,
                  efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
-                 gathered: Sequence[float]):
+                 gathered: tuple[float, float, float]):
         m, ops, split = s.model, operations(s), layout.tensor * layout.context
         self.m, self.layout, self.p, self.efficiency = m, layout, p, efficiency
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
@@ -367,22 +367,20 @@ class _Rank:
         block = (sum(parts.values()) - outside) / self.m.L
         states = (middle * block + outside / min(stages, 2)) / layout.tensor
         owned = states / (layout.state_ranks if layout.zero else 1)
-        self.state_rows(layers, states, owned, block / layout.tensor,
-                        sum(self.gathered) / sum(parts.values()))
+        self.state_rows(layers, states, owned, block / layout.tensor)
         row("optimizer", f"{optimizer_bytes:g} bytes a parameter that the rank updates",
             "each state read and written once, weights and gradients in float32",
             optimizer=optimizer_bytes * owned / self.bandwidth)
         return self.made
 
-    def state_rows(self, layers: int, states: float, owned: float, block: float,
-                   gathered: float) -> None:
+    def state_rows(self, layers: int, states: float, owned: float, block: float) -> None:
         """ZeRO's messages and those of replicas, for parameters of a rank, those that it updates,
-        and those of a layer; `gathered`: bytes of one as it is gathered."""
+        and those of a layer."""
         layout, p, ring = self.layout, self.p, self.link("states")
+        of_block, _, of_any = self.gathered
         left = layers * self.backward       # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
-            nbytes = sum(self.gathered[:-1]) / self.m.L / layout.tensor
-            gather = ring.all_gather_seconds(nbytes)
+            gather = ring.all_gather_seconds(block * of_block)
             scatter = ring.reduce_scatter_seconds(block * p.gradients)
             late = (self.shown(gather, self.forward)
                     + self.shown(gather + scatter, self.backward))
@@ -390,11 +388,11 @@ class _Rank:
             shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
-                     f"each micro-batch gathers {nbytes:,.0f} bytes a layer twice "
+                     f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
                      f"and scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides "
                      f"the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
-            gather = ring.all_gather_seconds(states * gathered)
+            gather = ring.all_gather_seconds(states * of_any)
             self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
             said = ring.reduce_scatter_seconds(states * p.gradients)
             self.behind("shard: scatter gradients", said, left, ring, ZERO,
