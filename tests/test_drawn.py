@@ -1,6 +1,7 @@
 """Ranks that never have a whole model draw, and read, what one process has: the same bits, and less memory."""
 
 import os
+from contextlib import nullcontext
 from threading import Thread
 
 import pytest
@@ -14,6 +15,7 @@ from lpkit.parallel.drawn import drawing
 from lpkit.parallel.processes import Processes
 from lpkit.techniques.inits import INITS
 from lpkit.training.build import initialised, made
+from lpkit.training.kernels import Kernels
 from tests.test_messages import UNEVEN
 from tests.training_ranks import digest_of
 
@@ -82,6 +84,19 @@ def test_what_was_left_cannot_be_read():
         with torch.no_grad():
             two.weight.mul_(2)      # it is at work
             one.weight.mul_(2)
+
+
+def test_kernels_see_a_forward_like_others():
+    """What stands for weights gives activations that are finite, and as large as those of the weights, within a half."""
+    config = SMALL.replace({"model.norm": "rmsnorm", "model.position": "rope"})
+    kernels, found = Kernels(asked="rms-norm:reference", batch=(2, 32), autocast=nullcontext()), []
+    with drawing(rows(2, 1), CPU):
+        model = made(config, "plain")
+    for one in (model, initialised(config, CPU, "plain")):
+        at_hand = kernels._at_hand(one)
+        found.append([t.std().item() for name in ("add-rms-norm", "rotary") for t in at_hand[name][:2]])
+    assert found[0] == pytest.approx(found[1], rel=0.5) and min(found[0]) > 0
+    assert kernels(model) is model and "kernel:rms-norm" in kernels.choices
 
 
 def test_other_threads_are_left_alone():
