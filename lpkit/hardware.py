@@ -327,7 +327,7 @@ def room(device: torch.device | str, processes: int = 1) -> Machine:
     return Machine(
         name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
         memory_bytes=available_bytes(device) // (processes if device.type == "cpu" else 1),
-        bytes_per_second=2e12,
+        bytes_per_second=2e12, link_bytes_per_second=1e11, network_bytes_per_second=1e11,
         flops=dict.fromkeys(machines.DTYPES, 5e14), source="what is left of this machine's memory")
 
 

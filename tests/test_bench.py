@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pkgutil
 import statistics
 import time
@@ -10,10 +11,21 @@ import pytest
 import torch
 
 from lpkit import timing
-from lpkit.bench import BENCHES, decode, harness, imports, loader, losses, nanogpt, reliability
+from lpkit.bench import (
+    BENCHES,
+    decode,
+    fsdp2,
+    harness,
+    imports,
+    loader,
+    losses,
+    nanogpt,
+    reliability,
+)
 from lpkit.bench.harness import paired, race, summary
 from lpkit.cli import main
 from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.files import PACKAGE
 from lpkit.nn.transformer import cross_entropy
 from lpkit.training.training import RandomTokens, Training
@@ -141,6 +153,29 @@ def test_decode_bench_has_our_weights_and_our_tokens(monkeypatch):
     results = decode.run(rounds=1)
     assert [result.peer for result in results] == ["transformers.generate", "position 6"] * 2
     assert [(result.better, result.target) for result in results[:3]] == [("higher", 2.0), ("lower", 1.5), ("higher", None)]
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
+def test_fsdp2_of_accelerate_has_our_losses(monkeypatch):
+    """On two CPU processes; the bench itself holds each loss to ours. One GPU has nobody to shard over."""
+    monkeypatch.setattr(fsdp2, "LEAST_STEPS", 3)
+    monkeypatch.setattr(fsdp2, "gpus", lambda: 0)
+    small = {"precision.recipe": "fp32", "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 16, "global_batch": 4}
+    monkeypatch.setattr(fsdp2, "ON_CPUS", {"small": small, "small, bf16": small | {"precision.recipe": "bf16", "parallel.gathered": "compute"}})
+    first, second = fsdp2.run(rounds=1)
+    assert first.peer == second.peer == "accelerate's FSDP2" and first.case == "small, 2 ranks" and first.ratio > 0
+    assert first.provenance["losses"]["ours"] == pytest.approx(first.provenance["losses"][first.peer], rel=1e-5)
+    monkeypatch.setattr(fsdp2, "gpus", lambda: 1)
+    with pytest.raises(ConfigError, match="shards over several, and there is 1 GPU; hide it"):
+        fsdp2.run()
+
+
+def test_fsdp2_with_other_losses_is_no_figure():
+    config = Config().replace({"precision.recipe": "fp32"})
+    with pytest.raises(AssertionError, match="the losses of step 2 differ"):
+        fsdp2.check({"ours": [2.0, 1.0], "peer": [2.0, 1.0001]}, config)
+    assert fsdp2.check({"ours": [2.0, 1.0], "peer": [2.0, 1.0001]}, config.replace({"precision.recipe": "bf16"}))
 
 
 def test_nanogpt_has_our_weights_and_takes_our_updates():

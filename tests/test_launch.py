@@ -88,6 +88,22 @@ def test_who_fails_is_named_and_all_end(parent, fault, kind, sentence):
     assert seconds < 5
 
 
+@pytest.mark.parametrize("rank, room_bytes", [(0, 0), (1, 0), (1, 32 << 20)])
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 3}], ids=str)
+def test_a_rank_out_of_memory_is_named_with_the_rows_of_its_ledger(parent, tmp_path, layout, rank, room_bytes):
+    """Planted, or with no more address space: a micro-batch of 64 times the tokens does not fit."""
+    config = preset("cpu-3m").replace({
+        "model.layers": 2, "global_batch": 4, "steps": 5, "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp32",
+        "eval_every": 0, "checkpoint_every": 2, **{f"parallel.{axis}": n for axis, n in layout.items()}})
+    told = {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False, "rank": rank, "room_bytes": room_bytes}
+    found = ranks(parent, "tests.training_ranks:out_of_memory", told)
+    error = "RuntimeError: .*can't allocate memory.*" if room_bytes else "MemoryError"
+    size, way = r"[\d.]+ [kMG]?B", "moment_format=int8" if "data" in layout else "recompute=block"     # ZeRO cuts no moments in int8
+    assert isinstance(found, RunFailedError) and re.match(
+        rf"rank {rank} of 2: out of memory after step 2 \({error}\); held were {size} \(.*(weights|optimizer state) {size}.*\), "
+        rf"and predicted {size} at the peak \(.*{size}.*; it would fit with --set memory.{way} .*; kept: step-00000002", str(found)), str(found)
+
+
 @pytest.mark.parametrize("fault, limit, sentence, stack", [
     ("is stopped", "timeout_seconds", rf"rank 1 of 2 gave no sign of life for 2 s {AT}, and rank 0 is at step 5 in reduce\n"
                                       rf"\nrank 1 is {AT}, stopped by a signal\n", "in <lambda>"),

@@ -144,6 +144,21 @@ def test_two_processes_send_and_hold_what_was_said(parent, layout):
         assert peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
 
 
+@pytest.mark.dist
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("changes", [{}, {"model.tied": False, "model.vocab": 2048, "memory.recompute": "block"}], ids=["tied", "untied"])
+def test_bytes_of_ranks_that_gather_casts(parent, zero, changes):
+    """Where blocks are most of it: a byte of each of their weights, and no cast that waits for backward. 3%, as above."""
+    config = WIDE.replace({"model.width": 512, "model.heads": 8, "model.vocab": 256, "model.context": 64, "global_batch": 4, "system.threads": 1,
+                           "precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "parallel.zero": zero, "parallel.gathered": "fp8", **changes})
+    traced, said = predict_trace(config), memory(config, _machine(torch.device("cpu")), attention="sdpa")
+    whole = memory(config.replace({"parallel.gathered": "float32"}), _machine(torch.device("cpu")), attention="sdpa")
+    assert traced.peak_bytes == pytest.approx(said.peak_bytes, rel=0.03) and said.peak_bytes < 0.95 * whole.peak_bytes
+    for *_, peak_bytes, _ in on_ranks(parent, config, 2):
+        assert peak_bytes == pytest.approx(said.peak_bytes, rel=0.03)
+
+
 # ---- all ranks in one process
 
 @pytest.mark.parametrize("shape", [(5, 4), (8,), (2, 3)])

@@ -193,11 +193,17 @@ def test_what_shards_saved_is_one_file_for_transformers(parent, tmp_path):
     logits_agree(run, export(run.path, tmp_path / "out"))
 
 
-def test_torchrun_runs_the_same_command(tmp_path):
+LAUNCHERS = {"torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+             # with --cpu it starts one process
+             "accelerate launch": ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+                                   "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_others_run_the_same_command(tmp_path, launcher):
     """One process writes and speaks, and a default folder is the first one's."""
     settings = [f"model.{key}={n}" for key, n in {"layers": 1, "width": 32, "heads": 2, "context": 32}.items()]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lpkit",
-                           "train", "cpu-3m", *settings, "steps=3", "system.device=cpu", "precision.recipe=fp32",
-                           "parallel.shard=2", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", *LAUNCHERS[launcher], "-m", "lpkit", "train", "cpu-3m", *settings, "steps=3",
+                           "system.device=cpu", "precision.recipe=fp32", "parallel.shard=2", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "complete" and len(list((tmp_path / "runs").iterdir())) == 1

@@ -1,12 +1,17 @@
-"""What ranks do in test_parallel.py and test_cast_gather.py; each is `f(place, told)`."""
+"""What ranks do in tests of several; each is `f(place, told)`."""
 
 import hashlib
+import itertools
 import math
+import resource
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +21,14 @@ from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.measure.messages import MessageCount
+from lpkit.measure.tracking import Tracker
 from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
 from lpkit.parallel.ranks import Share, joined
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
-from lpkit.training.training import Training
+from lpkit.training import checkpoint
+from lpkit.training.training import RandomTokens, Training
 
 
 def _meet(place: Place, config: Config):
@@ -150,7 +157,15 @@ def gathers(place: Place, told: dict) -> dict:
 def _weights(training: Training) -> torch.Tensor:
     """Whole ones."""
     state = training.state_dict()
-    return torch.cat([_whole(state[f"model/{name}"].detach()).flatten() for name in training.sharding.owned])
+    return _flat(state[f"model/{name}"] for name in training.sharding.owned)
+
+
+def _flat(tensors) -> torch.Tensor:
+    return torch.cat([_whole(t.detach()).flatten() for t in tensors])
+
+
+def digest_of(tensors) -> str:
+    return _digest(_flat(tensors))
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
@@ -228,3 +243,77 @@ def counted(place: Place, told: dict) -> list:
         assert count.sent == found.messages
         as_lists = [[[*message, times] for message, times in sent.items()] for sent in (count.sent, count.control)]
         return [*as_lists, found.peak_bytes, found.rows]
+
+
+def starts(place: Place, told: dict) -> list:
+    """Of each layout: the weights' digest, the most that building held, over the weights' bytes, and the ranks of a shard."""
+    found = []
+    for i, layout in enumerate(told["layouts"]):
+        config = _sharded(told, **layout)
+        place.store += f"-{i}"
+        with _meet(place, config) as ranks:
+            training, peak = _watched(partial(Training.build, config, data=RandomTokens(config), ranks=ranks))
+            weights = _weights(training)
+            found.append([_digest(weights), peak / weights.nbytes, config.parallel.shard])
+    return found
+
+
+def _sharded(told: dict, **layout) -> Config:
+    return Config.from_dict(told["config"]).replace({f"parallel.{key}": value for key, value in layout.items()})
+
+
+def _watched(work):
+    """What it returned, and the most bytes that tensors made by it had at once."""
+    with Tracker(nn.Module()) as tracker:
+        done = work()
+    return done, tracker.footprint().peak_bytes
+
+
+def saves(place: Place, told: dict) -> list:
+    config = _sharded(told, shard=told["shard"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, data=RandomTokens(config), ranks=ranks)
+        training.update(0)
+        state = training.state_dict()
+        tensors = {name: t for name, t in state.items() if torch.is_tensor(t)}
+        numbers = {name: t for name, t in state.items() if name not in tensors}
+        checkpoint.save(Path(told["out"]), 1, tensors, {"optimizer": numbers}, keep=1)
+        return [_state_digest(training)]
+
+
+def goes_on(place: Place, told: dict) -> list:
+    """The state's digest, and the most that building and reading held, over the weights' bytes."""
+    config = _sharded(told, shard=told["shard"])
+    with _meet(place, config) as ranks:
+        def work():
+            training = Training.build(config, data=RandomTokens(config), ranks=ranks)
+            found, _ = checkpoint.load_latest(Path(told["out"]), blank=training.blank)
+            training.load_state_dict(found.tensors | found.state["optimizer"])
+            return training
+
+        training, peak = _watched(work)
+        return [_state_digest(training), peak / _weights(training).nbytes]
+
+
+def _state_digest(training: Training) -> str:
+    return digest_of(t.double() for name, t in sorted(training.state_dict().items())
+                     if torch.is_tensor(t) and not name.startswith("rng/"))
+
+
+def out_of_memory(place: Place, told: dict) -> None:
+    """A run whose rank `told["rank"]` meets the end of memory in its third update: planted, or, with `told["room_bytes"]`,
+    because it may have no more than that beyond what it has."""
+    torch.set_num_threads(1)
+    updates, plain = itertools.count(1), Training.forward_backward
+
+    def forward_backward(self, batch, **how):
+        if next(updates) == 3 and place.rank == told["rank"]:
+            if not told["room_bytes"]:
+                raise MemoryError
+            limit = psutil.Process().memory_info().vms + told["room_bytes"]
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            batch = Batch(*(t.repeat(64, 1) for t in batch.tensors))
+        return plain(self, batch, **how)
+
+    with patch.object(Training, "forward_backward", forward_backward):
+        train(place, told)

@@ -17,6 +17,7 @@ BENCHES = {     # module of this folder, and function
     "fp8-linear": "fp8:linear",
     "fp8-products": "fp8:products",
     "fp8-step": "fp8:step",
+    "fsdp2": "fsdp2:run",
     "import": "imports:run",
     "kernels": "fused:fused",
     "launch": "launch:run",

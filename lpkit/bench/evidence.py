@@ -29,6 +29,7 @@ from lpkit.bench import fused
 from lpkit.bench.fp8 import runs_here
 from lpkit.bench.harness import Result, paired, provenance
 from lpkit.files import PACKAGE, append_lines
+from lpkit.machine_facts import gpus
 from lpkit.techniques.recipes import RECIPES
 
 NAME, FOLDER, PIECE_SECONDS = "evidence", Path("runs/evidence"), 470
@@ -90,6 +91,8 @@ PIECES: dict[str, Callable[[torch.device], Commands]] = {       # in order of va
     "kernels": lambda on: {name: _lpkit("bench", "kernels", "--kernel", name)
                            for name in fused.kernels()},
     "fp8-step": _bench("fp8-step"),
+    # one GPU has nobody to shard over
+    "fsdp2": lambda on: _bench("fsdp2")(on) if gpus() != 1 else {},
     "ledger": lambda on: {"ledger": _lpkit("bench", "ledger", *(
         ("--configs", "2") if on.type == "cpu" else ()))},
 }

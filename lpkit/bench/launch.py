@@ -199,7 +199,8 @@ INTRODUCTION = """\
 and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.
 A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
 world, layout=...)` rehearses a layout in one process, and `lpkit.predict.messages` has what its
-ranks send. On CPUs `accelerate launch --cpu` starts one process and says nothing; `lpkit` then
+ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` does what torchrun does,
+also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
 refuses, and says how to start two.
 
 ## Where model states lie
@@ -209,6 +210,13 @@ refuses, and says how to start two.
 sharding).
 
 """
+
+
+RECORDED = {
+    "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how "
+              "often the right one was not named in time, or a process or a folder was left.\n\n",
+    "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and by "
+             "accelerate's FSDP2, in turns; their losses are held to one another.\n\n"}
 
 
 def page() -> str:
@@ -225,17 +233,23 @@ def page() -> str:
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
-        "\n\n## The same numbers\n\n", parity.page(parity.measure()),
-        "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how often the "
-        "right one was not named in time, or a process or a folder was left.\n\n"]
-    for path in sorted(resource("data/measured").glob("launch-*.json")):
+        "\n\n## The same numbers\n\n", parity.page(parity.measure())]
+    for bench, words in RECORDED.items():
+        parts += _recorded(bench, words)
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _recorded(bench: str, words: str) -> list[str]:
+    """Nothing where nobody has measured it."""
+    parts = []
+    for path in sorted(resource("data/measured").glob(f"{bench}-*.json")):
         result = json.loads(path.read_text())
         lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}",
                   f"{one['peer_median']:.3g} {one['peer']}", one["verdict"])
                  for one in result["cases"]]
         parts += ["#", "\n".join(recorded(result)), "\n",
                   markdown_table(("", "median", "beside", ""), lines), "\n"]
-    return "".join(parts).rstrip("\n") + "\n"
+    return [words, *parts] if parts else []
 
 
 if __name__ == "__main__":

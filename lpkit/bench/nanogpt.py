@@ -9,6 +9,7 @@ thing is better than there: AdamW is fused, which nanoGPT leaves to GPUs.
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,15 @@ def weights(training: Training) -> Iterator[tuple[str, Tensor]]:
         yield name.replace("norm.", "ln_f.") if name.startswith("norm.") else name, t.clone()
 
 
+def adamw(model: nn.Module, o: Any) -> torch.optim.AdamW:
+    """With the settings `o` of the kit's: vectors do not decay."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay},
+                              {"params": vectors, "weight_decay": 0.0}],
+                             lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+
+
 class Peer:
     """Takes updates as a `Training` does: the weights, batches and rates of `training`."""
 
@@ -98,12 +108,7 @@ class Peer:
         self.training, self.clip = training, config.optimizer.clip
         self.model = GPT(config.model).to(training.device)
         self.model.load_state_dict(dict(weights(training)))
-        o, matrices = config.optimizer, [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": o.weight_decay},
-             {"params": vectors, "weight_decay": 0.0}],
-            lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+        self.optimizer = adamw(self.model, config.optimizer)
         self.forward = torch.compile(self.model) if compiled else self.model
 
     def update(self, step: int) -> SimpleNamespace:

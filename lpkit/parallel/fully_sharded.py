@@ -1,6 +1,7 @@
 """Weights, gradients and the optimizer's state cut over ranks (ZeRO 2 and 3), by PyTorch's FSDP2: a
 block's weights are gathered when its forward and its backward need them, and its gradients are
-scattered as soon as they are there. With `data` replicas of it: hybrid sharding.
+scattered as soon as they are there. With `data` replicas of it: hybrid sharding. No rank ever has
+the whole model: its rows are drawn (`lpkit.parallel.drawn`), and what is saved is read by rows.
 
 Gradients of each micro-batch are scattered: whole ones, kept until the last, would take the memory
 that sharding saves.
@@ -11,12 +12,14 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -31,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from lpkit.contracts import Stage, Transform
 from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
+from lpkit.parallel.drawn import drawing
 from lpkit.parallel.ranks import Waits
 from lpkit.parallel.sharding import OfRows
 from lpkit.techniques.layouts import GATHERED
@@ -39,9 +43,11 @@ from lpkit.techniques.layouts import GATHERED
 @dataclass(frozen=True, kw_only=True)
 class Shard(Transform):
     """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32.
-    `entry`: the method of the model that the loss calls; None: the model itself."""
+    `drawn`: rows of parameters that are shapes alone; used up. `entry`: the method of the model
+    that the loss calls; None: the model itself."""
 
     mesh: DeviceMesh
+    drawn: dict[nn.Parameter, Tensor]
     compute: torch.dtype | None
     zero: int
     entry: str | None = None
@@ -52,7 +58,13 @@ class Shard(Transform):
         # None: blocks are gathered once more for backward, the rest stays
         again = None if self.zero == 3 else False
         for module in (*model.blocks, model):
+            shapes = {name: p for name, p in module.named_parameters() if p in self.drawn}
+            for p in shapes.values():       # memory for FSDP2 to cut, which nobody writes
+                p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
+            shards = dict(module.named_parameters())
+            for name, p in shapes.items():
+                shards[name].detach().to_local().copy_(self.drawn.pop(p))
         if self.entry:
             register_fsdp_forward_method(model, self.entry)
         return model
@@ -95,10 +107,20 @@ class FullySharded(OfRows):
         self.row = GATHERED[self.layout.gathered]
         gathered = self.compute if self.row.mixed else None
         self.gathers: list[CastGather] = []
+        self.drawn: dict[nn.Parameter, Tensor] = {}
         self.autocasts = gathered is None
         mesh = self.ranks.mesh if self.layout.data > 1 else self.ranks.mesh["shard"]
         self.transforms = (Shard(mesh=mesh, compute=gathered, zero=self.layout.zero,
-                                 entry=self.entry),)
+                                 drawn=self.drawn, entry=self.entry),)
+
+    @contextmanager
+    def making(self, device: torch.device) -> Iterator[None]:
+        if isinstance(torch.empty(0), FakeTensor):      # a whole one takes no memory, and less time
+            yield
+            return
+        with drawing(self.rows, device) as drawn:
+            yield
+        self.drawn |= drawn.rows
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         self.shards = {name: p for name, p in model.named_parameters() if p.requires_grad}

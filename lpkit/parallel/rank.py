@@ -13,6 +13,7 @@ from lpkit.contracts import StepRecord
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import joined
 from lpkit.training.background import Control, built
+from lpkit.training.exhausted import said
 from lpkit.training.loop import fit
 from lpkit.training.runs import Observers
 
@@ -39,8 +40,9 @@ def train(place: Place, told: dict[str, Any]) -> None:
     """Of `told`: the config as a dict, `out`, the run folder, and `resume`."""
     config = Config.from_dict(told["config"])
     place.at(0, "meeting the others")
-    with joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
-                local_world=place.local_world, init_method=place.store) as ranks:
+    with said(config, "this rank", place.local_world), joined(
+            config, rank=place.rank, world=place.world, local_rank=place.local_rank,
+            local_world=place.local_world, init_method=place.store) as ranks:
         place.at(0, "building")
         training = built(config, Path(told["out"]), told["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))
@@ -48,11 +50,11 @@ def train(place: Place, told: dict[str, Any]) -> None:
             training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
 
         def tell(record: StepRecord) -> None:
-            said = {"rank": place.rank, "pid": os.getpid(), "step": record.step,
-                    "step_seconds": record.step_seconds, "loss": record.loss,
-                    "peak_bytes": record.peak_bytes,
-                    "communication_share": _share(record)}
-            place.tell(said | ({"record": record.to_dict()} if ranks.first else {}))
+            own = {"rank": place.rank, "pid": os.getpid(), "step": record.step,
+                   "step_seconds": record.step_seconds, "loss": record.loss,
+                   "peak_bytes": record.peak_bytes,
+                   "communication_share": _share(record)}
+            place.tell(own | ({"record": record.to_dict()} if ranks.first else {}))
 
         fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
             control=Asked(place))

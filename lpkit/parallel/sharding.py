@@ -11,6 +11,7 @@ Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,10 @@ class Sharding:
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
+
+    def making(self, device: torch.device) -> AbstractContextManager:
+        """Around what makes the model and initialises it."""
+        return nullcontext()
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """What this rank updates of the built and transformed model, by name."""
@@ -110,4 +115,6 @@ class OfRows(Sharding):
                                   shape=shape, stride=stride)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
+        if isinstance(whole, DTensor):
+            return whole.to_local()
         return self.rows(whole) if whole.shape == self.shapes[name] else whole

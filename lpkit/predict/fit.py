@@ -21,8 +21,8 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import precision_of, row_of
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
+from lpkit.techniques import layouts, optimizers
 from lpkit.techniques import memory as techniques
-from lpkit.techniques import optimizers
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.machines import Machine
 
@@ -205,6 +205,7 @@ class _Search:
             changed = self.config.replace(settings)
             recipe = row_of(changed, precision_of(changed, self.on))
             techniques.check(changed, recipe)
+            layouts.refuse_untrainable(changed)
             return memory(changed, self.on)
         except ConfigError:
             return None

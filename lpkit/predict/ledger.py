@@ -17,7 +17,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
-from lpkit.predict.messages import buckets
+from lpkit.predict.messages import buckets, gathered_itemsizes
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, stored
 from lpkit.techniques import layouts, machines, optimizers
@@ -181,7 +181,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
     on = machines.find(machine)
     row, settings = recompute_of(config, recompute)
-    p = stored(config, precision_of(config, on, precision))
+    name = precision_of(config, on, precision)
+    p = stored(config, name)
     # FSDP gathers in the compute dtype, so that the residual stream has it too
     if (_fsdp(layout, p) and GATHERED[layout.gathered].mixed
             and p.compute_bytes < p.residual_bytes):
@@ -206,8 +207,10 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     keep = saved(s, ops, settings, plain=as_it_is, stay=stay)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     doubt = _doubt(config, p, padded, s.attention)
+    gathered = gathered_itemsizes(config, layout, name)
     found = [_stage(config, on, layout, p, s, ops, keep, settings, pieces, widened, padded,
-                    optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt)
+                    optimizer or config.optimizer.name, embeds, heads, sequence_parallel, doubt,
+                    gathered)
              for embeds, heads in stages]
     return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
 
@@ -287,7 +290,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
            ops: Operations, keep: Kept, recompute: Settings, pieces: int, widened: float,
            padded: Mapping[str, tuple[int, int, int]],
            optimizer: str, embeds: bool, heads: bool,
-           sequence_parallel: bool, doubt: str) -> Memory:
+           sequence_parallel: bool, doubt: str,
+           gathered_itemsizes: tuple[float, float, float]) -> Memory:
     """Of a device of a pipeline's first stage (`embeds`), of the last (`heads`), or of both."""
     m, techniques = s.model, rows_of(config)
     repeated, ranks = RECOMPUTE[recompute.name], layout.state_ranks
@@ -332,7 +336,10 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     each = row_of_optimizer.update_bytes(
         moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
-    travels = p.compute_bytes if GATHERED[layout.gathered].mixed else p.weights
+    # of a number: a block's as it is gathered, one outside of blocks, and gradients of them
+    row_of_gathered, block = GATHERED[layout.gathered], inside / layers
+    travels, travels_outside, _ = gathered_itemsizes
+    made = p.compute_bytes if row_of_gathered.mixed else p.weights
     leave = sharded and not staged      # FSDP reduces in float32, a block at a time
     gradient_bytes = (p.weights if p.buffered else p.gradients) / (ranks if sharded else 1)
     z = walk.Walk(
@@ -340,9 +347,9 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         heads=heads, low=p.low, again=again, gathers=pieces > 1 or at_once or p.buffered,
         plain=plain, stream_cut=stream_cut, widened=widened, padded=padded,
         update_bytes=each + state_bytes if at_once else 0.0,
-        gradient_bytes=travels if leave else gradient_bytes, shard_bytes=gradient_bytes,
+        gradient_bytes=made if leave else gradient_bytes, shard_bytes=gradient_bytes,
         ahead_bytes=travels * leave, reduced_bytes=FP32 * leave,
-        whole_bytes=travels * whole,
+        whole_bytes=travels * whole, gathers_casts=sharded and row_of_gathered.cast,
         chunk=techniques["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
@@ -386,28 +393,28 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         activations = dict.fromkeys(IN_BACKWARD, waits) | {
             moment: held + waits for moment, held in activations.items()}
     if sharded:
-        block = inside / layers
-        gathered = (dict.fromkeys(z.most, tables * travels) |
-                    dict.fromkeys((walk.LAST, walk.FIRST), (tables + block) * travels))
+        ends = tables * travels_outside
+        gathered = (dict.fromkeys(z.most, ends) |
+                    dict.fromkeys((walk.LAST, walk.FIRST), ends + block * travels))
         what = "all outside the blocks, and the block at work, whole, in the compute dtype"
         if whole:
-            gathered |= dict.fromkeys((LOSS, walk.HEAD), (tables + inside) * travels)
+            gathered |= dict.fromkeys((LOSS, walk.HEAD), ends + inside * travels)
             # of which one is counted as on its way
-            gathered[walk.LAST] = (tables + inside - (layers > 1) * block) * travels
+            gathered[walk.LAST] = ends + (inside - (layers > 1) * block) * travels
             what = "whole weights, until a block's backward is done"
         if staged:
-            gathered = dict.fromkeys(IN_BACKWARD, (tables + inside) * travels)
+            gathered = dict.fromkeys(IN_BACKWARD, ends + inside * travels)
             what = "the whole stage in the compute dtype, from the first micro-batch to the last"
         row("gathered weights", gathered, what, FSDP)
         temporaries = walked[walk.TEMPORARIES]
         # those outside of blocks leave when all are there, and whole weights and gradients are gone
         # but for the embedding's
-        outside = max(block * FP32, tables * FP32 * (1 + 1 / ranks) - (tables - z.table) * travels
-                      - temporaries.get(walk.EMBED, 0))
-        held = walked[walk.MESSAGES] | {walk.EMBED: outside}
+        leaving = max(block * FP32, tables * FP32 * (1 + 1 / ranks)
+                      - (tables - z.table) * travels_outside - temporaries.get(walk.EMBED, 0))
+        held = walked[walk.MESSAGES] | {walk.EMBED: leaving}
         if staged:
-            copied = travels if travels < FP32 else 0
-            held = {walk.LAST: block * travels, walk.FIRST: block * (FP32 + copied),
+            copied = made if made < FP32 else 0
+            held = {walk.LAST: block * made, walk.FIRST: block * (FP32 + copied),
                     walk.EMBED: tables * FP32}
         if whole:       # what the last block was gathered into, and for a moment the one before
             logits = temporaries.get(LOSS, 0)
@@ -457,7 +464,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         "gradients of activations, and what is cast or copied on the way", ENGINE)
     apart, unused = {}, 0.0
     if on.kind == "gpu" and sharded:    # FSDP2 reduces and gathers on streams of their own
-        apart = {"gathered at once": max(tables, inside / layers) * p.compute_bytes,
+        apart = {"gathered at once": max(tables * travels_outside, block * travels),
                  "gradients of shards" if staged else "gradients": gradients.bytes}
     if on.kind == "gpu" and heads and not z.chunk and p.compute_bytes < FP32:
         unused = z.tokens * m.V * p.compute_bytes

@@ -26,7 +26,7 @@ from lpkit.techniques.data import POLICIES, Task
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import FP32
-from lpkit.techniques.recipes import ALL, Recipe, kept
+from lpkit.techniques.recipes import ALL, kept
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
@@ -93,41 +93,60 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
                 sent[Message(ALL_REDUCE, p.gradients * rows // shard, data)] += 1
         return +sent
     layouts.refuse_ungatherable(config, recipe)
-    row = GATHERED[layout.gathered]
-    gathered, spared = p.compute_bytes if row.mixed else p.weights, [0] * (m.L + 1)
-    if row.cast:
-        spared, amaxes = _spared_by_casts(recipe, m, p.weights, shard)
-        sent[Message(ALL_REDUCE, amaxes, shard)] += amaxes > 0
+    gathered, amaxes = gathered_bytes(config, layout, name, shard)
+    sent[Message(ALL_REDUCE, amaxes, shard)] += amaxes > 0
     first, block, last = parameter_shapes(m)
     # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
-    for group, fewer, gathers in (((*first, *last), spared[m.L:], 1),
-                                  (block, spared[:m.L], layout.stage - 1)):
-        rows, times = sum(map(padded, group, [shard] * len(group))), len(fewer) * pieces
-        for less in fewer:
-            sent[Message(ALL_GATHER, gathered * rows - less, shard)] += pieces * gathers
+    for group, parts, gathers in (((*first, *last), gathered[m.L:], 1),
+                                  (block, gathered[:m.L], layout.stage - 1)):
+        rows, times = sum(map(padded, group, [shard] * len(group))), len(parts) * pieces
+        for nbytes in parts:
+            sent[Message(ALL_GATHER, nbytes, shard)] += pieces * gathers
         sent[Message(REDUCE_SCATTER, FP32 * rows, shard)] += times
         if data > 1:
             sent[Message(ALL_REDUCE, FP32 * rows // shard, data)] += times
     return +sent
 
 
-def _spared_by_casts(recipe: Recipe, m: ModelConfig, weight_bytes: int,
-                     ranks: int) -> tuple[list[int], int]:
-    """Bytes that are not gathered of each block, and of what is outside of blocks, where weights
-    travel as their casts; and those of the amaxes that ranks agree on once an update."""
-    ops, cast = of(m), recipe.y[1]
+def gathered_bytes(config: Config, layout: Layout, name: str,
+                   ranks: int = 1) -> tuple[list[int], int]:
+    """Of the whole weights of each block, and last of all outside of blocks, as `ranks` gather them
+    in ZeRO 2 and 3 under the precision `name`; and of the amaxes that they agree on before, once an
+    update, where weights travel as their casts."""
+    m, p, row = config.model, stored(config, name), GATHERED[layout.gathered]
+    first, block, last = parameter_shapes(m)
+    inside, outside = [(p.compute_bytes if row.mixed else p.weights)
+                       * sum(padded(shape, ranks) for shape in group)
+                       for group in (block, (*first, *last))]
+    found = [*[inside] * m.L, outside]
+    recipe = row_of(config, name) if row.cast and p.low else None
+    if recipe is None or not recipe.gathers:
+        return found, 0
+    ops, cast, whole = of(m), recipe.y[1], 0
     linears = {f"blocks.{i}.{op.name}": (i, op) for i in range(m.L) for op in ops.linears}
     linears["head"] = m.L, ops.head
-    stay, spared, whole = kept(linears, recipe.high_precision_layers), [0] * (m.L + 1), 0
-    for name in linears.keys() - stay - ({"head"} if m.tied else set()):
-        i, op = linears[name]
+    stay = kept(linears, recipe.high_precision_layers) | ({"head"} if m.tied else set())
+    for i, op in (linears[name] for name in linears.keys() - stay):
         shape = op.shapes[0]
-        spared[i] += (weight_bytes - 1) * padded(shape, ranks)
+        found[i] -= (p.weights - 1) * padded(shape, ranks)
         if cast.block == (ALL, ALL):
             whole += 1
         else:
-            spared[i] -= math.prod(map(int.__floordiv__, shape, cast.block)) * FP32
-    return spared, 2 * FP32 * whole
+            found[i] += math.prod(map(int.__floordiv__, shape, cast.block)) * FP32
+    return found, 2 * FP32 * whole
+
+
+def gathered_itemsizes(config: Config, layout: Layout, name: str) -> tuple[float, float, float]:
+    """Bytes of a number of `gathered_bytes`: of a block's, of one outside of blocks, of any."""
+    row = GATHERED[layout.gathered]
+    if not row.cast:        # without the sums: plans ask for thousands
+        p = stored(config, name)
+        return (p.compute_bytes if row.mixed else p.weights,) * 3
+    nbytes, _ = gathered_bytes(config, layout, name)
+    first, block, last = parameter_shapes(config.model)
+    inside = config.model.L * sum(map(math.prod, block))
+    outside = sum(map(math.prod, (*first, *last)))
+    return (sum(nbytes[:-1]) / inside, nbytes[-1] / outside, sum(nbytes) / (inside + outside))
 
 
 def padded(shape: tuple[int, ...], ranks: int) -> int:

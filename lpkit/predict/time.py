@@ -35,6 +35,7 @@ from lpkit.predict.casts import Recipe, linear_seconds, on_hardware
 from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
+from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
@@ -199,7 +200,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     if efficiency.flat is None:
         moved = find(optimizer or config.optimizer.name).moved_bytes(
             config.memory.moment_format.name)
-        rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute).rows(moved)
+        gathered = gathered_itemsizes(config, layout, precision)
+        rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered).rows(moved)
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(m, batch=config.global_batch)
@@ -246,10 +248,11 @@ class _Rank:
     """One micro-batch on one rank: seconds of a layer, of the head, and of messages to others."""
 
     def __init__(self, s: MicroBatch, on: Machine, layout: Layout, p: Precision,
-                 efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings):
+                 efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
+                 gathered: tuple[float, float, float]):
         m, ops, split = s.model, operations(s), layout.tensor * layout.context
         self.m, self.layout, self.p, self.efficiency = m, layout, p, efficiency
-        self.pieces, self.recompute = pieces, recompute
+        self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
         self.link = functools.partial(link, on, layout, efficiency=efficiency)
         self.made: list[TimeRow] = []
@@ -374,9 +377,10 @@ class _Rank:
         """ZeRO's messages and those of replicas, for parameters of a rank, those that it updates,
         and those of a layer."""
         layout, p, ring = self.layout, self.p, self.link("states")
+        of_block, _, of_any = self.gathered
         left = layers * self.backward       # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
-            gather = ring.all_gather_seconds(block * p.compute_bytes)
+            gather = ring.all_gather_seconds(block * of_block)
             scatter = ring.reduce_scatter_seconds(block * p.gradients)
             late = (self.shown(gather, self.forward)
                     + self.shown(gather + scatter, self.backward))
@@ -384,11 +388,11 @@ class _Rank:
             shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
-                     f"each micro-batch gathers {block * p.compute_bytes:,.0f} bytes a layer twice "
+                     f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
                      f"and scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides "
                      f"the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
-            gather = ring.all_gather_seconds(states * p.compute_bytes)
+            gather = ring.all_gather_seconds(states * of_any)
             self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
             said = ring.reduce_scatter_seconds(states * p.gradients)
             self.behind("shard: scatter gradients", said, left, ring, ZERO,

@@ -39,7 +39,7 @@ class Block:
         self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
         self.low_bytes = 0.0
         if low:
-            self.low_bytes = low.number_bytes * sum([walk.cast(op)[2] for op in walk.ops.linears])
+            self.low_bytes = sum([walk.low_bytes(op, low) for op in walk.ops.linears])
 
 
 class Walk:
@@ -58,6 +58,8 @@ class Walk:
     shard_bytes     of a number of a weight's gradient, once it has left
     embeds, heads   the device has the embeddings; the head and the loss
     low             how Linears are cast; `plain`: but for those of the first, the last, the head
+    gathers_casts   weights come from other ranks as their casts, for forward and once more for
+                    backward, and none is kept between them but of a table that the embedding shares
     again           numbers of the blocks that run once more before their backward
     chunk           tokens from which the loss is computed at a time; 0: all
     packed          at work while forward puts a tensor into low precision
@@ -74,7 +76,7 @@ class Walk:
                  packed: float, fetched: float, stream_cut: int, update_bytes: float,
                  widened: float, padded: Mapping[str, tuple[int, int, int]],
                  shard_bytes: float, ahead_bytes: float, reduced_bytes: float,
-                 whole_bytes: float):
+                 whole_bytes: float, gathers_casts: bool):
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW, MESSAGES)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
@@ -84,6 +86,7 @@ class Walk:
         self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
         self.ahead_bytes, self.whole_bytes = ahead_bytes, whole_bytes
         self.reduced_bytes, self.leave = reduced_bytes, reduced_bytes > 0
+        self.gathers_casts = gathers_casts
         self.embeds, self.heads = embeds, heads
         self.again, self.chunk, self.fetched = again, chunk, fetched
         self.stream_cut, self.update_bytes, self.widened = stream_cut, update_bytes, widened
@@ -235,7 +238,7 @@ class Walk:
         loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
         if low:
             copies = 0.0
-            self.add(LOW, self.cast(head)[2] * low.number_bytes)
+            self.add(LOW, self.low_bytes(head, low))
         self.add(COPIES, copies + cached)
         self.mark(logits * (compute + self.widened) + self.whole_input(head))
         self.add(COPIES, -cached)
@@ -361,6 +364,12 @@ class Walk:
         M, K, N = self.padded[op.name]
         return M * K, M * N, K * N
 
+    def low_bytes(self, op: Op, low: Low) -> float:
+        """Of the cast of its weight that is kept for backward."""
+        if self.gathers_casts and (op is not self.ops.head or not self.s.model.tied):
+            return 0.0
+        return self.cast(op)[2] * low.number_bytes
+
     def forward(self, op: Op, low: Low) -> float:
         """Bytes at work while a Linear's forward runs, padded copies of its operands among them."""
         x, y, weight = self.cast(op)
@@ -399,7 +408,7 @@ class Walk:
         after = final if gathers and not s.mixed else NO_MOMENT
         if low is not None:     # one autograd.Function: nothing is freed before its end
             work = self.low_linear(op, low, whole, wide, dy)
-            copied, copies = LOW, self.cast(op)[2] * low.number_bytes
+            copied, copies = LOW, self.low_bytes(op, low)
         else:
             # in float32 the gradient of the output is there once more
             work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw

@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -24,6 +24,7 @@ from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import Ranks
+from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.predict.fit import Fit, fit
@@ -144,22 +145,26 @@ def kernels(config: Config, decisions: Decisions) -> Kernels:
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
-def build_model(config: Config, decisions: Decisions, more: tuple[Transform, ...] = (), *,
-                rank: int = 0) -> nn.Module:
-    """Initialised, moved to its device, changed by its techniques' transforms and by `more`. Each
-    `rank` rounds its activations and gradients by noise of its own."""
+def build_model(config: Config, decisions: Decisions, kernels: Kernels,
+                sharding: Sharding) -> nn.Module:
+    """Initialised, moved to its device, changed by its techniques' transforms. What the transforms
+    that `config` names do to weights nobody knows: with them it is whole until it is sharded. Each
+    rank rounds its activations and gradients by noise of its own."""
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
-    precision = LowPrecision(recipe=recipe, backend=backend, seed=config.seed + (rank << 24),
+    precision = LowPrecision(recipe=recipe, backend=backend,
+                             seed=config.seed + (sharding.ranks.rank << 24),
                              tokens=config.micro_batch * config.model.context)
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)
-    transforms = [*rows["param_dtype"].load()(), precision, *named, *more,
-                  *recomputation.transforms, *offload.transforms]
+    transforms = [*rows["param_dtype"].load()(), precision, *named, kernels,
+                  *sharding.transforms, *recomputation.transforms, *offload.transforms]
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))
-    return transformed(initialised(config, decisions.device, choices["attention"].used), transforms)
+    with nullcontext() if named else sharding.making(decisions.device):
+        model = made(config, choices["attention"].used)
+    return transformed(moved(model, decisions.device), transforms)
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
@@ -180,11 +185,19 @@ def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
 
 def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
     """The model as its init leaves it, on `device`."""
+    return moved(made(config, attend), device)
+
+
+def made(config: Config, attend: str) -> nn.Module:
     torch.manual_seed(config.seed)
     model = Transformer(config.model, attend=attention.backend(attend, config.model))
     INITS[config.model.init.name].load()(model)
-    # a fake one is made where it belongs, and cannot move
-    if next(model.parameters()).device.type != device.type:
+    return model
+
+
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """A fake one is made where it belongs, and cannot move."""
+    if any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     return model
 

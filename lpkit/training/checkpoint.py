@@ -113,25 +113,26 @@ def load(folder: Path, *, only: str = "", into: dict[str, Tensor] | None = None)
     return _read(folder, by_first(verify, folder), only, into)
 
 
-def _read(folder: Path, manifest: dict[str, Any], only: str,
-          into: dict[str, Tensor] | None) -> Checkpoint:
+def _read(folder: Path, manifest: dict[str, Any], only: str, into: dict[str, Tensor] | None,
+          blank: shards.Blank = shards.whole) -> Checkpoint:
     paths = [folder / name for name in shards.file_names(len(manifest["files"]) - 1)]
     return Checkpoint(path=folder, step=manifest["step"],
-                      tensors=shards.load(paths, only=only, into=into),
+                      tensors=shards.load(paths, only=only, into=into, blank=blank),
                       state=json.loads((folder / STATE).read_text()))
 
 
 def load_latest(root: Path, *, run: str = "", only: str = "",
-                into: dict[str, Tensor] | None = None,
+                into: dict[str, Tensor] | None = None, blank: shards.Blank = shards.whole,
                 quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.
 
+    `into` as in `load`; `blank` as in `shards.load`.
     `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
     folder, manifest, problems = by_first(_newest_whole, root, run, quarantine)
     if folder is None:
         return None, problems
-    return _read(folder, manifest, only, into), problems
+    return _read(folder, manifest, only, into, blank), problems
 
 
 def _newest_whole(root: Path, run: str,

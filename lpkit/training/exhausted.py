@@ -76,7 +76,9 @@ class Account:
         training, self.reserve = self.training, None
         held, peak = self.held(), hardware.peak_bytes(training.device)
         traceback.clear_frames(error.__traceback__)
-        asked = _tighter(fit_here(training.config, training.decisions), sum(held.values()))
+        processes = training.ranks.local_world
+        asked = _tighter(fit_here(training.config, training.decisions, processes),
+                         sum(held.values()))
         return {"error": _first_line(error), "held": held, "held_bytes": sum(held.values()),
                 "peak_bytes": peak, "predicted": asked.to_dict(),
                 "ways": [way.to_dict() for way in asked.ways], "last_checkpoint": last_checkpoint,
@@ -98,12 +100,13 @@ def _sentence(asked: Fit, held: dict[str, int]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
+    return f"{type(error).__name__}: {error}".split("\n")[0].rstrip(": ")
 
 
 @contextmanager
-def said(config: Config, what: str) -> Iterator[None]:
-    """Memory that ends in here, but not in the loop of a run, ends in a RunFailedError."""
+def said(config: Config, what: str, processes: int = 1) -> Iterator[None]:
+    """Memory that ends in here, but not in the loop of a run, ends in a RunFailedError. A CPU's is
+    shared by `processes`."""
     try:
         yield
     except RunFailedError:
@@ -113,6 +116,6 @@ def said(config: Config, what: str) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)
         device = choose_device(config.system.device).used
-        asked = _tighter(fit(config, hardware.room(device)), 0)
+        asked = _tighter(fit(config, hardware.room(device, processes)), 0)
         raise RunFailedError(f"{what} met the end of the memory of {device} "
                              f"({_first_line(error)}); {_sentence(asked, {})}") from error

@@ -87,11 +87,20 @@ def fit(training: Training, path: Path, *, resume: bool = False,
 
 def _follow(training: Training, run: Run, observers: Observers) -> Run:
     """What the other ranks do: the same updates, and their part of each checkpoint. They write
-    nothing else, and stop when the first one does."""
-    start, _ = _restore(training, run)
-    for record in _steps(training, run, start, Control()):
-        observers(record)
-        _refuse_nan(record, run, training)
+    nothing else, and stop when the first one does. Raises RunFailedError, as `fit`."""
+    hardware.reset_peak(training.device)
+    account, reached = Account(training), 0
+    try:
+        reached, _ = _restore(training, run)
+        for record in _steps(training, run, reached, Control()):
+            observers(record)
+            _refuse_nan(record, run, training)
+            reached = record.step
+    except Exception as error:
+        if out_of_memory(error):
+            said = _without_memory(error, account, reached, run)["error"]
+            raise RunFailedError(said) from error
+        raise
     return run
 
 
@@ -231,7 +240,8 @@ def _save(training: Training, run: Run, step: int) -> None:
 def _restore(training: Training, run: Run) -> tuple[int, list[str]]:
     """Load the newest good checkpoint. Its step, or 0, and a sentence for each damaged one."""
     checkpoint.sweep(run.checkpoints)
-    found, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"])
+    found, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+                                            blank=training.blank)
     if found is None:
         return 0, damaged
     training.load_state_dict(found.tensors | found.state["optimizer"], source=found.path)

@@ -12,7 +12,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,31 @@ def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                  no_dist=not distributed())
 
 
-def load(paths: list[Path], *, only: str = "",
-         into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The whole tensors in `paths` whose name starts with `only`, or `into`, filled in place.
+Blank = Callable[[str, torch.Size, torch.dtype], Tensor]
 
+
+def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def load(paths: list[Path], *, only: str = "", into: dict[str, Tensor] | None = None,
+         blank: Blank = whole) -> dict[str, Tensor]:
+    """The tensors in `paths` whose name starts with `only`, or `into`, filled in place.
+
+    What one file has whole is mapped, and takes no memory. What lies in several is read into what
+    `blank` makes for its name, shape and dtype; all of it, unless that is a DTensor.
     Every process of a group calls this. Raises ValueError when `into` does not fit, before any of
     it is written.
     """
     reader = _Reader(paths)
-    saved = {name: whole for name, whole in reader.wholes.items() if name.startswith(only)}
+    saved = {name: one for name, one in reader.wholes.items() if name.startswith(only)}
     if into is None:
         into, wanted = {}, {}
-        for name, whole in saved.items():
-            if len(whole.chunks) == 1:
-                into[name] = reader.pieces[name, tuple(whole.chunks[0].offsets)]
+        for name, found in saved.items():
+            if len(found.chunks) == 1:
+                into[name] = reader.pieces[name, tuple(found.chunks[0].offsets)]
             else:
-                into[name] = wanted[name] = torch.empty(whole.size, dtype=whole.properties.dtype)
+                into[name] = wanted[name] = blank(name, found.size, found.properties.dtype)
     else:
         wanted = {name: t for name, t in into.items() if name.startswith(only)}
     for name, t in wanted.items():

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpkit.config import Config
-from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement, Transform
+from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
 from lpkit.optim import stepper
 from lpkit.parallel.ranks import Ranks, Share
@@ -95,11 +95,10 @@ class Training:
 
     @classmethod
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
-              more: tuple[Transform, ...] = (), data: DataPolicy | None = None,
-              decisions: Decisions | None = None, ranks: Ranks | None = None) -> Training:
-        """`before`: the environment of a run that goes on. `more`: transforms beside the config's.
-        `data`: read instead of the config's corpus, also in evaluation. `ranks`: that train
-        together; None: this process alone.
+              data: DataPolicy | None = None, decisions: Decisions | None = None,
+              ranks: Ranks | None = None) -> Training:
+        """`before`: the environment of a run that goes on. `data`: read instead of the config's
+        corpus, also in evaluation. `ranks`: that train together; None: this process alone.
 
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
@@ -125,8 +124,7 @@ class Training:
         kernels = build.kernels(config, decisions)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
                           entry=build.entry_of_loss(config, decisions))
-        model = build.build_model(config, decisions, (*more, kernels, *shards.transforms),
-                                  rank=ranks.rank)
+        model = build.build_model(config, decisions, kernels, shards)
         if not shards.autocasts:
             decisions = replace(decisions, recipe=replace(decisions.recipe, compute=None))
         owned = shards.own(model)
@@ -243,6 +241,19 @@ class Training:
             state["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
+    def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """What a tensor of a checkpoint is read into: of what this rank has rows of, those alone,
+        as a DTensor."""
+        part, _, rest = name.partition("/")
+        parameter = rest if part == "model" else rest.partition("/")[0]
+        owned = self.sharding.owned.get(parameter)
+        if owned is not None and part in ("model", "optimizer"):
+            like = self.sharding.whole(parameter, torch.empty_like(owned, dtype=dtype))
+            ours = self.model.get_parameter(parameter) if part == "model" else like
+            if isinstance(ours, DTensor) and ours.shape == shape:
+                return like
+        return torch.empty(shape, dtype=dtype)
+
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
         parameters = self.sharding.owned
@@ -301,7 +312,7 @@ class Training:
                     f"has it as {t.dtype} {tuple(t.shape)}; {way_out}")
         for name, t in ours.items():
             if isinstance(t, DTensor):
-                local(t).copy_(self.sharding.rows(state[name]))
+                local(t).copy_(self.sharding.part(name.removeprefix("model/"), state[name]))
             elif not name.startswith("governor/"):
                 t.copy_(state[name])
 

@@ -1,0 +1,95 @@
+"""A model of which each rank has its rows from the start, with the numbers that one process has.
+
+What stands for a parameter has its shape and hardly any memory: each row begins a number later than
+the one before it, in numbers as they were drawn, which is enough for who looks at a forward. Who
+fills it meets one whole parameter at a time: all of it is drawn, so that the generator goes on as it
+does in one process, and this rank keeps its rows. What is there at once is those rows and the
+largest parameter. On PyTorch's meta device nothing is drawn, so that other weights would come out.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lpkit.errors import ConfigError
+
+FILLS = {"uniform_", "normal_", "fill_", "zero_", "copy_"}      # whatever was there
+
+
+class Drawn(TorchDispatchMode):
+    """`rows`: of each parameter that is made in here, on `device`, what `cut` takes from all of
+    it."""
+
+    def __init__(self, cut: Callable[[Tensor], Tensor], device: torch.device):
+        super().__init__()
+        self.cut, self.device = cut, device
+        self.rows: dict[nn.Parameter, Tensor] = {}
+        self.at_work: nn.Parameter | None = None
+        self.whole: Tensor | None = None
+
+    def shape_of(self, p: nn.Parameter | None) -> nn.Parameter | None:
+        """What stands for it; None: itself."""
+        if p is None or p in self.rows or not p.ndim:
+            return None
+        some = torch.empty(len(p) - 1 + p[0].numel(), dtype=p.dtype, device=self.device)
+        shape = nn.Parameter(some.as_strided(p.shape, (1, *p.stride()[1:])),
+                             requires_grad=p.requires_grad)
+        self._keep(shape, p.detach())
+        return shape
+
+    def _keep(self, shape: nn.Parameter, whole: Tensor) -> None:
+        some = shape.detach().as_strided((len(whole) - 1 + whole[0].numel(),), (1,))
+        some.copy_(whole.reshape(-1)[:len(some)])
+        self.rows[shape] = self.cut(whole).to(self.device, copy=True)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._opname
+        if not name.startswith("new_") and not name.endswith("_like"):      # which want its shape
+            for p in tree_leaves((args, kwargs)):
+                if isinstance(p, nn.Parameter) and p in self.rows and p is not self.at_work:
+                    self._begin(p, name, p is args[0] and (name in FILLS or func.is_view))
+        as_whole = lambda p: self.whole if p is self.at_work else p
+        args, kwargs = tree_map_only(nn.Parameter, as_whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _begin(self, p: nn.Parameter, operation: str, fills: bool) -> None:
+        self.finish()
+        if not fills:
+            raise ConfigError(f"model.init calls {operation} on a parameter that is not there, for "
+                              f"parallel.zero=2 and 3 make one whole parameter at a time; fill one "
+                              f"after the other, or set parallel.zero=1")
+        # who reads what nobody filled finds that it is no number
+        self.at_work, self.whole = p, torch.full(p.shape, math.nan, dtype=p.dtype)
+
+    def finish(self) -> None:
+        """What is at work is done."""
+        if self.at_work is not None:
+            self._keep(self.at_work, self.whole)
+            self.at_work = self.whole = None
+
+
+@contextmanager
+def drawing(cut: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[Drawn]:
+    """Around what makes a model and initialises it, in this thread. `cut`: the rows of a whole
+    parameter that are this rank's."""
+    drawn, here = Drawn(cut, device), threading.get_ident()
+
+    def made(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+        return drawn.shape_of(p) if threading.get_ident() == here else None
+
+    hook = register_module_parameter_registration_hook(made)
+    try:
+        with drawn:
+            yield drawn
+            drawn.finish()
+    finally:
+        hook.remove()
