@@ -18,7 +18,7 @@ from lpkit.kernels import compile_c
 from lpkit.measure import telemetry
 from lpkit.training import loop
 from lpkit.training.background import start_each
-from tests.attack import links
+from tests.attack import links, until
 
 REFUSED = [None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]      # None: flock works
 
@@ -62,13 +62,6 @@ def child(work):
 
 def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def until(there):
-    end = time.monotonic() + 20
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def hold(lock, ready):

@@ -1,7 +1,5 @@
 """What ranks send one another: the closed form, the trace and real processes, message by message."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +10,13 @@ from lpkit.errors import ConfigError
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.trace import _machine, _world
 from lpkit.nn.transformer import Transformer
-from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.parallel.ranks import all_gather, reduce_scatter
 from lpkit.parallel.shown import parts
 from lpkit.predict import memory
 from lpkit.predict.messages import Message, buckets, messages, padded, parameter_shapes, sent_bytes
 from lpkit.techniques.layouts import Layout
 
+pytestmark = pytest.mark.dist
 SMALL = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 16, "global_batch": 64,
                           "grad_accum_steps": 1, "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
 # 272 and 264 rows of tables, 96 of q, k and v, 40 or 24 elsewhere: few numbers of ranks split them
@@ -119,27 +117,14 @@ def test_bytes_of_a_rank(layout, size):
 
 # ---- real processes
 
-def on_ranks(parent, config, world):
-    with Processes("tests.training_ranks:counted", {"config": config.to_dict()}, world=world, parent=parent) as running:
-        return running.wait()
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with WarmParent() as parent:
-        yield parent
-
-
-@pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
 @pytest.mark.parametrize("layout", [
     {"data": 2}, {"data": 2, "reduction": "per-parameter"}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}], ids=str)
-def test_two_processes_send_and_hold_what_was_said(parent, layout):
+def test_two_processes_send_and_hold_what_was_said(on_ranks, layout):
     """To the byte. Their memory is that of the trace within 3%: a message may hold its buffers for longer than one that
     arrives at once."""
     config = laid_out(SMALL.replace(UNEVEN | {"grad_accum_steps": 2, "global_batch": 8}), layout)
     said, traced = messages(config), predict_trace(config)
-    for sent, control, peak_bytes, _ in on_ranks(parent, config, 2):
+    for sent, control, peak_bytes, _ in on_ranks("counted", config):
         assert {Message(*one): count for *one, count in sent} == said and not control
         assert peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
 
