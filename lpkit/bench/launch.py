@@ -204,9 +204,11 @@ def page() -> str:
         "right one was not named in time, or a process or a folder was left.\n\n"]
     for path in sorted(resource("data/measured").glob("launch-*.json")):
         result = json.loads(path.read_text())
-        lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}", one["verdict"])
+        lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}",
+                  f"{one['peer_median']:.3g} {one['peer']}", one["verdict"])
                  for one in result["cases"]]
-        parts += ["\n".join(recorded(result)), "\n", markdown_table(("", "median", ""), lines), "\n"]
+        parts += ["#", "\n".join(recorded(result)), "\n",
+                  markdown_table(("", "median", "beside", ""), lines), "\n"]
     return "".join(parts).rstrip("\n") + "\n"
 
 
