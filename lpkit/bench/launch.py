@@ -174,7 +174,8 @@ and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns wh
 A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
 world, layout=...)` rehearses a layout in one process, and `lpkit.predict.messages` has what its
 ranks send. On CPUs `accelerate launch --cpu` starts one process and says nothing; `lpkit` then
-refuses, and says how to start two.
+refuses, and says how to start two. `--processes` holds no port; where torchrun ends with EADDRINUSE,
+`--standalone` finds a free one.
 
 ## Where model states lie
 
