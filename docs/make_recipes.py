@@ -15,14 +15,12 @@ import math
 import random
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.scaled import quantise, spread
-from lpkit.tables import FAINT, INK
+from lpkit.tables import FAINT, INK, markdown_table
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe
@@ -263,14 +261,6 @@ def _caption(panel: Panel, *, first: bool) -> str:
             f"for all {'other ' if outlier else ''}elements") + f"{lost}{outlier}.")
 
 
-def line(cells: Iterable[Any]) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    return [line(heads), "|" + "---|" * len(heads), *map(line, rows)]
-
-
 def sides(cast: Cast) -> str:
     return f"({', '.join(str(side or 'all') for side in cast.block)})"
 
@@ -278,9 +268,9 @@ def sides(cast: Cast) -> str:
 OPERANDS = {"y": ("x", "w"), "dx": ("g", "w^T"), "dw": ("g^T", "x^T")}
 
 
-def row(recipe: Recipe) -> list[str]:
+def row(recipe: Recipe) -> str:
     """The six casts."""
-    return table(("product", "operand", "format", "block", "scale", "rounding", "transform"), [
+    return markdown_table(("product", "operand", "format", "block", "scale", "rounding", "transform"), [
         (f"`{product}`", f"`{operand}`", cast.format, sides(cast), cast.scale, cast.rounding, cast.transform)
         for product, casts in recipe.products.items() for operand, cast in zip(OPERANDS[product], casts)])
 
@@ -363,15 +353,15 @@ def page(name: str, folder: Path = MEASURED) -> str:
     found = settings(name)
     return "\n".join([
         f"# {name}", "", f"{words['wins'][0].upper()}{words['wins'][1:]}. [All recipes](../recipes.md).", "",
-        words["text"].strip(), "", "## Row", "", *([*row(recipe), ""] if recipe.products else []), facts(recipe), "",
+        words["text"].strip(), "", "## Row", "", *([row(recipe), ""] if recipe.products else []), facts(recipe), "",
         "## Picture", "", f"![{caption(name)}]({name}.svg)", "", caption(name), "",
         "## Train with it", "", f"    lpkit train cpu-3m --set precision.recipe={name}", "",
-        *([*table(("`precision.recipe.`", "in this row", "what"), found), ""] if found else ["No setting changes it.", ""]),
+        *([markdown_table(("`precision.recipe.`", "in this row", "what"), found), ""] if found else ["No setting changes it.", ""]),
         "## Hardware", "", *hardware(name), *measured(name, folder), "",
         "## Sources", "", *(f"- [{title}]({url})" for title, url in words["sources"]), ""])
 
 
-def index_table() -> list[str]:
+def index_table() -> str:
     """The rows of docs/recipes.md."""
     rows = []
     for name, recipe in RECIPES.items():
@@ -386,12 +376,12 @@ def index_table() -> list[str]:
         x, w, g = (casts[operand] for operand in "xwg")
         rows.append((link, x.format, g.format, sides(x) + (f", w {sides(w)}" if w.block != x.block else ""),
                      f"{x.scale}{', of earlier amaxes' if recipe.delayed else ''}", shown, wins))
-    return table(("recipe", "x and w", "g", "block", "scale", "dB", "where it wins"), rows)
+    return markdown_table(("recipe", "x and w", "g", "block", "scale", "dB", "where it wins"), rows)
 
 
 def index(text: str) -> str:
     """docs/recipes.md with its table made anew."""
-    return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)+", lambda _: "\n".join(index_table()) + "\n", text, count=1)
+    return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)+", lambda _: index_table() + "\n", text, count=1)
 
 
 def files(folder: Path = MEASURED) -> dict[str, str]:

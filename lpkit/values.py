@@ -206,6 +206,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
             with contextlib.suppress(ConfigError):
                 return convert(value, option, name)
     if origin is Literal:
+        if isinstance(value, str):
+            value = {str(option): option for option in args}.get(value, value)
         if isinstance(value, (str, int, float)) and value in args:
             return value
         raise ConfigError(f"{name} cannot be {shown(value)}; "

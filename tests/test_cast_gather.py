@@ -1,17 +1,22 @@
 """Weights that travel as their casts, scales that all ranks agree on, and ranks that drop an update together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.scales import Made
+from lpkit.measure.parity import OneRank
+from lpkit.parallel.ranks import joined
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
 from lpkit.predict.messages import messages
 from lpkit.presets import preset
 from lpkit.techniques.layouts import refuse_ungatherable
 from lpkit.techniques.recipes import RECIPES
+from lpkit.training.training import Training
 
 pytestmark = pytest.mark.dist
 SMALL = Config().replace({
@@ -117,3 +122,19 @@ def test_a_cast_that_is_taken_is_the_cast(recipe, backend):
     for a, b in ((taken, due), (taken.T, due.T)):
         assert torch.equal(a.data.float(), b.data.float()) and a.data.dtype == b.data.dtype
         assert torch.equal(a.scale.float(), b.scale.float())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")])])
+@pytest.mark.parametrize("recipe, gathered", [("fp32", "float32"), ("fp8-tensorwise", "float32"), ("fp8-tensorwise", "fp8")])
+def test_one_rank_that_shards_has_the_numbers_of_none(device, recipe, gathered, tmp_path):
+    """FSDP2 and its messages on one device, to the bit; but for a root of a square in the norm, so nothing is clipped."""
+    config = SMALL.replace({"precision.recipe": recipe, "system.device": device, "optimizer.clip": 0})
+    shards = replace(config, parallel=OneRank(zero=3, gathered=gathered))
+    with joined(shards, rank=0, world=1, local_rank=0, local_world=1, init_method=f"file://{tmp_path}/store") as ranks:
+        runs = Training.build(config), Training.build(shards, ranks=ranks)
+        losses = [[run.update(step).loss.item() for step in range(3)] for run in runs]
+        weights = [{name: p.detach() for name, p in run.sharding.owned.items()} for run in runs]
+    assert losses[0] == losses[1] and runs[1].sharding.layout.stage == 3
+    for name, p in weights[0].items():
+        assert torch.equal(p, weights[1][name]), name

@@ -141,30 +141,6 @@ def test_values_are_ml_dtypes_casts_of_exact_quotients(name):
     assert np.array_equal(got.data.cpu().view(torch.uint8).numpy(), steps.astype(kind).view(np.uint8))
 
 
-@pytest.mark.parametrize("rule, theirs", [("power-of-two-floor", "FLOOR"), ("power-of-two", "RCEIL")])
-def test_mx_is_torchaos(rule, theirs):
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
-    from torchao.prototype.mx_formats.utils import to_blocked
-
-    x = operand_x().bfloat16()
-    x[3, 0] = 1     # in blocks of zeros torchao's scale is the least there is, the kit's is another
-    x[3, 1:] = 2.0**-20
-    scale, data = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode[theirs])
-    got = cast_operand(x, Cast(format="e4m3fn", block=MX_BLOCK, scale=rule))
-    same(got.data, data)
-    same(got.scale.view(torch.uint8), to_blocked(scale.view(torch.uint8)).flatten())
-
-
-def test_nvfp4_is_torchaos():
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-
-    x = operand_x().bfloat16()
-    want = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax()))
-    got = cast_operand(x, RECIPES["nvfp4"].y[0], swizzled=False)
-    same(got.data.view(torch.uint8), want.qdata.view(torch.uint8))
-    same(got.scale, want.scale.view(got.scale.shape))
-
-
 @jit
 def _divide(a, b, out, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)

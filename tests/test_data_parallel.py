@@ -1,5 +1,7 @@
 """What ranks keep and send, by stage, beside traces, formulas and one process; and the figures over it."""
 
+import os
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,15 +12,20 @@ import pytest
 import torch
 
 import lpkit
+from lpkit import cli
 from lpkit.course import rank_exercises
 from lpkit.course.exercises import EXERCISES, check
+from lpkit.course.notebooks import choose, parameters
+from lpkit.errors import ConfigError
+from lpkit.measure.overlap import BACKWARD, FORWARD, Span, Timeline
 from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
-from lpkit.predict.messages import messages
+from lpkit.predict.messages import ALL_REDUCE, messages
 from lpkit.studies import data_parallel
-from lpkit.techniques.layouts import REDUCTIONS
-from lpkit.ui import stacked_figure, stages_view
+from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.ui import overlap_figure, stacked_figure, stages_view
+from lpkit.ui.figure import plain
 
 pytestmark = pytest.mark.dist
 SMALL = lpkit.preset("cpu-3m").replace({
@@ -47,10 +54,62 @@ def test_each_stage_keeps_and_sends_what_was_said():
     assert sent["ZeRO 3", 2] == pytest.approx(2 * sent["ZeRO 3", 1], rel=1e-3)
 
 
-def test_every_reduction_takes_its_turns():
-    told = data_parallel.turns(SMALL, processes=2, rounds=2)
-    assert list(told) == [data_parallel.ALONE, *REDUCTIONS]
-    assert all(len(times) == 2 and min(times) > 0 for times in told.values())
+def test_a_world_of_one_is_one_process():
+    found = data_parallel.steps({"one": SMALL}, processes=1, updates=3)["one"]
+    assert found.losses == data_parallel.losses(SMALL, 3) and not sum(found.sent_bytes.values())
+    assert found.most == data_parallel.states(predict_trace(SMALL, 1))
+
+
+def test_messages_leave_when_their_reduction_says():
+    """By PyTorch's profiler, on each rank: which messages there are, and which of them left while backward went on."""
+    ways = {name: Layout(data=2, reduction=name) for name in REDUCTIONS} | {"ZeRO 1": Layout(shard=2, zero=1), "ZeRO 3": Layout(shard=2)}
+    configs = {name: replace(SMALL.replace({"global_batch": 2}), parallel=layout) for name, layout in ways.items()}
+    found = data_parallel.timelines(configs, processes=2, updates=2)
+    for name, config in configs.items():
+        assert len(found[name]) == 2
+        for one in found[name]:
+            assert Counter((span.kind, span.nbytes) for span in one.messages) == Counter(
+                {(message.kind, message.nbytes): count for message, count in messages(config).items()})
+            early = [span.start < one.backward_end for span in one.messages if span.nbytes > 4]
+            assert any(early) == (name not in ("per-parameter", "buckets")) and all(early[:1]) == any(early)
+            assert 0 < one.message_seconds < one.step_seconds and 0 <= one.hidden_seconds <= one.message_seconds
+    spec = plain(overlap_figure(found))
+    go.Figure(spec)
+    drawn = Counter({bars["name"]: len(bars["x"]) for bars in spec["data"]})
+    assert drawn == Counter(span.kind for ranks in found.values() for one in ranks for span in one.spans)
+
+
+def test_what_is_hidden():
+    """By hand: messages from 1 to 3 and from 2 to 5, computing from 0 to 2 and from 4 to 6."""
+    one, two = Timeline.aligned([[(FORWARD, 10.0, 12.0), (BACKWARD, 14.0, 16.0), (ALL_REDUCE, 11.0, 13.0, 8), (ALL_REDUCE, 12.0, 15.0, 8)],
+                                 [(FORWARD, 11.0, 12.0)]])
+    assert (one.step_seconds, one.message_seconds, one.hidden_seconds, one.exposed_seconds) == (6, 4, 2, 2)
+    assert one.backward_end == 6 and two.spans == (Span(FORWARD, 1.0, 2.0),) and two.message_seconds == 0
+
+
+def test_one_core_carries_two_ranks(monkeypatch):
+    monkeypatch.setattr(data_parallel, "Processes", Processes)     # of a parent that has one core, too
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("Linux")
+    mine = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        found = data_parallel.steps({"ZeRO 3": data_parallel.spread(SMALL, 2, sequences=1)["ZeRO 3"]}, processes=2, updates=1)
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert found["ZeRO 3"].messages
+
+
+def test_one_rank_is_none(capsys, tmp_path):
+    with pytest.raises(ConfigError, match="1 ranks tell one another nothing; use 2 or more, which one core carries"):
+        data_parallel.spread(SMALL, 1, sequences=1)
+    assert cli.main(["notebook", "14", "processes=1", "--out", str(tmp_path)]) == 2
+    assert "processes cannot be '1'; choose one of 2, 3, 4, 6, 8" in capsys.readouterr().err
+    assert choose(parameters(book()), {"processes": "3"})["processes"] == 3
+
+
+def book():
+    return nbformat.read(Path(__file__).parents[1] / "notebooks" / "14_data_parallel_and_zero.ipynb", as_version=4)
 
 
 def ring(x, rank, ranks):
@@ -105,8 +164,7 @@ def peaks(model, ranks, micro_batches=1):
 
 
 def test_the_answers_about_stages_are_those_of_the_explorer():
-    book = nbformat.read(Path(__file__).parents[1] / "notebooks" / "14_data_parallel_and_zero.ipynb", as_version=4)
-    said = " ".join(next(cell.source for cell in book.cells if "<summary>Answers</summary>" in cell.source).split())
+    said = " ".join(next(cell.source for cell in book().cells if "<summary>Answers</summary>" in cell.source).split())
     gradients = lambda spec: next((row["x"][1] for row in spec["data"] if row["name"] == "gradients"), None)
     (_, one, *_), spec = peaks("llama-8b", 8)
     (_, four, *_), more = peaks("llama-8b", 8, 4)

@@ -604,6 +604,7 @@ def test_resuming_needs_no_state(name):
         whole.batch(step)
     for step in range(40, 60):
         assert all(torch.equal(a, b) for a, b in zip(whole.batch(step).tensors, later.batch(step).tensors, strict=True))
+    assert not torch.equal(whole.batch(40).tokens, whole.batch(41).tokens)
 
 
 def test_random_windows_are_uniform_and_independent():

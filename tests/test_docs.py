@@ -202,16 +202,6 @@ def test_no_page_for_a_notebook_that_does_not_hold(tmp_path):
         build.execute([write(tmp_path / "05_bad.ipynb", cells)], tmp_path / "executed")
 
 
-def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = load("make_picture")
-    numbers = {"loss": [[1, 5.5], [2, 4.0]], "val_loss": [[1, 5.4], [2, 3.9]], "unigram_entropy": 3.2}
-    for name in ("a.svg", "b.svg"):
-        picture.draw(numbers, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert (tmp_path / "a.svg").stat().st_size < 60_000
-
-
 def test_a_picture_that_is_shown_is_drawn_from_its_numbers(tmp_path):
     if not (DOCS / "first_run.json").exists():
         pytest.skip("no run was kept yet")

@@ -1,6 +1,5 @@
 """Locks that two real processes fight for, with and without flock; links and names that lead out of a folder."""
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -14,11 +13,9 @@ from filelock import SoftFileLock
 from lpkit import files
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.kernels import compile_c
-from lpkit.measure import telemetry
 from lpkit.training import loop
 from lpkit.training.background import start_each
-from tests.attack import links, until
+from tests.attack import until
 
 REFUSED = [None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]      # None: flock works
 
@@ -184,25 +181,6 @@ def test_where_nothing_can_be_locked_one_sentence_says_so(tmp_path, monkeypatch)
 
 
 # ---- links
-
-def test_the_attack_sees_what_links_and_planted_files_do(monkeypatch, tmp_path):
-    """With an append that follows every link, and a kernel that is loaded as it lies there."""
-    def append(path, lines):
-        with path.open("a") as file:
-            file.writelines(lines)
-
-    def load(folder, cache, stem):
-        return next(map(ctypes.CDLL, map(str, cache.glob(f"{stem}-*"))), None)
-
-    monkeypatch.setattr(telemetry, "append_lines", append)
-    monkeypatch.setattr(compile_c, "_trusted", load)
-    monkeypatch.setattr(links, "NAMES", ["telemetry.jsonl"])
-    monkeypatch.setattr(links, "LINKS", {"a hard link": links.LINKS["a hard link"]})
-    monkeypatch.setattr(links, "OTHERS", {"a truncated kernel": links.OTHERS["a truncated kernel"]})
-    monkeypatch.setattr(links, "ONLY_HERE", set(links.LINKS))
-    outcome = links.attack(3, 1, tmp_path)
-    assert outcome.tried == 3 and set(outcome.failures) == {"something outside was changed", "not a sentence: died"}
-
 
 @pytest.fixture(params=["link", "dangling", "loop", "null", "pipe", "folder", "hard"])
 def planted(request, tmp_path):

@@ -25,7 +25,7 @@ from lpkit.training.background import train
 from lpkit.training.build import decide, fit_here
 from lpkit.training.runs import Run, RunFailedError, described
 from lpkit.training.training import Training
-from tests.attack import leaks, memory_full
+from tests.attack import leaks
 
 SMALL = Config().replace({
     "model.layers": 3, "model.width": 32, "model.heads": 2, "model.context": 64, "global_batch": 4,
@@ -295,26 +295,3 @@ def test_what_is_held_on_the_device_counts_once():
     held = Account(training).held()
     assert held == {"weights": 4 * parameter_count(config.model)}
     assert rows_of(config)["optimizer_state"].leaves
-
-
-def test_the_attack_sees_a_run_that_does_not_say_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def in_this_process(process, folder, name, job):
-        config = Config.from_yaml((folder / "config.yaml").read_text()).replace({"steps": 3, "eval_every": 2})
-        with pytest.MonkeyPatch.context() as patch:
-            if job:
-                patch.setattr("lpkit.training.loop.out_of_memory", lambda error: False)
-                patch.setattr(Training, "evaluate", lambda self: [].pop() if job["room"] % 2 else torch.full((2**60,), 0.0))
-            try:
-                train(config, out=folder / name, resume=True)
-            except (RunFailedError, IndexError) as error:
-                end = {RunFailedError: "a sentence"}.get(type(error), "a traceback")
-                return {"end": end, "said": str(error), "operations": 9}
-        return {"end": "complete", "said": "", "operations": 9}
-
-    monkeypatch.setattr(memory_full, "NURSERY", "")
-    monkeypatch.setattr(memory_full, "_run", in_this_process)
-    found = memory_full.attack(4, 0, tmp_path)
-    assert found.tried == 4 and set(found.failures) == {"left no report", "ended in a traceback"}
-    assert found.failures["left no report"][0].startswith("seed 0, trial ") and "'room': " in found.failures["left no report"][0]

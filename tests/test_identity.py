@@ -6,14 +6,12 @@ import shutil
 import signal
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
 import lpkit
 from lpkit import nn, records
 from lpkit.config import Config, ModelConfig
-from lpkit.datasets.tokens import open_tokens, prepare_into
 from lpkit.errors import ConfigError, DamagedError
 from lpkit.files import locked
 from lpkit.measure import telemetry
@@ -233,23 +231,6 @@ def test_what_does_not_fit_the_model_is_not_loaded(tiny, change, why):
     if weights.keys() - training.state_dict().keys() or "optimizer" not in why:
         with pytest.raises(RunFailedError, match=why):
             training.load_model(weights)
-
-
-def test_no_flipped_bit_changes_a_header_of_tokens(tiny, corpus, tmp_path):
-    folder = tmp_path / "tokens"
-    opened = prepare_into(folder, tiny.data, 256)
-    want, whole = np.array(opened.val), (folder / "header.json").read_bytes()
-    rng = np.random.default_rng(0)
-    for at in rng.integers(len(whole), size=200):
-        data = bytearray(whole)
-        data[at] ^= 1 << rng.integers(8)
-        (folder / "header.json").write_bytes(data)
-        try:
-            again = open_tokens(folder)
-        except ConfigError as error:
-            assert "header.json" in str(error)
-        else:
-            assert again.header == opened.header and (again.val == want).all()
 
 
 # ---- what a run says became of it

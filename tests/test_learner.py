@@ -91,12 +91,15 @@ def test_what_shares_the_first_place_cannot_be_told_apart():
         assert pick.scored(best) == said and pick.result["held"] is right
     either = Pick("Which?", ["a", "b", "c"])
     either.value = "b"
+    assert either.buttons.value == "b"
     either.lock()
     assert either.scored(["a", "b"]) == "a or b (you said b)" and either.result["held"]
     unlocked = Pick("Which?", ["a", "b"])
     assert unlocked.scored(["a"]) == "a" and unlocked.late
     with pytest.raises(ConfigError, match="at least one"):
         unlocked.scored([])
+    with pytest.raises(ConfigError, match="at least one answer"):
+        Pick("Which?", [])
 
 
 # --- what is hidden

@@ -13,6 +13,7 @@ from lpkit import files, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.parallel import ranks as rank_module
+from lpkit.parallel.processes import Processes
 from lpkit.parallel.ranks import Ranks, here, joined
 from lpkit.parallel.replicas import buckets, packed, padded
 from lpkit.parallel.sharding import Sharding
@@ -54,6 +55,30 @@ def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path):
     for a, b in zip(alone, together):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b.get("val_loss", 0) == pytest.approx(a.get("val_loss", 0), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout, within_backward", [
+    ({"data": 2}, True), ({"data": 2, "reduction": "per-parameter"}, False), ({"shard": 2, "zero": 1}, True),
+    ({"shard": 2, "zero": 2}, True), ({"shard": 2}, True), ({"data": 2, "shard": 2}, True)])
+def test_who_is_early_waits_and_who_is_late_does_not(on_ranks, tmp_path, layout, within_backward):
+    """Rank 1 sleeps 1 s when all others are in their backward. What those compute until they wait is some milliseconds of it,
+    and half of it is left for a busy machine."""
+    config = SMALL.replace({f"parallel.{axis}": n for axis, n in layout.items()})
+    found = on_ranks("late", config, config.parallel.devices, folder=str(tmp_path), seconds=1.0)
+    own, *_ = found.pop(1)
+    for waited, in_backward, whole in found:
+        assert own + 0.5 < waited < whole and (in_backward > 0.5 if within_backward else in_backward == 0)
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2}])
+def test_each_rank_tells_its_share_of_waiting(parent, tmp_path, layout):
+    said, config = [], SMALL.replace({"steps": 2, **{f"parallel.{axis}": n for axis, n in layout.items()}})
+    with Processes("tests.training_ranks:chain", {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False}, world=2,
+                   parent=parent, heard=lambda *one: said.append(one)) as running:
+        running.wait()
+    assert sorted((rank, one["step"]) for rank, one in said) == [(rank, step) for rank in (0, 1) for step in (1, 2)]
+    assert all(0 < one["communication_share"] < 1 for _, one in said)
+    assert all(line["extra"]["waited_seconds"] < line["step_seconds"] for line in lines(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("reduction", ["per-parameter", "buckets", "overlapped"])

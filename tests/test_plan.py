@@ -249,9 +249,6 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
 @pytest.mark.parametrize("arguments, said", [
     (["--budget", "-5"], "--budget must be above 0 and at most 1e+12 dollars, got '-5'"),
     (["--budget", "nan"], "--budget 'nan' is not a number of dollars; write it as 250000, 250k"),
-    (["--budget", "much"], "--budget 'much' is not a number of dollars"),
-    (["--budget", "1e30"], "at most 1e+12"),
-    (["--budget", "0"], "--budget must be above 0"),
     (["--deadline", "30"], "--deadline '30' is not a time; write it as 90min, 12h, 30d or 2w"),
     (["--deadline=-3d"], "--deadline must be above 0 and at most 100 years"),
     (["--deadline", "nand"], "--deadline must be above 0"),
@@ -260,8 +257,6 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
     (["--machine", "nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory; a machine of your own"),
     (["--devices", "0"], "devices must be from 1 to 1,000,000, got 0"),
     (["--devices", "7"], "no layout of"),
-    (["--precision", "bf15"], "did you mean 'bf16'?"),
-    (["--optimizer", "adam"], "did you mean 'adamw'?"),
     (["--batch-tokens", "10000"], "--batch-tokens 10,000 is not a whole number of sequences of 8,192 tokens; nearest: 8,192 "
      "or 16,384"),
     (["--batch-tokens", "100"], "nearest: 8,192"),
@@ -275,25 +270,13 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
     (["--set", "parallel.tensor=8"], "plan does not use parallel.tensor"),
     (["--set", "precision.recipe=fp8-delayed", "--set", "precision.recipe.high_precision_layers=head"],
      "plan does not use precision.recipe.high_precision_layers"),
-    (["--set", "optimizer=adam"], "did you mean 'adamw'?"),
-    (["--set", "precision.recipe=bf15"], "did you mean 'bf16'?"),
-    (["--set", "memory.recompute=blocks"], "did you mean 'block'?"),
-    (["--set", "memory.cross_entropy=chunkd"], "did you mean 'chunked'?"),
     (["--set", "memory.activation_offload=cpu"], "plan has no seconds for memory.activation_offload=cpu"),
-    (["--set", "system.attention=flsh"], "there is no system.attention 'flsh'"),
-    (["--set", "memory.recomput=block"], "did you mean 'memory.recompute'?"),
     (["--machine", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16; it has fp32, fp16, int8"),
 ])
 def test_wrong_input_is_one_sentence(arguments, said, capsys):
     assert cli.main([*FIRST, *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out and said in err and len(err.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("tokens", ["-1", "nan", "inf", "lots", "", "1e30", "0"])
-def test_tokens_that_are_none(tokens, capsys):
-    assert cli.main(["plan", "--model", "llama-8b", f"--tokens={tokens}", "--devices=8"]) == 2
-    assert "--tokens" in capsys.readouterr().err
 
 
 def test_missing_figures_are_asked_for(capsys):
@@ -356,12 +339,6 @@ def test_a_machine_of_ones_own(tmp_path, capsys):
     ([1], "a machine is a table of settings"),
     ({"memory": 1}, "a machine has no 'memory'; did you mean 'memory_bytes'?"),
     ({"flops": {"bf15": 1}}, "flops has no dtype 'bf15'; did you mean 'bf16'?"),
-    ({"flops": 3}, "flops must be FLOP/s by dtype"),
-    ({"memory_bytes": -1}, "memory_bytes of a machine must be from 1e+06 to 1e+15, got -1"),
-    ({"memory_bytes": "much"}, "memory_bytes of a machine must be a whole number, got 'much'"),
-    ({"watts": float("nan")}, "watts of a machine must be from 0.001 to 1e+06, got nan"),
-    ({"flops": {"bf16": 989e12}, "bytes_per_second": 1e30}, "bytes_per_second of a machine must be from 1e+06 to 1e+16, got 1e+30"),
-    ({"kind": "tpu"}, "kind must be gpu or cpu, got 'tpu'"),
 ])
 def test_a_machine_that_is_none(values, said):
     whole = {"memory_bytes": 80e9, "bytes_per_second": 3e12, "flops": {"bf16": 1e15}, **values} if values and \

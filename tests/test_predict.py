@@ -357,13 +357,6 @@ def test_memory_follows_the_configs_attention(kind, used):
     assert f"attention={used}" in next(row.formula for row in memory(asked, on).rows if row.name == "activations")
 
 
-def test_an_unknown_attention_is_refused():
-    with pytest.raises(ConfigError, match=r"system.attention 'spda'; did you mean 'sdpa'\?"):
-        Config().replace({"system.attention": "spda"})
-    with pytest.raises(ConfigError, match=r"system\.attention 'blokced'; did you mean 'blocked'\?"):
-        memory(Config(), "h200", attention="blokced")
-
-
 def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
     config = preset("gpt2-124m").replace({"memory.recompute": "budget"})
     none, block = (memory(config, "h200", recompute=mode) for mode in ("none", "block"))

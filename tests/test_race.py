@@ -20,7 +20,7 @@ from lpkit.studies import recipe_race
 from lpkit.studies.advice import advise
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
-from lpkit.ui import LiveRuns, Pick, gap_figure, html_table, race_figure, telemetry_of_runs
+from lpkit.ui import LiveRuns, gap_figure, html_table, race_figure, telemetry_of_runs
 from lpkit.ui.figure import plain
 
 CASTING = [name for name, recipe in RECIPES.items() if recipe.products]
@@ -200,17 +200,6 @@ def test_plotly_accepts_the_figures():
     go.Figure(plain(race_figure({"bf16": {1: 3.0, 2: 2.0}, "<i>": {1: 3.3}}, planned_steps=9)), skip_invalid=False)
     assert race_figure({"bf16": {1: 3.0, 2: 2.0}, "b": {1: 3.3}})["data"][3]["y"] == pytest.approx([10.0])
     go.Figure(plain(race_figure({})), skip_invalid=False)
-
-
-def test_one_of_several_words():
-    pick = Pick("Which?", ["a", "b"])
-    assert pick.value is None
-    pick.buttons.value = "b"
-    assert pick.value == "b"
-    pick.value = "a"
-    assert pick.buttons.value == "a"
-    with pytest.raises(ConfigError, match="at least one answer"):
-        Pick("Which?", [])
 
 
 def test_a_column_of_sentences_is_set_to_the_left():

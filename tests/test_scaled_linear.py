@@ -117,34 +117,6 @@ def test_a_zero_block_beside_a_full_one_stays_zero():
         assert back[:, :32].eq(0).all() and sqnr_db(x, back) > 25
 
 
-def test_both_rounding_rules_of_the_mx_scale():
-    """amax 7.5 with e4m3: 7.5 / 448 lies between 2^-6 and 2^-5.9: up gives 2^-5; floor 2^(2 - 8) = 2^-6, saturating at 7."""
-    x = torch.full((1, 32), 7.5)
-    up, floor = (quantise(x, Cast(format="e4m3fn", block=(1, 32), scale=s)) for s in ("power-of-two", "power-of-two-floor"))
-    assert up.scale.item() == 2**-5 and floor.scale.item() == 2**-6
-    assert up.dequantise()[0, 0] == 7.5 and floor.dequantise()[0, 0] == 7.0
-
-
-def test_finer_blocks_shield_small_values_from_an_outlier():
-    x = noise(128, 256) * 1e-3
-    x[7, 11] = 1e3
-    rest = x < 1
-    score = {name: sqnr_db(x[rest], quantise(x, RECIPES[name].y[0]).dequantise()[rest])
-             for name in ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise")}
-    assert score["fp8-tensorwise"] < 5 < 20 < score["fp8-rowwise"] < score["fp8-blockwise"]
-
-
-def test_stochastic_rounding_is_unbiased_and_repeats():
-    x = torch.full((64, 4096), 1.1)
-    cast = Cast(format="e2m1", scale="power-of-two", rounding="stochastic")
-    x[0, 0] = 6.0       # the scale is one
-    made = [quantise(x, cast, noise=Noise(seed=3, counter=c)).dequantise() for c in (0, 0, 1 << 32)]
-    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
-    assert set(made[0].unique().tolist()) == {1.0, 1.5, 6.0}
-    # 262,143 draws of a variance of 0.04: the mean's standard deviation is 4e-4
-    assert abs(made[0].flatten()[1:].mean().item() - 1.1) < 5 * 4e-4
-
-
 def test_hadamard_cancels_in_the_product_and_shares_out_an_outlier():
     x, g = noise(128, 64), noise(128, 96, seed=1)
     x[5, 7] = 300.0
@@ -227,12 +199,6 @@ def test_emulation_is_torchao(recipe):
     needs("torchao", recipe)
     for ours, theirs in zip(three(linear(recipe), autocast=True), three(linear(recipe, backend="torchao"), autocast=True)):
         assert sqnr_db(theirs, ours) > 40
-
-
-def test_swapping_the_roles_of_e4m3_and_e5m2_costs_a_bit():
-    plain, swapped = linear("fp8-tensorwise"), linear("fp8-tensorwise", forward_format="e5m2", gradient_format="e4m3fn")
-    want = three(linear("int8"))[0]
-    assert sqnr_db(want, three(plain)[0]) - sqnr_db(want, three(swapped)[0]) > 4
 
 
 def test_blackwell_s_scale_layout_is_torchao_s():
@@ -408,11 +374,6 @@ def compiled_is_eager(recipe: str, backend: str, compiler: str) -> None:
         tokens[3, 5] = torch.nan
         call(tokens)
     assert "1 in the activations of blocks.0.up" in nonfinite_report(traced)
-
-
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
-def test_a_recipe_with_state_is_one_graph(recipe):
-    compiled_is_eager(recipe, "emulated", "aot_eager")
 
 
 @pytest.mark.slow

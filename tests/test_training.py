@@ -1,12 +1,10 @@
 """`Training`: one update for everybody, state that comes back, and runs that say what went wrong."""
 
-import gc
 import math
 import re
 import subprocess
 import sys
 import time
-import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,14 +18,13 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Batch, StepRecord
 from lpkit.errors import ConfigError
-from lpkit.measure import telemetry
 from lpkit.memory.loss import chunked_cross_entropy, full_cross_entropy
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.row import Row
-from lpkit.training import checkpoint, runs, sampling
+from lpkit.training import checkpoint, sampling
 from lpkit.training.background import Series, start, start_each, train
 from lpkit.training.loop import fit
-from lpkit.training.runs import Run, RunFailedError
+from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import accumulate
 from lpkit.training.training import RandomTokens, Training
 
@@ -262,33 +259,6 @@ def test_a_finished_run_is_trained_longer(tiny, tmp_path):
         train(constant, out=tmp_path / "run", resume=True)
 
 
-def test_a_run_out_of_memory_is_recorded_with_its_error(tiny, tmp_path, monkeypatch):
-    built, measured = Training.build(tiny), []
-    fine, updates = Training.update, []
-
-    def update(self, step, **settings):
-        updates.append(step)
-        if step == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-        return fine(self, step, **settings)
-
-    monkeypatch.setattr(Training, "update", update)
-    monkeypatch.setattr(hardware, "peak_flops", lambda *args: measured.append(args))
-    with pytest.raises(RunFailedError, match="20 GiB"):
-        fit(built, tmp_path / "run")
-    summary = Run.open(tmp_path / "run").summary
-    assert (summary["status"], summary["steps"], summary["mfu"]) == ("failed", 4, None) and not measured
-    assert summary["error"].startswith("out of memory after step 4 (OutOfMemoryError: CUDA out of memory.") and summary["last_checkpoint"] == "step-00000004"
-    html = Run.open(tmp_path / "run")._repr_html_()
-    assert "failed after 4 steps" in html and "Tried to allocate 20 GiB" in html and "kept: step-00000004" in html
-
-
-def test_a_run_without_a_summary_is_shown(tiny, tmp_path):
-    run = train(tiny.replace({"steps": 2}), out=tmp_path / "run")
-    (run.path / runs.SUMMARY).unlink()
-    assert "killed after 2 steps" in run._repr_html_() and str(run.path) in run._repr_html_()
-
-
 def test_a_series_goes_on_after_any_failed_run(tiny, tmp_path, monkeypatch):
     fine = Training.update
 
@@ -324,21 +294,6 @@ def test_a_series_names_the_run_at_hand(tiny, tmp_path):
     series.subscribe(lambda record: seen.append((series.title, series.records[-1].step, record.step)))
     series.begin().result()
     assert seen == [(name, step, step) for name in ("one", "two") for step in range(1, 7)]
-
-
-# ---- telemetry
-
-def test_telemetry_holds_no_output(tiny):
-    """A closure over the output would keep it in a cycle until the garbage collector runs."""
-    built = Training.build(tiny)
-    watched, outputs = telemetry.attach(built, None, every=1, counterfactuals=()), []
-    built.model.blocks[0].mlp.up.register_forward_hook(lambda module, args, out: outputs.append(weakref.ref(out)))
-    gc.disable()
-    try:
-        built.update(0)
-        assert watched.samples and outputs and outputs[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_training_imports_no_measurement():

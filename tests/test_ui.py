@@ -249,21 +249,6 @@ def test_the_room_imports_neither_torch_nor_training():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
 
 
-def lightness(colour):
-    """CIE L* of an sRGB hex colour, 0 black to 100 white."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-              for c in (int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5))]
-    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return 116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance
-
-
-def test_colours_differ_in_lightness_too():
-    levels = sorted(map(lightness, COLOURS))
-    assert min(b - a for a, b in itertools.pairwise(levels)) > 5
-    assert len({round(colorsys.rgb_to_hls(*(int(c[i:i + 2], 16) / 255 for i in (1, 3, 5)))[0], 2)
-                for c in COLOURS[:5]}) == 5
-
-
 # How three kinds of eyes see a linear sRGB colour: Machado, Oliveira, Fernandes 2009, at severity 1.
 EYES = {"all cones": np.eye(3),
         "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
@@ -281,6 +266,13 @@ def lab(rgb):
     xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ np.clip(rgb, 0, 1)
     x, y, z = (np.cbrt(v) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz / (0.9505, 1, 1.089))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_colours_differ_in_lightness_too():
+    levels = sorted(lab(linear(colour))[0] for colour in COLOURS)
+    assert min(b - a for a, b in itertools.pairwise(levels)) > 5
+    assert len({round(colorsys.rgb_to_hls(*(int(c[i:i + 2], 16) / 255 for i in (1, 3, 5)))[0], 2)
+                for c in COLOURS[:5]}) == 5
 
 
 @pytest.mark.parametrize("eyes", EYES)

@@ -18,8 +18,7 @@ from lpkit.plain_yaml import parse_yaml, read_yaml
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import AdamWSettings
 from lpkit.values import Count, Place, checked
-from tests.attack import _broken, command_line, patience, python_calls
-from tests.attack._forks import forked
+from tests.attack import command_line, patience
 
 MEAN = ["\x1b[31mred", "\u202egnp.exe", "a\u200bb", "\x00", "\r\n", "\x9b2J", "\udcff", "\u2028"]
 
@@ -242,22 +241,6 @@ def test_a_signal_ends_the_preparation_of_a_corpus(tmp_path):
         assert process.wait(10) == 143 and time.monotonic() - sent < 2 * patience()
         assert process.stderr.read() == "lpkit: stopped by SIGTERM\n"
     assert [path.name for path in (tmp_path / "cache/lpkit/tokens").iterdir()] == ["locks"]
-
-
-# the attacks say what gives way
-
-@pytest.mark.slow
-def test_the_attacks_say_what_gives_way(tmp_path):
-    command_line.odd_files(tmp_path / "odd")
-    names = {"no_boundary": "a traceback", "raw_words": "control characters", "any_file": "hangs", "aliases": None, "litter": "leaves something",
-             "elsewhere": "writes elsewhere", "right": "exit code"}
-    calls = {"unchecked": "nothing raised", "another_error": "another error"}
-    ended = dict(zip([*names, *calls], forked(_broken.__name__, [*names, *calls], tmp_path, 2.0), strict=True))
-    for name, what in names.items():
-        found = command_line.complaints(ended[name])
-        assert (what in found) if what else not found, (name, found, ended[name])
-    for name, what in calls.items():
-        assert what in python_calls.complaints(ended[name]), (name, ended[name])
 
 
 def test_options_that_share_a_type_share_its_words():

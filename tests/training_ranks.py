@@ -2,7 +2,10 @@
 
 import hashlib
 import math
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from lpkit.parallel.processes import Place
 from lpkit.parallel.rank import train
 from lpkit.parallel.ranks import Share, joined
 from lpkit.precision.linear import scaled_linears
+from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training.training import Training
 
 
@@ -47,6 +51,31 @@ def beside_ddp(place: Place, told: dict) -> float:
         ours = dict(training.model.named_parameters())
         theirs = dict(model.module.named_parameters())
         return max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item() for name, p in theirs.items())
+
+
+def late(place: Place, told: dict) -> list[float]:
+    """Of an update in which rank 1 sleeps before its backward, once all others are in theirs: seconds in waits, those
+    that were over when backward was, and those of the whole update. Buckets are small, so that there are several."""
+    REDUCTIONS["overlapped"] = replace(REDUCTIONS["overlapped"], bucket_bytes=1 << 12)
+    config, folder = Config.from_dict(told["config"]), Path(told["folder"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, ranks=ranks)
+        training.update(0)
+
+        def meets(phase: str):
+            if phase == "backward" and ranks.rank != 1:
+                (folder / str(ranks.rank)).touch()
+            elif phase == "backward":
+                while len(list(folder.iterdir())) < ranks.world - 1:
+                    time.sleep(0.001)
+                time.sleep(told["seconds"])
+            return nullcontext()
+
+        in_backward, reduce = [], training.sharding.reduce
+        training.sharding.reduce = lambda: in_backward.append(ranks.waits.seconds) or reduce()
+        began = time.perf_counter()
+        training.update(1, phases=meets)
+        return [ranks.waits.seconds, *in_backward, time.perf_counter() - began]
 
 
 def messages(place: Place, told: dict) -> list[int]:

@@ -29,10 +29,7 @@ BENCHES = {     # module of this folder, and function
     "published": "published:run",
     "qdq": "kernels:qdq",
     "recipe-losses": "recipe_losses:run",
-    "redraw": "redraw:run",
     "reliability": "reliability:run",
-    "step-time-cpu": "steps:step_time_cpu",
     "telemetry": "steps:telemetry",
-    "train-cpu": "steps:train_cpu",
     "train-nanogpt": "nanogpt:run",
 }

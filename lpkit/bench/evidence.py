@@ -83,6 +83,7 @@ PIECES: dict[str, Callable[[torch.device], Commands]] = {       # in order of va
     "recipes": _recipes,
     "doctor": lambda on: {"doctor": _lpkit("doctor")},
     "nanogpt": _bench("train-nanogpt"),
+    "launch": _bench("launch", "--rounds", "3"),
     "steps": _steps,
     "products": _bench("fp8-products"),
     "linear": _bench("fp8-linear"),

@@ -23,20 +23,24 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lpkit.bench.harness import ROUNDS, Result, paired, recorded
+from lpkit.bench.harness import ROUNDS, Result, paired, recorded, steps_in_turns
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 from lpkit.measure import parity
 from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.parallel.ranks import joined
+from lpkit.presets import preset
 from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
 from lpkit.training.runs import RunFailedError
+from lpkit.training.training import Training
 
 TRIALS = 20
 END_SECONDS = 5.0           # from a rank's death to the error
 TIMEOUT_SECONDS = 2.0       # for a rank without a sign of life;
 NAMED_SECONDS = 2.0         # and so much later it is named
 START_SECONDS = 3.0         # the first step of two ranks after that of one process
+ONE_RANK = 1.02             # at most, times the step without ranks
 MARK = "LPKIT_BENCH_LAUNCH"     # in the environment of all that a trial starts
 STEP = 5                    # where the fault is
 NOTES = 100_000             # calls of `Place.at`
@@ -111,7 +115,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     return [*results, paired(
         "launch", ours=late, peer=[START_SECONDS] * rounds, peer_name="allowed", target=1,
         better="lower", case="the first step of two ranks, later than one process's",
-        facts={"one_process_seconds": alone, "two_ranks_seconds": ours, "note_seconds": noted})]
+        facts={"one_process_seconds": alone, "two_ranks_seconds": ours, "note_seconds": noted}),
+        _one_rank(rounds)]
 
 
 def _faults(fault: str, trials: int, within_seconds: float, sentence: str, **limits: float
@@ -159,6 +164,25 @@ def _first_step(begin: str) -> float:
     if said.strip() != "1":
         raise ConfigError(f"a run did not begin, and said {said!r}; what went wrong is above")
     return seconds
+
+
+def _one_rank(rounds: int) -> Result:
+    """A world of one rank beside no ranks, an update of one after an update of the other: losses
+    and weights are the same bits."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    config = preset("gpt2-124m" if gpu else "cpu-3m").replace({
+        "global_batch": 4, "grad_accum_steps": 1, "model.context": 256})
+    with tempfile.TemporaryDirectory() as place, joined(
+            config, rank=0, world=1, local_rank=0, local_world=1,
+            init_method=f"file://{place}/store") as ranks:
+        runs = {"ours": Training.build(config, ranks=ranks), "peer": Training.build(config)}
+        seconds, losses = steps_in_turns(runs, 5 * rounds, warm_up=3)
+    weights = [torch.cat([p.detach().flatten() for p in run.model.parameters()])
+               for run in runs.values()]
+    if losses["ours"] != losses["peer"] or not torch.equal(*weights):
+        raise AssertionError(f"one rank and none differ: {losses}")
+    return paired("launch", **seconds, peer_name="no ranks", target=ONE_RANK, better="lower",
+                  case="a step of one rank, to the bit that of none", device=gpu)
 
 
 # The page docs/parallel.md.

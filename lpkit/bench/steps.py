@@ -6,24 +6,18 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lpkit import hardware
 from lpkit.bench.harness import ROUNDS, Result, last_losses, paired, steps_in_turns
 from lpkit.config import Config
-from lpkit.errors import ConfigError
 from lpkit.measure.telemetry import ROWS, attach
-from lpkit.measure.updates import turns
-from lpkit.predict.time import calibrate, step_time
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
 CPU_3M = Config().replace({"system.device": "cpu"})
-TRAINED = CPU_3M.replace({"model.layers": 6, "model.width": 384, "model.heads": 6,
-                          "model.context": 256, "global_batch": 16, "steps": 200})
-TRAIN_TARGET = 1.9      # times the tokens/s of float32, on a CPU with bf16 instructions
 LOSS_TOLERANCE = 0.01   # relative
 
-EMULATED = {"cpu-3m": CPU_3M,
-            "6 layers x 384, 256 tokens": TRAINED.replace({"global_batch": 1})}
+EMULATED = {"cpu-3m": CPU_3M, "6 layers x 384, 256 tokens": CPU_3M.replace({
+    "model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256,
+    "global_batch": 1})}
 RECIPE_TARGETS = {"fp8-tensorwise": 1.8, "mxfp8": 1.8}     # at most, times the step of bf16
 RECIPE_TARGET = 2.0     # of every other
 LEAST_STEPS, MOST_SECONDS = 20, 60      # of a size; a slow machine takes fewer steps
@@ -33,50 +27,6 @@ EVERY = 20              # steps, of which telemetry samples one: all Linears, x,
 TELEMETRY_TARGETS = {"every 20 steps": 1.05, "attached, off": 1.01}     # at most, times without
 TELEMETRY_RECIPES = ("fp8-tensorwise", "mxfp8")
 FAR = 1_000_003         # steps, never reached
-
-CALIBRATED = 0.2        # relative error of seconds, median
-SIZES = {"deep": {"model.layers": 8}, "wide": {"model.width": 512, "model.heads": 8},
-         "long": {"model.context": 512}, "short": {"model.context": 64},
-         "few tokens": {"global_batch": 4}, "vocabulary 8k": {"model.vocab": 8192},
-         "recomputed": {"memory.recompute": "block"}, "accumulated": {"grad_accum_steps": 4}}
-
-
-def train_cpu(rounds: int = ROUNDS) -> list[Result]:
-    """The default settings beside float32: the recipe differs, and the attention that is fastest
-    for its dtype. The 200 pairs of steps are the rounds."""
-    steps = max(rounds, TRAINED.steps)
-    runs = _build(TRAINED, "precision.recipe", {"ours": "auto", "fp32": "fp32"})
-    choices = runs["ours"].decisions.choices
-    if choices["precision"].used == "fp32":
-        raise ConfigError(f"there is nothing to compare: {choices['precision'].why}")
-    seconds, losses = steps_in_turns(runs, steps, warm_up=0)
-    last = last_losses(losses, "fp32", last=20, tolerance=LOSS_TOLERANCE)
-    chosen = ", ".join(f"{name} {choice.used}" for name, choice in choices.items())
-    return [paired("train-cpu", ours=seconds["ours"], peer=seconds["fp32"], target=TRAIN_TARGET,
-                   peer_name="the same steps in float32",
-                   case="6 layers x 384, 256-byte vocabulary, batch 16 x 256 tokens",
-                   facts={"chosen": chosen, "loss": last["ours"], "loss_float32": last["fp32"],
-                          "steps": steps})]
-
-
-def step_time_cpu(rounds: int = ROUNDS) -> list[Result]:
-    """Seconds of an update by formula, at this machine's ceilings, beside the measured ones: as
-    they are, and when one run (cpu-3m in the same dtype) calibrated them."""
-    here, off = hardware.machine(), {"as it is": [], "after one calibrating run": []}
-    for recipe in ("fp32", "bf16"):
-        base = CPU_3M.replace({"precision.recipe": recipe})
-        configs = [base, *(base.replace(size) for size in SIZES.values())]
-        first, *others = zip(configs, turns(configs, rounds=max(5, rounds)).seconds)
-        one = calibrate(first[0], here, first[1])
-        for config, seconds in others:
-            for calibration, each in zip((None, one), off.values()):
-                said = step_time(config, here, calibration=calibration).step_seconds
-                each.append(abs(said / seconds - 1))
-    return [paired("step-time-cpu", ours=each, peer=[1.0] * len(each), better="lower",
-                   peer_name="the measured seconds", unit="relative error",
-                   case=f"{case}, {len(each)} steps, median",
-                   target=CALIBRATED if each is not off["as it is"] else None,
-                   facts={"errors": off}) for case, each in off.items()]
 
 
 def low_precision_cpu(rounds: int = ROUNDS) -> list[Result]:

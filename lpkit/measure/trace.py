@@ -13,7 +13,7 @@ number, it gets that of a healthy one: gradients are finite, counts of NaN are 0
 PyTorch's own FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) is no base for this. Its
 figure for the optimizer is right in the first update and wrong in the second: with the fused AdamW
 of torch 2.13 it adds every parameter, gradient and moment whole to the shards, 9 times the state
-that 4 ranks hold (tests/test_trace.py).
+that 4 ranks hold (docs/log.md).
 """
 
 from __future__ import annotations

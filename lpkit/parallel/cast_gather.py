@@ -16,11 +16,10 @@ Source: https://pytorch.org/blog/training-using-float8-fsdp2/
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,13 +112,12 @@ def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],
     return found
 
 
-def agree(gathers: Iterable[CastGather], group: dist.ProcessGroup) -> None:
-    """New weights: scales of whole tensors follow from what all ranks of `group` have."""
+def agree(gathers: Iterable[CastGather], largest: Callable[[Tensor], Tensor]) -> None:
+    """New weights: scales of whole tensors follow from what all ranks have: `largest` of each."""
     whole = [one for one in gathers if one.whole]
     if not whole:
         return
-    found = torch.stack([one.found() for one in whole])
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    found = largest(torch.stack([one.found() for one in whole]))
     for one, (amax, nonfinite) in zip(whole, found.unbind()):
         one.layer.gathered.amax.fill_(amax)
         one.layer.gathered.nonfinite.copy_(nonfinite)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from lpkit.contracts import Stage, Transform
 from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
+from lpkit.parallel.ranks import Waits
 from lpkit.parallel.sharding import OfRows
 from lpkit.techniques.layouts import GATHERED
 
@@ -49,6 +56,29 @@ class Shard(Transform):
         if self.entry:
             register_fsdp_forward_method(model, self.entry)
         return model
+
+
+class Gather(DefaultAllGather):
+    def __init__(self, waits: Waits):
+        self.waits = waits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.waits:
+            return super().__call__(*args, **kwargs)
+
+
+class Scatter(DefaultReduceScatter):
+    """`replicas`: their all-reduce follows, until `Waits` hears that it is done."""
+
+    def __init__(self, waits: Waits, replicas: bool):
+        self.waits, self.replicas = waits, replicas
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.waits:
+            work = super().__call__(*args, **kwargs)
+        if self.replicas:
+            self.waits.__enter__()
+        return work
 
 
 def gathered(model: nn.Module) -> Iterator[Tensor]:
@@ -78,10 +108,21 @@ class FullySharded(OfRows):
             of = {p: self.owned[name] for name, p in self.shards.items()}
             self.gathers = cast_gathers(model, of, self.size)
             self.spread()
+        self._listen(model)
         return self.owned
 
+    def _listen(self, model: nn.Module) -> None:
+        """FSDP2 waits by itself."""
+        waits, replicas = self.ranks.waits, self.layout.data > 1
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(Gather(waits))
+                module.set_custom_reduce_scatter(Scatter(waits, replicas))
+                if replicas:
+                    module.set_all_reduce_hook(waits.__exit__)
+
     def spread(self) -> None:
-        agree(self.gathers, self.group)
+        agree(self.gathers, partial(self.ranks.largest, group=self.group))
 
     def reduce(self) -> None:
         for name, p in self.shards.items():

@@ -14,7 +14,6 @@ from lpkit.parallel.ranks import joined
 from lpkit.training.background import Control, built
 from lpkit.training.loop import fit
 from lpkit.training.runs import Observers
-from lpkit.training.training import Training
 
 
 class Asked(Control):
@@ -44,11 +43,13 @@ def train(place: Place, told: dict[str, Any]) -> None:
         place.at(0, "building")
         training = built(config, Path(told["out"]), told["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))
+        if training.device.type == "cpu":
+            training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
 
         def tell(record: StepRecord) -> None:
             said = {"rank": place.rank, "step": record.step, "step_seconds": record.step_seconds,
                     "loss": record.loss, "peak_bytes": record.peak_bytes,
-                    "communication_share": _share(training, record)}
+                    "communication_share": _share(record)}
             place.tell(said | ({"record": record.to_dict()} if ranks.first else {}))
 
         fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
@@ -62,7 +63,8 @@ def _noted(place: Place, step: int) -> Iterator[None]:
     place.at(step, "update")
 
 
-def _share(training: Training, record: StepRecord) -> float | None:
-    """Of the time of a step, what this rank waited for messages; None where FSDP2 waits."""
-    waited, training.sharding.waited_seconds = training.sharding.waited_seconds, 0.0
-    return None if training.config.parallel.stage > 1 else waited / record.step_seconds
+def _share(record: StepRecord) -> float | None:
+    """Of the time of a step, what this rank waited for messages; None on a GPU, whose host does
+    not."""
+    waited = record.extra.get("waited_seconds")
+    return None if waited is None else waited / record.step_seconds

@@ -10,9 +10,10 @@ import hashlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,19 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 MEETING_TIMEOUT, COLLECTIVE_TIMEOUT = timedelta(minutes=5), timedelta(hours=1)
 
 
+class Waits:
+    """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all waits
+    of the update that goes on, or of the last. On GPUs streams wait, and their host does not."""
+
+    seconds = since = 0.0
+
+    def __enter__(self) -> None:
+        self.since = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.seconds += time.perf_counter() - self.since
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """This process among those that train together. Alone, nothing is sent."""
@@ -46,6 +60,7 @@ class Ranks:
     local_rank: int = 0     # among those of this machine,
     local_world: int = 1    # which are this many
     mesh: DeviceMesh | None = None
+    waits: Waits = field(default_factory=Waits, compare=False)
 
     @property
     def first(self) -> bool:
@@ -57,13 +72,15 @@ class Ranks:
         if self.mesh is None:
             return t
         total = t.detach().clone()
-        dist.all_reduce(total)
+        with self.waits:
+            dist.all_reduce(total)
         return total / self.world
 
-    def largest(self, t: Tensor) -> Tensor:
-        """Of what all have, number by number, in place."""
+    def largest(self, t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Of what all (of `group`) have, number by number, in place."""
         if self.mesh is not None:
-            dist.all_reduce(t, dist.ReduceOp.MAX)
+            with self.waits:
+                dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
     def told(self, number: int) -> int:

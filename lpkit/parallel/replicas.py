@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lpkit.parallel.ranks import all_gather, reduce_scatter
-from lpkit.parallel.sharding import OfRows, Sharding, waiting
+from lpkit.parallel.sharding import OfRows, Sharding
 from lpkit.techniques.layouts import REDUCTIONS
 
 Finish = Callable[[], None]
@@ -102,7 +102,8 @@ class Replicas(Sharding):
         work = dist.all_reduce(flat, async_op=True)
 
         def arrived() -> None:
-            work.wait()
+            with self.ranks.waits:
+                work.wait()
             flat.div_(self.ranks.world)
 
         return arrived
@@ -111,8 +112,7 @@ class Replicas(Sharding):
         self.messages.backward(last)
 
     def reduce(self) -> None:
-        with waiting(self):
-            self.messages.finish()
+        self.messages.finish()
 
 
 class ShardedOptimizer(OfRows):
@@ -130,8 +130,7 @@ class ShardedOptimizer(OfRows):
         self.messages.backward(last)
 
     def reduce(self) -> None:
-        with waiting(self):
-            self.messages.finish()
+        self.messages.finish()
 
     def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
         """Of each gradient the mean of this rank's rows; the whole ones are freed."""
@@ -145,10 +144,12 @@ class ShardedOptimizer(OfRows):
 
         def arrived() -> None:
             nonlocal parts
-            work.wait()
+            with self.ranks.waits:
+                work.wait()
             parts = None        # no message reads it any more
             if self.layout.data > 1:
-                dist.all_reduce(mine, group=self.ranks.mesh.get_group("data"))
+                with self.ranks.waits:
+                    dist.all_reduce(mine, group=self.ranks.mesh.get_group("data"))
             mine.div_(self.ranks.world)
             at = 0
             for p, there in zip(bucket, used):
@@ -159,7 +160,7 @@ class ShardedOptimizer(OfRows):
         return arrived
 
     def spread(self) -> None:
-        with torch.no_grad(), waiting(self):
+        with torch.no_grad():
             for bucket in self.messages.buckets:
                 self._gather(bucket)
 
@@ -171,10 +172,12 @@ class ShardedOptimizer(OfRows):
             mine[at:at + rows.numel()] = rows.view(-1)
             at += padded(p, self.size)
         if splits(bucket, self.size):
-            all_gather(bucket[0].view(-1), mine, group=self.group)
+            with self.ranks.waits:
+                all_gather(bucket[0].view(-1), mine, group=self.group)
             return
         parts = mine.new_empty(self.size, len(mine))
-        all_gather(parts.view(-1), mine, group=self.group)
+        with self.ranks.waits:
+            all_gather(parts.view(-1), mine, group=self.group)
         at = 0
         for p in bucket:
             each = padded(p, self.size)

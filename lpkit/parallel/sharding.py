@@ -11,9 +11,6 @@ Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +40,6 @@ class Sharding:
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
-        self.waited_seconds = 0.0       # for messages, since somebody last set it to 0
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """What this rank updates of the built and transformed model, by name."""
@@ -72,21 +68,15 @@ class Sharding:
         return whole
 
 
-@contextmanager
-def waiting(sharding: Sharding) -> Iterator[None]:
-    """For messages; the host's time."""
-    began = time.perf_counter()
-    yield
-    sharding.waited_seconds += time.perf_counter() - began
-
-
 def local(t: Tensor) -> Tensor:
     """What this rank has of it."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
-    kind = Sharding if ranks.mesh is None else STAGES[layout.stage].load()
+    # one rank would send itself copies
+    alone = ranks.mesh is None or (layout.devices == 1 and not layout.stage)
+    kind = Sharding if alone else STAGES[layout.stage].load()
     return kind(ranks=ranks, layout=layout, **of_run)
 
 
@@ -107,7 +97,8 @@ class OfRows(Sharding):
 
     def norm(self, norm: Tensor) -> Tensor:
         squares = norm.square()
-        dist.all_reduce(squares, group=self.group)
+        with self.ranks.waits:
+            dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
 
     def whole(self, name: str, t: Tensor) -> Tensor:

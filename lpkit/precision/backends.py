@@ -37,8 +37,7 @@ from lpkit.kernels.wide_product import WideLinear
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
-from lpkit.techniques.formats import format_of
-from lpkit.techniques.recipes import ALL, MX_BLOCK, RECIPES, Cast, Recipe
+from lpkit.techniques.recipes import ALL, RECIPES, Cast, Recipe
 
 
 class Backend(ABC):
@@ -90,7 +89,6 @@ class PyTorch(Backend):
 
 
 class Emulated(Backend):
-    layouts = 1     # a view turns an operand
     wide = False
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
@@ -121,9 +119,6 @@ class Emulated(Backend):
 
     def shares(self, cast: Cast) -> bool:
         return cast.transposes
-
-    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[int, int]:
-        return (4 if dtype == torch.float32 else 2), (0 if scaled.SCALES[cast.scale].folds else 4)
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:
@@ -182,7 +177,6 @@ class ScaledMM(Backend):
     a layer's kernels are (`lpkit.nn.layers`), for each model: a Linear has a copy of this."""
 
     alignment = 16
-    layouts = 2
     kernels: ClassVar = {name.replace("-", "_"): name for name in (
         "cast-tensor", "cast-rows", "cast-blocks", "cast-mx", "cast-nvfp4")}
     cast_tensor = staticmethod(cast_tensor.definition)
@@ -253,10 +247,6 @@ class ScaledMM(Backend):
     def shares(self, cast: Cast) -> bool:
         # each product draws its own noise, but for one cast that is its own transpose
         return not no_kernel(cast, both=True) and (cast.transposes or cast.rounding != "stochastic")
-
-    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[float, int]:
-        four = format_of(cast.format).bits == 4         # a scale for each row of a square block
-        return (0.5, cast.block[0]) if four else (1, 1 if cast.block == MX_BLOCK else 4)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:

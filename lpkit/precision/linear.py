@@ -50,7 +50,6 @@ class Arithmetic(Protocol):
     """What a backend does: cast an operand (rows, contracted axis), and form a @ b.T + bias."""
 
     alignment: int = 0          # bytes of which the rows of operands must be a multiple; 0: any
-    layouts: int = 1            # 2: x and x.T are kept apart, also where their values are the same
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None, both: bool = False) -> Scaled | Operand:
@@ -67,10 +66,6 @@ class Arithmetic(Protocol):
     def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *,
               both: bool = False) -> Scaled | Operand:
         """What `cast` would have made, of its values in 8 bits and their scales."""
-        ...
-
-    def held(self, cast: Cast, dtype: torch.dtype) -> tuple[float, int]:
-        """Bytes of a value and of a block's scale, as `cast` leaves them; 0: in the values."""
         ...
 
 

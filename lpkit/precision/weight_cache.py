@@ -2,8 +2,9 @@
 kept.
 
 A weight changes in the optimizer's step alone, so the second micro-batch casts the same numbers to
-the same values. To keep them costs `weight_cache_bytes` a Linear, from the first micro-batch to the
-end of the last (Transformer Engine's `is_first_microbatch`). The numbers are the same bit for bit.
+the same values. Kept, they cost their bytes from the first micro-batch to the end of the last
+(Transformer Engine's `is_first_microbatch`; `lpkit.predict.ledger` counts them). The numbers are the
+same bit for bit.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
-from lpkit.kernels.cast_operand import Operand
 from lpkit.precision.backends import Backend
-from lpkit.precision.linear import Arithmetic, scaled_linears
+from lpkit.precision.linear import scaled_linears
 from lpkit.precision.scaled import Scaled
-from lpkit.techniques.recipes import SCALES, Recipe
+from lpkit.techniques.recipes import Recipe
 
 CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 
@@ -89,13 +89,6 @@ class WeightCache:
             self.casts[product] = key, made if with_amax else replace(made, amax=None)
         return self.casts[product][1]
 
-    @property
-    def bytes(self) -> int:
-        """Of values and scales."""
-        made = [made for _, made in self.casts.values()]
-        made += [one.T for one in made if isinstance(one, Operand) and one.T is not None]
-        return sum(t.nbytes for one in made for t in one.stored if t is not None)
-
 
 @contextmanager
 def weights_cached(model: nn.Module) -> Iterator[None]:
@@ -111,22 +104,3 @@ def weights_cached(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.cache = None
-
-
-def weight_cache_bytes(recipe: Recipe, arithmetic: Arithmetic, N: int, K: int,
-                       dtype: torch.dtype = torch.bfloat16) -> int:
-    """What `weights_cached` holds of a weight (N, K) whose sides tile: the operands of y and dx, or
-    one that serves both where one layout does. `dtype`: what the layer computes in."""
-    operands = []
-    if recipe.y is not None:
-        operands.append((recipe.y[1], N, K))
-    if recipe.dx is not None and not (arithmetic.layouts == 1 and recipe.dx[1].transposes
-                                      and (recipe.dx[1], N, K) in operands):
-        operands.append((recipe.dx[1], K, N))
-    total, float32 = 0, torch.float32.itemsize
-    for cast, rows, columns in operands:
-        value, scale = arithmetic.held(cast, dtype)
-        blocks = rows // (cast.block[0] or rows) * (columns // (cast.block[1] or columns))
-        total += int(rows * columns * value) + (blocks * scale if scale else float32)
-        total += float32 * (SCALES[cast.scale].levels - 1)
-    return total

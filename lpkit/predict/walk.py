@@ -78,6 +78,7 @@ class Walk:
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW, MESSAGES)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
+        self.steps: dict[tuple[int, bool], list[Step]] = {}
         self.s, self.kept, self.ops = s, kept, ops
         self.cut, self.tensor, self.layers = cut, tensor, layers
         self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
@@ -163,26 +164,20 @@ class Walk:
         else:
             self.whole_loss()
         self.begin(LAST)
-        steps = self.block(self.last, last_again)
-        self.travel(self.layers - 1)
-        self.follow(steps)
+        self.through(self.layers - 1, self.last)
         done = 1
         inner_again = self.layers - 2 in self.again
         if self.layers > 2 and (inner_again != last_again or self.inner is not self.last
                                 or self.leave):
-            self.travel(self.layers - 2)
-            self.follow(self.block(self.inner, inner_again))
+            self.through(self.layers - 2, self.inner)
             done = 2
         if self.layers > done:
             second = self.leave and self.layers > 3
             self.between(self.layers - done - 1, done, second)
             self.begin(FIRST)
             if second:
-                self.travel(1)
-                self.follow(self.block(self.inner, 1 in self.again))
-            self.travel(0)
-            alike = self.first is self.last and first_again == last_again
-            self.follow(steps if alike else self.block(self.first, first_again))
+                self.through(1, self.inner)
+            self.through(0, self.first)
         if self.embeds:
             self.embeddings()
 
@@ -191,6 +186,14 @@ class Walk:
         if not self.again:
             return 0
         return len(range(self.again.step, self.layers - done, self.again.step))
+
+    def through(self, number: int, block: Block) -> None:
+        """One block's backward; blocks that are alike have the same steps."""
+        self.travel(number)
+        key = id(block), number in self.again
+        if key not in self.steps:
+            self.steps[key] = self.block(block, number in self.again)
+        self.follow(self.steps[key])
 
     def travel(self, number: int) -> None:
         """What is on its way while this block is at work."""

@@ -1,43 +1,43 @@
-"""What a rank keeps and sends in each stage of ZeRO, on real processes; and the seconds of the ways
-to send gradients.
+"""What a rank keeps and sends in each stage of ZeRO, on real processes; and when.
 
     configs = spread(config, 2, sequences=4)        # ZeRO 0, 1, 2, 3 on two ranks
     found = steps(configs, processes=2, updates=4)
     found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
-    turns(config, processes=2, rounds=3)            # forward and backward, by reduction
+    timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
 
 They are predicted by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages`.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from lpkit.config import Config
-from lpkit.hardware import synchronised
+from lpkit.errors import ConfigError
+from lpkit.measure.overlap import Recorded, Timeline, traced
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench
 from lpkit.parallel.processes import Place, Processes
 from lpkit.parallel.ranks import Ranks, joined
 from lpkit.predict.messages import Message, messages, sent_bytes
 from lpkit.techniques.blocks import FP32
-from lpkit.techniques.layouts import REDUCTIONS, STAGES, Layout
-from lpkit.timing import interleaved_seconds
-from lpkit.training.training import RandomTokens, Training
+from lpkit.techniques.layouts import STAGES, Layout
+from lpkit.training.training import Training
 
 STATES = ("weights", "gathered weights", "gradients", "optimizer state")    # rows of a footprint
-ALONE = "alone"     # without a word to others
 PROGRESS_SECONDS = 120.0
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
     """All ranks along one axis, by stage of ZeRO. Gradients travel one by one: a message of a small
-    model's would be a copy of all of them."""
+    model's would be a copy of all of them. Raises ConfigError for less than two."""
+    if ranks < 2:
+        raise ConfigError(f"{ranks} ranks tell one another nothing; use 2 or more, which one core "
+                          f"carries")
     return {f"ZeRO {stage}": Layout(reduction="per-parameter", zero=stage,
                                     **{"shard" if stage else "data": ranks}) for stage in STAGES}
 
@@ -90,8 +90,7 @@ def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[fl
 def steps(configs: Mapping[str, Config], *, processes: int, updates: int) -> dict[str, Step]:
     """Of each config, which lies over so many processes. Raises ConfigError and RunFailedError as
     `Processes.wait`."""
-    found, *_ = _on_ranks(_steps, processes, updates=updates,
-                          configs=[one.to_dict() for one in configs.values()])
+    found, *_ = _on_ranks(_steps, configs, processes, updates)
     return {name: Step(most=most, losses=tuple(before),
                        messages=Counter({Message(*of): count for *of, count in told}))
             for name, (most, told, before) in zip(configs, found)}
@@ -99,57 +98,53 @@ def steps(configs: Mapping[str, Config], *, processes: int, updates: int) -> dic
 
 def _steps(place: Place, told: dict[str, Any]) -> list[Any]:
     found = []
-    for number, given in enumerate(told["configs"]):
-        place.at(number, "step")
-        config = Config.from_dict(given)
-        with _joined(place, config, number) as ranks:
-            before = losses(config, told["updates"], ranks)
-            footprint = Bench(config, ranks=ranks).footprint()
+    for config, ranks in _joined(place, told):
+        before = losses(config, told["updates"], ranks)
+        footprint = Bench(config, ranks=ranks).footprint()
         messages = [[*one, count] for one, count in footprint.messages.items()]
         found.append([states(footprint), messages, before])
     return found
 
 
-# The ways to send gradients.
+# When.
 
-def turns(config: Config, *, processes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a forward and a backward pass with the average of gradients, by reduction and
-    round, of the rank that took longest; and those of a rank that averages nothing, ALONE."""
-    told = _on_ranks(_turns, processes, rounds=rounds,
-                     config=replace(config, parallel=Layout(data=processes)).to_dict())
-    return {name: [max(each) for each in zip(*(one[name] for one in told))] for name in told[0]}
-
-
-def _turns(place: Place, told: dict[str, Any]) -> dict[str, list[float]]:
-    config = Config.from_dict(told["config"])
-    share = {"parallel.data": 1, "global_batch": config.global_batch // place.world}
-    with _joined(place, config) as ranks:
-        device = Bench(config, ranks=ranks).device
-
-        def runner(config: Config, ranks: Ranks | None = None) -> Any:
-            training = Training.build(config, data=RandomTokens(config, device), ranks=ranks)
-            return synchronised(partial(_pass, training), device)
-
-        runners = {ALONE: runner(config.replace(share))} | {
-            name: runner(config.replace({"parallel.reduction": name}), ranks)
-            for name in REDUCTIONS}
-        return dict(zip(runners, interleaved_seconds([*runners.values()], rounds=told["rounds"])))
+def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
+              ) -> dict[str, list[Timeline]]:
+    """Of each config, on CPUs, by rank: of so many updates the one that took least."""
+    configs = {name: one.replace({"system.device": "cpu"}) for name, one in configs.items()}
+    told = _on_ranks(_timelines, configs, processes, updates)
+    found = {}
+    for name, by_rank in zip(configs, zip(*told)):
+        each = [Timeline.aligned(spans) for spans in zip(*by_rank)]
+        found[name] = min(each, key=lambda ranks: max(one.step_seconds for one in ranks))
+    return found
 
 
-def _pass(training: Training) -> None:
-    training.forward_backward(training.batch(0))
-    training.optimizer.zero_grad()
+def _timelines(place: Place, told: dict[str, Any]) -> list[Any]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # else it writes of each profile
+    found = []
+    for config, ranks in _joined(place, told):
+        training = Bench(config, ranks=replace(ranks, waits=Recorded())).training
+        traced(training)    # the first makes the optimizer's state
+        found.append([traced(training) for _ in range(told["updates"])])
+    return found
 
 
 # Ranks.
 
-def _joined(place: Place, config: Config, number: int = 0) -> AbstractContextManager[Ranks]:
-    """`number`: of a process group that these ranks make, one after the other."""
-    return joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
-                  local_world=place.local_world, init_method=f"{place.store}-{number}")
+def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ranks]]:
+    """A process group for each config, one after the other."""
+    for number, given in enumerate(told["configs"]):
+        place.at(number, "step")
+        config = Config.from_dict(given)
+        with joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
+                    local_world=place.local_world, init_method=f"{place.store}-{number}") as ranks:
+            yield config, ranks
 
 
-def _on_ranks(function: Any, processes: int, **told: Any) -> list[Any]:
+def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, updates: int
+              ) -> list[Any]:
+    told = {"configs": [one.to_dict() for one in configs.values()], "updates": updates}
     with Processes(f"{__name__}:{function.__name__}", told, world=processes,
                    progress_seconds=PROGRESS_SECONDS) as running:
         return running.wait()

@@ -175,6 +175,7 @@ class Training:
         backwards, and changes nothing. `phases(name)` is a context around each "forward", each
         "backward" and the "optimizer" step, for a clock.
         """
+        self.ranks.waits.seconds = 0.0
         for governor in self.governors.values():
             governor.begin(self, step)
         for group in self.optimizer.param_groups:

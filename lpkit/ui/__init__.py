@@ -18,6 +18,7 @@ _NAMES = {
     "lpkit.ui.kernels": "bounds_figure lost_sums_figure moved_figure sums_figure",
     "lpkit.ui.memory": "bought_figure memory_figure memory_view stacked_figure "
     "stages_view timeline_figure timelines_view",
+    "lpkit.ui.overlap": "overlap_figure",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened opened_memory "
     "opened_time optimum_figure option_figure plan_view",
     "lpkit.ui.published": "optimism_figure optimism_view published_figure unseen_figure",

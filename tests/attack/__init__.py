@@ -5,9 +5,6 @@ An attack is a module of this folder with
     COUNT                               of trials by hand; `lpkit bench reliability` runs them all
     FEW                                 of trials in the test suite, a few seconds long
     attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome
-
-A trial whose failure is not seen is not a trial: each attack has a test of its own in which the
-thing that it attacks is broken on purpose, and a failure is reported.
 """
 
 import os

@@ -2,42 +2,18 @@
 
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PROGRAM = """
-import json, os, signal, sys, traceback
-import torch
-import torch._dynamo, lpkit.cli, lpkit.commands.train, lpkit.training.loop, lpkit.training.training, tqdm     # all that a fork would import
-torch.set_num_threads(1)
-BREAKING
-for line in sys.stdin:
-    words, output = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background child ignores it,
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)                # and what nohup began, this
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0), os.dup2(file, 1), os.dup2(file, 2)
-        code = 1
-        try:
-            code = lpkit.cli.main(words)
-        except SystemExit as error:
-            code = error.code
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code or 0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
+ROOT = Path(__file__).parents[2]
 LONGEST_SECONDS = 120
 # The smallest training that has everything a run has.
 SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120, "global_batch": 4,
@@ -75,11 +51,11 @@ class Nursery:
 
 
 @contextmanager
-def nursery(folder: Path, breaking: str = "") -> Iterator[Nursery]:
-    """Its commands run in `folder` and keep their caches there. `breaking`: Python that is run first, for a test."""
-    environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1")
-    with subprocess.Popen([sys.executable, "-c", PROGRAM.replace("BREAKING", breaking)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env=environment, cwd=folder) as process:
+def nursery(folder: Path, main: str = "lpkit.cli:main", **environment: str) -> Iterator[Nursery]:
+    """Its commands, or another function of words, run in `folder` and keep their caches there."""
+    environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1", **environment)
+    with subprocess.Popen([sys.executable, "-m", "tests.attack._nursery", str(folder), main], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         yield Nursery(process, folder)
         process.stdin.close()
 
@@ -99,3 +75,54 @@ def wait_until(there, seconds: float) -> bool:
     while not (seen := there()) and time.monotonic() < deadline:
         time.sleep(0.0002)
     return bool(seen)
+
+
+# ---- in the nursery
+
+def _child(main: Callable[[list[str]], int], words: list[str], output: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background child ignores it,
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)                # and what nohup began, this
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number, one in enumerate((null, file, file)):
+        os.dup2(one, number)
+    code = 1
+    try:
+        code = main(words)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _serve(folder: str, main: str) -> None:
+    # all that a fork would import
+    import torch
+    import torch._dynamo
+    import tqdm  # noqa: F401
+
+    import lpkit.commands.train
+    import lpkit.measure
+    import lpkit.studies.advice
+    import lpkit.training.loop
+    import lpkit.training.sampling  # noqa: F401
+    from lpkit.course import notebooks
+
+    notebooks.describe(notebooks.find("00"))    # what reads a notebook is imported then
+    torch.set_num_threads(1)
+    called = pkgutil.resolve_name(main)
+    os.chdir(folder)
+    for line in sys.stdin:
+        words, output = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _child(called, words, output)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -8,12 +8,13 @@ import gzip
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from lpkit.config import Config, flat
 from tests.attack import Outcome
-from tests.attack._forks import forked
+from tests.attack._nursery import nursery
 
 COUNT, FEW = 600, 40
 SECONDS = 10.0
@@ -210,41 +211,19 @@ RULES: list[Callable[[Draw], list[str]]] = [
     wrong_corpora, wrong_places, wrong_runs, wrong_notebooks]
 
 
-def warm() -> None:
-    import lpkit.datasets
-    import lpkit.studies.advice
-    import lpkit.training.background
-    import lpkit.training.loop
-    import lpkit.training.sampling  # noqa: F401
-    from lpkit.course import notebooks
-
-    notebooks.describe(notebooks.find("00"))    # what reads a notebook is imported then
-
-
-def trial(arguments: list[str]) -> int:
-    from lpkit.cli import main
-
-    try:
-        return main(arguments)
-    except SystemExit as left:
-        return left.code
-
-
-def complaints(seen: dict) -> list[str]:
+def complaints(code: int, said: str, seconds: float, left: set[Path]) -> list[str]:
     """What is wrong about how a wrong command line ended."""
-    lines = [line for line in seen["err"].replace("\r", "\n").split("\n") if line.strip() and "B/s]" not in line]
+    lines = [line for line in said.split("\n") if line.strip() and "B/s]" not in line]
     sentences = [line for line in lines if line.startswith("lpkit: ")]
     others = [line for line in lines if line not in sentences and not line.startswith(("usage: ", " ", "bench "))]
-    unprintable = [c for c in (seen["err"] + seen["out"]) if not c.isprintable() and c not in "\n\r"]
     found = {
-        "hangs": seen["code"] is None,
-        "a traceback": "Traceback" in seen["err"],
-        "exit code": seen["code"] not in (2, None),
+        "hangs": seconds > SECONDS,
+        "a traceback": "Traceback" in said,
+        "exit code": code != 2,
         "not one sentence": len(sentences) != 1 or bool(others),
         "a long sentence": any(len(line) > 1000 for line in sentences),
-        "control characters": bool(unprintable),
-        "writes elsewhere": bool(seen["wrote"]),
-        "leaves something": any(not name.startswith("home/") for name in seen["left"]),
+        "control characters": not said.replace("\n", "").isprintable(),
+        "leaves something": bool(left),
     }
     return [what for what, so in found.items() if so]
 
@@ -256,14 +235,18 @@ def trials(count: int, seed: int, odd: Path) -> list[list[str]]:
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     odd_files(folder / "odd")
-    asked, outcome = trials(count, seed, folder / "odd"), Outcome()
-    slowest = (0.0, "")
-    for arguments, seen in zip(asked, forked(__name__, asked, folder, SECONDS), strict=True):
-        outcome.tried += 1
-        slowest = max(slowest, (round(seen["seconds"], 2), f"{arguments!r:.100}"))
-        for what in complaints(seen):
-            last = seen["err"].strip().splitlines()[-1:] or [""]
-            said = seen["wrote"] or ", ".join(seen["left"]) if what in ("writes elsewhere", "leaves something") else last[0]
-            outcome.failed(what, f"{arguments!r:.300} -> {seen['code']} {said!r:.300}")
+    home = folder / "cache"
+    home.mkdir()
+    outcome, slowest = Outcome(), (0.0, "")
+    with nursery(folder, HOME=str(home), TMPDIR=str(home)) as forks:
+        forks.lpkit("--help")       # the clock begins when everything is imported
+        for arguments in trials(count, seed, folder / "odd"):
+            before, begun = set(folder.rglob("*")), time.monotonic()
+            code, seconds = forks.lpkit(*arguments), time.monotonic() - begun
+            left = {path for path in set(folder.rglob("*")) - before if home not in path.parents}
+            outcome.tried += 1
+            slowest = max(slowest, (round(seconds, 2), f"{arguments!r:.100}"))
+            for what in complaints(code, forks.said, seconds, left):
+                outcome.failed(what, f"{arguments!r:.300} -> {code} {left or forks.said[-300:]!r}")
     outcome.facts |= dict(zip(("slowest_seconds", "slowest"), slowest, strict=True))
     return outcome

@@ -19,10 +19,10 @@ from tests.attack._nursery import nursery, prepare, wait_until
 COUNT, FEW = 1000, 10
 
 
-def attack(count: int, seed: int, folder: Path, breaking: str = "") -> Outcome:
+def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng, inside = Outcome(), random.Random(seed), 0
     config, whole = prepare(folder), folder / "whole"
-    with nursery(folder, breaking) as forks:
+    with nursery(folder) as forks:
         assert forks.lpkit("train", config, "--out", whole) == 0, forks.said
         begun = time.monotonic()
         assert forks.lpkit("train", config, "--out", folder / "again") == 0, forks.said

@@ -6,10 +6,7 @@ of the allocators; or from there on the process may have no more memory than it 
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -18,12 +15,12 @@ from lpkit.config import Config
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from tests.attack import Outcome
+from tests.attack._nursery import Nursery, nursery
 
 COUNT, FEW = 25, 2      # runs
 TINY = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64, "global_batch": 16, "steps": 12,
         "eval_every": 4, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32", "schedule.warmup_steps": 1,
         "system.device": "cpu", "system.threads": 1, "system.compile": False}
-NURSERY = "from tests.attack import memory_full; memory_full.nursery()"
 ERRORS = ("OutOfMemoryError", "RuntimeError", "MemoryError")
 
 
@@ -33,39 +30,31 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     settings = TINY | {"data.source": str(folder / "corpus.txt"), "data.val_fraction": 0.5}
     (folder / "config.yaml").write_text(Config().replace(settings).to_yaml())
     # large tensors are the system's again at once, so that a limit is felt in the next operation
-    env = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536")
-    with subprocess.Popen([sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env=env, cwd=Path(__file__).parents[2]) as process:
-        whole = _run(process, folder, "whole", {})
+    with nursery(folder, "tests.attack.memory_full:child", MALLOC_MMAP_THRESHOLD_="65536") as forks:
+        whole = _run(forks, folder / "whole", {})
         want = _end(folder / "whole")
         for trial in range(count):
             job = {"at": rng.randrange(1, whole["operations"]), "error": rng.choice((*ERRORS, "")), "room": rng.randrange(2**21)}
-            told, out = _run(process, folder, str(trial), job), folder / str(trial)
+            out = folder / str(trial)
+            told = _run(forks, out, job)
             problem = _problem(told, out)
             begun = "the run" if (out / "summary.json").exists() else "what comes before"
             ends[problem or f"{begun} ended: {told['end']}"] += 1
             if problem is None:
-                told = _run(process, folder, str(trial), {})
+                told = _run(forks, out, {})
                 if told["end"] != "complete" or _end(out) != want:
                     problem = "does not go on bit for bit"
             if problem is not None:
                 outcome.failed(problem, f"seed {seed}, trial {trial}, {job}: {told['said'][-1500:]}")
             outcome.tried += 1
-        process.stdin.close()
     outcome.facts |= ends
     return outcome
 
 
-def _run(process: subprocess.Popen, folder: Path, name: str, job: dict) -> dict:
-    process.stdin.write(json.dumps(job | {"out": str(folder / name), "config": str(folder / "config.yaml"),
-                                          "told": str(folder / f"{name}.json")}) + "\n")
-    process.stdin.flush()
-    code, told = int(process.stdout.readline()), folder / f"{name}.json"
-    if code != 0 or not told.exists():
-        return {"end": "died", "said": f"exit code {code}", "operations": 0}
-    found = json.loads(told.read_text())
-    told.unlink()
-    return found
+def _run(forks: Nursery, out: Path, job: dict) -> dict:
+    if code := forks.lpkit(json.dumps(job | {"out": str(out)})):
+        return {"end": "died", "said": f"exit code {code}: {forks.said}", "operations": 0}
+    return json.loads(forks.said.splitlines()[-1])
 
 
 def _end(out: Path) -> tuple:
@@ -95,40 +84,26 @@ def _problem(told: dict, out: Path) -> str | None:
     return None
 
 
-# ---- in the nursery: one process imports torch and forks the trainers
+# ---- in the nursery
 
-def nursery() -> None:
-    import torch
-
-    import lpkit.measure
-    import lpkit.training.loop
-    import lpkit.training.training  # noqa: F401
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            _child(json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def _child(job: dict) -> None:
+def child(words: list[str]) -> None:
+    """A run whose memory ends as the job in `words` says; prints how that went, last."""
     from lpkit.errors import ConfigError
     from lpkit.training.background import train
     from lpkit.training.runs import RunFailedError
 
-    said, fails = "", _ends(job)
+    job, said = json.loads(words[0]), ""
+    fails = _ends(job)
     try:
         with fails:
-            train(Config.from_yaml(Path(job["config"]).read_text()), out=job["out"], resume=True)
+            train(Config.from_yaml(Path("config.yaml").read_text()), out=job["out"], resume=True)
         end = "complete"
     except (ConfigError, RunFailedError) as error:
         end, said = "a sentence", str(error)
     except BaseException as error:
         end, said = f"a traceback of {type(error).__name__}", traceback.format_exc()
     fails.lift()
-    Path(job["told"]).write_text(json.dumps({"end": end, "said": said, "operations": fails.operations}))
-    os._exit(0)
+    print("\n" + json.dumps({"end": end, "said": said, "operations": fails.operations}))
 
 
 def _ends(job: dict):

@@ -18,12 +18,12 @@ SECONDS = 2.0
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
-def attack(count: int, seed: int, folder: Path, breaking: str = "") -> Outcome:
+def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng, slowest = Outcome(), random.Random(seed), 0.0
     config = prepare(folder, steps=1_000_000, checkpoint_every=0)
     words = "".join(f"{rng.getrandbits(48):x} " for _ in range(1_000_000))      # 12 MB without a repeated word
     (folder / "words.txt").write_text(words)
-    with nursery(folder, breaking) as forks:
+    with nursery(folder) as forks:
         assert forks.lpkit("train", config, "--set", "steps=1", "--out", folder / "warm") == 0, forks.said
         for number in range(count):
             run, number_of = folder / f"run-{number}", rng.choice(list(CODES))
