@@ -1,9 +1,9 @@
 """What ranks keep and send, by stage, beside traces, formulas and one process; and the figures over it."""
 
 import os
+import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -24,7 +24,7 @@ from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import ALL_REDUCE, messages
 from lpkit.studies import data_parallel
 from lpkit.techniques.layouts import REDUCTIONS, Layout
-from lpkit.ui import overlap_figure, stacked_figure, stages_view
+from lpkit.ui import gathers_view, overlap_figure, stacked_figure, stages_view
 from lpkit.ui.figure import plain
 
 pytestmark = pytest.mark.dist
@@ -36,7 +36,7 @@ SMALL = lpkit.preset("cpu-3m").replace({
 @pytest.fixture(autouse=True)
 def warm(parent, monkeypatch):
     for module in (data_parallel, rank_exercises):
-        monkeypatch.setattr(module, "Processes", partial(Processes, parent=parent))
+        monkeypatch.setattr(module, "Processes", lambda *given, **named: Processes(*given, **named | {"parent": named.get("parent") or parent}))
 
 
 def test_each_stage_keeps_and_sends_what_was_said():
@@ -52,6 +52,16 @@ def test_each_stage_keeps_and_sends_what_was_said():
     for stage in ("ZeRO 0", "ZeRO 1"):
         assert sent[stage, 1] == sent[stage, 2]
     assert sent["ZeRO 3", 2] == pytest.approx(2 * sent["ZeRO 3", 1], rel=1e-3)
+
+
+def test_what_is_gathered_changes_bytes_and_no_bit():
+    """Casts that travel are those of whole weights; bytes are those of the formula, and of a trace."""
+    configs = data_parallel.gathers(SMALL, 2)
+    found = data_parallel.steps(configs, processes=2, updates=3)
+    for name, config in configs.items():
+        assert found[name].messages == messages(config)
+        assert found[name].most == data_parallel.states(predict_trace(config, 2, layout=config.parallel))
+    assert found["FP8"].losses == found["FP8, sent in float32"].losses != found["bf16"].losses
 
 
 def test_a_world_of_one_is_one_process():
@@ -108,8 +118,8 @@ def test_one_rank_is_none(capsys, tmp_path):
     assert choose(parameters(book()), {"processes": "3"})["processes"] == 3
 
 
-def book():
-    return nbformat.read(Path(__file__).parents[1] / "notebooks" / "14_data_parallel_and_zero.ipynb", as_version=4)
+def book(stem="14_data_parallel_and_zero"):
+    return nbformat.read(Path(__file__).parents[1] / "notebooks" / f"{stem}.ipynb", as_version=4)
 
 
 def ring(x, rank, ranks):
@@ -121,6 +131,15 @@ def test_what_is_written_by_hand_runs_on_ranks():
     given = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     found, = rank_exercises.by_hand([ring], given)
     torch.testing.assert_close(found, given.sum(0).expand(3, -1))
+
+
+def sends_float32(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    return all_gather_bytes(rows)
+
+
+def test_an_all_gather_of_bytes_takes_bytes():
+    verdict = check(EXERCISES["15.eight_bits"], sends_float32)
+    assert verdict.status == "wrong" and "all_gather_bytes sends uint8, and this is torch.float32" in verdict.detail
 
 
 def one_rank_raises(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
@@ -163,8 +182,31 @@ def peaks(model, ranks, micro_batches=1):
     return [quantity(sum(row["x"][i] or 0 for row in spec["data"]), "bytes") for i in range(4)], spec
 
 
+def answers_of(stem):
+    return " ".join(next(cell.source for cell in book(stem).cells if "<summary>Answers</summary>" in cell.source).split())
+
+
+def test_the_answers_about_what_is_gathered_are_those_of_the_explorer():
+    said, show = answers_of("15_multi_gpu_fp8"), gathers_view(data_parallel.gathers)
+
+    def shown(model, ranks):
+        spec, table = show(lpkit.preset(model), CATALOGUE["h200"], ranks)
+        go.Figure(spec)
+        bf16, float32, fp8 = (re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", table)[-3:])
+        gathered = next(row for row in spec["data"] if row["name"] == "all-gather")["x"]
+        return bf16, float32, fp8, [quantity(nbytes, "bytes") for nbytes in gathered]
+
+    *_, gathered = shown("llama-8b", 8)
+    assert f"So {gathered[2]} are left of {gathered[0].removesuffix(' GB')}" in said
+    seconds = lambda row: float(row[4].split()[0])
+    bf16, _, fp8, _ = shown("llama-70b", 64)
+    assert f"{fp8[1]} of {bf16[1].removesuffix(' GB')}" in said and "seven tenths" in said and 0.65 < seconds(fp8) / seconds(bf16) < 0.75
+    bf16, _, fp8, _ = shown("gpt2-124m", 8)
+    assert bf16[4].endswith("ms") and fp8[4].endswith("ms") and seconds(fp8) > 1.05 * seconds(bf16)
+
+
 def test_the_answers_about_stages_are_those_of_the_explorer():
-    said = " ".join(next(cell.source for cell in book().cells if "<summary>Answers</summary>" in cell.source).split())
+    said = answers_of("14_data_parallel_and_zero")
     gradients = lambda spec: next((row["x"][1] for row in spec["data"] if row["name"] == "gradients"), None)
     (_, one, *_), spec = peaks("llama-8b", 8)
     (_, four, *_), more = peaks("llama-8b", 8, 4)

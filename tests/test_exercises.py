@@ -164,6 +164,10 @@ RIGHT = {
     "09.reduce_scatter": lambda values, turns: [
         [sum(values[rank - k][chunk] for k in range(1 + gone * (gone <= turns))) for chunk in range(len(values))
          for gone in [(rank - chunk) % len(values)]] for rank in range(len(values))],
+    "15.interval": lambda save, apart, devices: (2 * save / (devices / apart)) ** 0.5,
+    "15.pieces": lambda rows, wrote, reads, rank: [
+        (writer, mine[0], mine[-1] + 1) for writer in range(wrote)
+        if (mine := [row for row in range(rows) if row // -(-rows // reads) == rank and row // -(-rows // wrote) == writer])],
     "12.backward": by_autograd_of_attention,
     "12.kept_bytes": by_storages,
     "12.merge": by_whole_sums,

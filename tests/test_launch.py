@@ -216,6 +216,19 @@ def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
                      *(cell for rank in "01" for cell in (rank, "5", "1.000", "0.100", "1.07 GB", "25%"))]
 
 
+def test_launches_share_a_parent_and_a_rank_can_be_found(parent, monkeypatch, tmp_path):
+    """And killed, as the system does it."""
+    monkeypatch.setattr(importlib.import_module("lpkit.parallel.launch"), "cores", lambda: 2)
+    small = config(model__layers=1, model__width=32, model__context=32, global_batch=2, steps=10_000, system__threads=1, precision__recipe="fp32")
+    for killed in (1, 0):
+        handle = lpkit.launch(small, processes=2, out=tmp_path / f"run-{killed}", parent=parent)
+        while killed not in handle.ranks:
+            time.sleep(0.01)
+        os.kill(handle.ranks[killed]["pid"], signal.SIGKILL)
+        with pytest.raises(RunFailedError, match=rf"rank {killed} of 2 died at step \d+ in .* of SIGKILL"):
+            handle.result()
+
+
 def test_stop_and_pause_reach_the_ranks(stand_in, tmp_path):
     handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
     live = LiveRun(handle)

@@ -192,6 +192,8 @@ INTRODUCTION = """\
 
     lpkit train cpu-3m --processes 2
     lpkit train cpu-3m --processes 2 parallel.shard=2 parallel.zero=3
+    lpkit train gpt2-124m --processes 8 parallel.shard=8 parallel.gathered=fp8 \\
+        precision.recipe=fp8-tensorwise
     torchrun --nproc-per-node 8 -m lpkit train gpt2-124m parallel.shard=8
 
 and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.

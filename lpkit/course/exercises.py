@@ -547,4 +547,89 @@ def buckets(sizes: list[int], most: int) -> list[list[int]]:
     return found
 
 
+# 15, multi-GPU FP8. What a cast saves on the way, how often to save, and who reads what.
+
+def _shapes(r: Random) -> tuple[list[tuple[int, int]], list[bool], int]:
+    shapes = [(r.randint(1, 99), r.randint(1, 99)) for _ in range(r.randint(1, 5))]
+    return shapes, [r.random() < 0.5 for _ in shapes], r.choice((2, 3, 8))
+
+
+def _unpadded(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
+    whole = sum(rows * columns * (1 if eight_bits else 4)
+                for (rows, columns), eight_bits in zip(shapes, cast))
+    return (ranks - 1) / ranks * whole
+
+
+def _others_in_bf16(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
+    eight = gathered_bytes(shapes, [True] * len(shapes), ranks)
+    return 2 * eight - gathered_bytes([one for one, is_cast in zip(shapes, cast) if is_cast],
+                                      [True] * sum(cast), ranks)
+
+
+@exercise("15.gathered_bytes", ([(4, 8)], [True], 2), ([(4, 8), (8, 1)], [True, False], 2),
+          ([(5, 8)], [True], 2), ([(1024, 4096), (4096, 1)], [True, False], 8),
+          draw=_shapes, minutes=8, stars=2,
+          mistakes={"a rank does not send its own part to itself":
+                        lambda shapes, cast, ranks: gathered_bytes(shapes, cast, ranks)
+                        * ranks / (ranks - 1),
+                    "what is not cast travels as it rests, in float32": _others_in_bf16,
+                    "parts of one message are of one size: rows are rounded up": _unpadded})
+def gathered_bytes(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
+    whole = 0
+    for (rows, columns), eight_bits in zip(shapes, cast):
+        whole += math.ceil(rows / ranks) * ranks * columns * (1 if eight_bits else 4)
+    return (ranks - 1) / ranks * whole
+
+
+@exercise("15.interval", (50.0, 100.0, 1), (60.0, 1e6, 100), (60.0, 1.825e8, 16_384),
+          draw=lambda r: (10 ** r.uniform(0, 3), 10 ** r.uniform(5, 9), r.randint(1, 20_000)),
+          minutes=6, stars=2,
+          mistakes={"each of them may fail: all together do so `devices` times as often":
+                        lambda save, apart, devices: math.sqrt(2 * save * apart),
+                    "a failure costs half an interval on average":
+                        lambda save, apart, devices: math.sqrt(save * apart / devices),
+                    "that is how often they fail":
+                        lambda save, apart, devices: apart / devices})
+def interval(save_seconds: float, apart_seconds: float, devices: int) -> float:
+    # of each second save / t is spent on saving, and t / 2 / (apart / devices) lost: least in t
+    return math.sqrt(2 * save_seconds * apart_seconds / devices)
+
+
+def _of_every_file(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int, int]]:
+    start, stop = rows_of_rank(rows, reads, rank)
+    parts = (rows_of_rank(rows, wrote, writer) for writer in range(wrote))
+    return [(writer, max(start, first), min(stop, last))
+            for writer, (first, last) in enumerate(parts)]
+
+
+def _from_its_first(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int, int]]:
+    return [(writer, first - rows_of_rank(rows, wrote, writer)[0],
+             last - rows_of_rank(rows, wrote, writer)[0])
+            for writer, first, last in pieces(rows, wrote, reads, rank)]
+
+
+@exercise("15.pieces", (4, 2, 1, 0), (4, 1, 2, 1), (5, 2, 3, 1), (7, 4, 3, 1), (2, 4, 1, 0),
+          (2, 1, 4, 3),
+          draw=lambda r: (r.randint(1, 40), r.randint(1, 6), (reads := r.randint(1, 6)),
+                          r.randrange(reads)), minutes=10, stars=2,
+          mistakes={"leave out files that have nothing for it": _of_every_file,
+                    "rows count from the parameter's first, not from the file's": _from_its_first,
+                    "that is the whole of each file; only the rows of this rank are asked for":
+                        lambda rows, wrote, reads, rank:
+                        [(writer, *rows_of_rank(rows, wrote, writer))
+                         for writer, *_ in pieces(rows, wrote, reads, rank)]})
+def pieces(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int, int]]:
+    def part(ranks: int, rank: int) -> tuple[int, int]:
+        each = math.ceil(rows / ranks)
+        return min(rank * each, rows), min((rank + 1) * each, rows)
+
+    start, stop = part(reads, rank)
+    found = []
+    for writer in range(wrote):
+        first, last = part(wrote, writer)
+        if max(start, first) < min(stop, last):
+            found.append((writer, max(start, first), min(stop, last)))
+    return found
+
+
 EXERCISES |= tensor_exercises.EXERCISES | kernel_exercises.PUZZLES | rank_exercises.EXERCISES

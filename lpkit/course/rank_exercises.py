@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,20 +25,19 @@ from lpkit.course.judge import Exercise, Verdict, adding_to, difference, short, 
 from lpkit.course.puzzles import as_text
 from lpkit.course.tensor_exercises import normal
 from lpkit.errors import ConfigError
-from lpkit.parallel.processes import Place, Processes
+from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import all_gather, reduce_scatter
 from lpkit.training.runs import RunFailedError
 
 WORLD = 2
 PROGRESS_SECONDS = 20.0     # in which no rank ends a case
 DRAWN = 20
-COLLECTIVES = ("reduce_scatter", "all_gather")      # arguments that are given to an attempt
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnRanks(Exercise):
     """`spec`, `mistakes` and an attempt are what a rank does. Of a case's tensors each rank gets its
-    line, and then `rank`, `ranks` and COLLECTIVES."""
+    line, and then `rank`, `ranks` and those of COLLECTIVES that the spec names."""
 
     drawn: int = DRAWN
 
@@ -58,17 +58,19 @@ class OnRanks(Exercise):
         return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
 
 
-def on_ranks(function: Callable[[Place, dict], Any], world: int, **told: Any) -> list[Any]:
+def on_ranks(function: Callable[[Place, dict], Any], world: int,
+             parent: WarmParent | None = None, **told: Any) -> list[Any]:
     """What each of so many ranks of a function of this file returned."""
     with Processes(f"{__name__}:{function.__name__}", told, world=world,
-                   progress_seconds=PROGRESS_SECONDS) as running:
+                   progress_seconds=PROGRESS_SECONDS, parent=parent) as running:
         return running.wait()
 
 
-def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor) -> list[Tensor]:
+def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
+            parent: WarmParent | None = None) -> list[Tensor]:
     """Of each function what it returned on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
-    found = on_ranks(_by_hand, len(given), given=given.tolist(),
+    found = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
                      sources=[source_of(one) for one in functions])
     return [torch.tensor(each) for each in zip(*found)]
 
@@ -91,15 +93,16 @@ def _judge(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     hints = dict(exercise.mistakes)
     for number, case in enumerate(exercise.all_cases()):
         place.at(number, "your function")
-        got = attempt(*_given(case, place))
-        want = exercise.spec(*_given(case, place))
+        given = partial(_given, exercise.spec, case, place)
+        got = attempt(*given())
+        want = exercise.spec(*given())
         if not why and (unlike := difference(got, want, exercise.tolerance)):
-            named = zip(inspect.signature(exercise.spec).parameters, _given(case, place))
+            named = zip(inspect.signature(exercise.spec).parameters, given())
             said = ", ".join(f"{name}={short(value)}" for name, value in named
                              if name not in COLLECTIVES)
             why = [number, f"on rank {place.rank}, for {said}: {unlike}"]
         for hint, mistake in exercise.mistakes.items():     # on all ranks: they tell one another
-            if difference(got, mistake(*_given(case, place)), exercise.tolerance):
+            if difference(got, mistake(*given()), exercise.tolerance):
                 hints.pop(hint, None)
     return {"why": why, "hints": list(hints)}
 
@@ -118,9 +121,11 @@ def _called(source: str) -> Callable[..., Any]:
     return next(one for name, one in names.items() if name not in before and callable(one))
 
 
-def _given(case: tuple, place: Place) -> tuple:
+def _given(spec: Callable, case: tuple, place: Place) -> tuple:
     lines = (one[place.rank].clone() if isinstance(one, Tensor) else one for one in case)
-    return *lines, place.rank, place.world, _scattered, _gathered
+    names = inspect.signature(spec).parameters
+    named = [COLLECTIVES[name] for name in names if name in COLLECTIVES]
+    return *lines, place.rank, place.world, *named
 
 
 def _scattered(x: Tensor) -> Tensor:
@@ -138,6 +143,26 @@ def _gathered(part: Tensor) -> Tensor:
     whole = part.new_empty(len(part) * dist.get_world_size())
     all_gather(whole, part.contiguous())
     return whole
+
+
+def _gathered_bytes(part: Tensor) -> Tensor:
+    """The same of bytes."""
+    if part.dtype != torch.uint8:
+        raise ValueError(f"all_gather_bytes sends uint8, and this is {part.dtype}; of 8-bit numbers "
+                         f".view(torch.uint8) are the bytes")
+    return _gathered(part)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Of all ranks, number by number."""
+    x = x.clone()
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "reduce_scatter": _scattered, "all_gather": _gathered, "all_gather_bytes": _gathered_bytes,
+    "all_reduce_max": _largest}
 
 
 # 14, data parallel and ZeRO.
@@ -193,3 +218,46 @@ def zero_one_step(w: Tensor, g: Tensor, m: Tensor, lr: float, rank: int, ranks: 
     m = 0.9 * m + reduce_scatter(g) / ranks
     part = w.chunk(ranks)[rank] - lr * m
     return all_gather(part), m
+
+
+# 15, multi-GPU FP8.
+
+def _own_scale(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = rows.abs().amax() / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
+
+
+def _never_scaled_back(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.abs().amax()) / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float()
+
+
+def _up_to_one(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.abs().amax())
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
+
+
+def _signed(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.amax()) / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
+
+
+@exercise("15.eight_bits",
+          (torch.tensor([[1.0, 0.3], [-7.0, 0.5]]),),
+          (torch.tensor([[100.0, 0.01, 3.0], [0.7, -0.3, 0.1]]),),
+          draw=lambda r: (normal(r, WORLD, r.randint(1, 9)) * normal(r, WORLD, 1).exp(),),
+          stars=3, minutes=12,
+          mistakes={"one scale for all: the largest magnitude may be another rank's": _own_scale,
+                    "what arrives has been divided by the scale": _never_scaled_back,
+                    "E4M3 reaches to 448: that is where the largest magnitude goes": _up_to_one,
+                    "a magnitude has no sign": _signed})
+def eight_bit_gather(rows: Tensor, rank: int, ranks: int,
+                     all_reduce_max: Callable[[Tensor], Tensor],
+                     all_gather_bytes: Callable[[Tensor], Tensor]) -> Tensor:
+    scale = all_reduce_max(rows.abs().amax()) / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale

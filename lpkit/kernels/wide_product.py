@@ -137,4 +137,5 @@ class WideLinear(nn.Linear):
         dtype = torch.get_autocast_dtype("cpu")
         bias = None if self.bias is None else self.bias.to(dtype)
         y = WideProduct.apply(flat.to(dtype), self.weight.to(dtype), bias)
-        return y.unflatten(0, x.shape[:-1])
+        # as F.linear does: nobody else has the flat one, and FSDP2 would warn of a view
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))

@@ -7,5 +7,6 @@ and ends them.
 """
 
 from lpkit.parallel.launch import launch
+from lpkit.parallel.processes import WarmParent
 
-__all__ = ["launch"]
+__all__ = ["WarmParent", "launch"]

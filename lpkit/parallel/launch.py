@@ -15,7 +15,7 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores, gpus
-from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processes
+from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processes, WarmParent
 from lpkit.techniques import layouts
 from lpkit.training.background import Background, default_folder, signals_stop
 from lpkit.training.runs import Observers, Run
@@ -28,14 +28,15 @@ class Launched(Background):
     """A run on several processes, once it has been told to `begin`. Its result is the Run; it has
     what a `Handle` has.
 
-    ranks: by rank, the newest of what each said of itself: step, step_seconds, loss, peak_bytes,
-           communication_share (of the step's time, in waits for messages; None on GPUs, where
+    ranks: by rank, the newest of what each said of itself: its process id `pid`, step,
+           step_seconds, loss, peak_bytes, communication_share (of the step's time, in waits for messages; None on GPUs, where
            streams wait)
     """
 
     def __init__(self, config: Config, *, processes: int, out: str | Path | None = None,
                  resume: bool = False, timeout_seconds: float = TIMEOUT_SECONDS,
-                 progress_seconds: float = PROGRESS_SECONDS, observers: Sequence[Observer] = ()):
+                 progress_seconds: float = PROGRESS_SECONDS, observers: Sequence[Observer] = (),
+                 parent: WarmParent | None = None):
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
         self.title = self.path.name
@@ -45,7 +46,8 @@ class Launched(Background):
         super().__init__(f"train {self.title}")
         told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
         self._processes = Processes(TRAIN, told, world=processes, timeout_seconds=timeout_seconds,
-                                    progress_seconds=progress_seconds, heard=self._hear)
+                                    progress_seconds=progress_seconds, heard=self._hear,
+                                    parent=parent)
 
     def _do(self) -> Run:
         with self._processes:
@@ -96,18 +98,20 @@ class Launched(Background):
 def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
            resume: bool = False, observers: Sequence[Observer] = (),
            timeout_seconds: Positive = TIMEOUT_SECONDS,
-           progress_seconds: Positive = PROGRESS_SECONDS) -> Launched:
+           progress_seconds: Positive = PROGRESS_SECONDS,
+           parent: WarmParent | None = None) -> Launched:
     """Begin training on `processes` of this machine, in the background, and return the handle.
 
     A config for one device becomes `processes` replicas (parallel.data). A rank without a sign of
     life for `timeout_seconds`, or ranks of which none gets further for `progress_seconds`, are
-    named with their stacks, and all is ended.
+    named with their stacks, and all is ended. Who launches again and again gives them all one
+    `parent`, and only the first waits for what is imported.
     Raises ConfigError for a layout of another number of devices, and for more processes than there
     are GPUs, or cores.
     """
     return Launched(spread(config, processes), processes=processes, out=out, resume=resume,
                     observers=observers, timeout_seconds=timeout_seconds,
-                    progress_seconds=progress_seconds).begin()
+                    progress_seconds=progress_seconds, parent=parent).begin()
 
 
 def spread(config: Config, processes: int) -> Config:

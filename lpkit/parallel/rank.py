@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,8 +48,9 @@ def train(place: Place, told: dict[str, Any]) -> None:
             training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
 
         def tell(record: StepRecord) -> None:
-            said = {"rank": place.rank, "step": record.step, "step_seconds": record.step_seconds,
-                    "loss": record.loss, "peak_bytes": record.peak_bytes,
+            said = {"rank": place.rank, "pid": os.getpid(), "step": record.step,
+                    "step_seconds": record.step_seconds, "loss": record.loss,
+                    "peak_bytes": record.peak_bytes,
                     "communication_share": _share(record)}
             place.tell(said | ({"record": record.to_dict()} if ranks.first else {}))
 

@@ -3,6 +3,7 @@
     configs = spread(config, 2, sequences=4)        # ZeRO 0, 1, 2, 3 on two ranks
     found = steps(configs, processes=2, updates=4)
     found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
+    steps(gathers(config, 2), processes=2, updates=4)       # the same recipe, sent in 4 bytes and 1
     timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
 
 They are predicted by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages`.
@@ -21,7 +22,7 @@ from lpkit.errors import ConfigError
 from lpkit.measure.overlap import Recorded, Timeline, traced
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench
-from lpkit.parallel.processes import Place, Processes
+from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, joined
 from lpkit.predict.messages import Message, messages, sent_bytes
 from lpkit.techniques.blocks import FP32
@@ -48,6 +49,18 @@ def spread(config: Config, ranks: int, *, sequences: int, micro_batches: int = 1
     sizes = {"global_batch": ranks * sequences, "grad_accum_steps": ranks * micro_batches}
     return {name: replace(config.replace(sizes), parallel=layout)
             for name, layout in layouts(ranks).items()}
+
+
+# How weights are gathered: recipe, `parallel.gathered`
+GATHERS = {"bf16": ("bf16", "compute"), "FP8, sent in float32": ("fp8-tensorwise", "float32"),
+           "FP8": ("fp8-tensorwise", "fp8")}
+
+
+def gathers(config: Config, ranks: int) -> dict[str, Config]:
+    """`config` in ZeRO 3 with each of GATHERS."""
+    return {name: replace(config.replace({"precision.recipe": recipe}),
+                          parallel=Layout(shard=ranks, gathered=gathered))
+            for name, (recipe, gathered) in GATHERS.items()}
 
 
 # What is kept and sent.
@@ -87,10 +100,11 @@ def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[fl
     return tuple(training.update(step).loss.item() for step in range(updates))
 
 
-def steps(configs: Mapping[str, Config], *, processes: int, updates: int) -> dict[str, Step]:
+def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
+          parent: WarmParent | None = None) -> dict[str, Step]:
     """Of each config, which lies over so many processes. Raises ConfigError and RunFailedError as
     `Processes.wait`."""
-    found, *_ = _on_ranks(_steps, configs, processes, updates)
+    found, *_ = _on_ranks(_steps, configs, processes, updates, parent)
     return {name: Step(most=most, losses=tuple(before),
                        messages=Counter({Message(*of): count for *of, count in told}))
             for name, (most, told, before) in zip(configs, found)}
@@ -142,9 +156,9 @@ def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ran
             yield config, ranks
 
 
-def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, updates: int
-              ) -> list[Any]:
+def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, updates: int,
+              parent: WarmParent | None = None) -> list[Any]:
     told = {"configs": [one.to_dict() for one in configs.values()], "updates": updates}
-    with Processes(f"{__name__}:{function.__name__}", told, world=processes,
+    with Processes(f"{__name__}:{function.__name__}", told, world=processes, parent=parent,
                    progress_seconds=PROGRESS_SECONDS) as running:
         return running.wait()

@@ -16,7 +16,7 @@ _NAMES = {
     "lpkit.ui.formats": "bits_figure exponents_figure landing_figure losses_figure lost_figure "
     "outlier_figure outlier_map ranges_figure scaling_view value_figure",
     "lpkit.ui.kernels": "bounds_figure lost_sums_figure moved_figure sums_figure",
-    "lpkit.ui.memory": "bought_figure memory_figure memory_view stacked_figure "
+    "lpkit.ui.memory": "bought_figure gathers_view memory_figure memory_view stacked_figure "
     "stages_view timeline_figure timelines_view",
     "lpkit.ui.overlap": "overlap_figure",
     "lpkit.ui.plan": "budget_view frontier_figure frontier_view layouts_view opened opened_memory "

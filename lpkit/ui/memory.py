@@ -13,7 +13,9 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory, memory
-from lpkit.predict.units import quantity
+from lpkit.predict.messages import messages, sent_bytes
+from lpkit.predict.time import step_time
+from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.layouts import STAGES
 from lpkit.techniques.machines import Machine
@@ -95,6 +97,33 @@ def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int)
         [f"ZeRO {stage}" for stage in found], rows, limit=machine.memory_bytes,
         title=f"{ranks:,} ranks of {quantity(machine.memory_bytes, 'bytes')}: {fits}",
         axis_title=f"bytes per {machine.title}, at the peak")
+
+
+def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callable[..., Any]:
+    """For an Explorer, of what `ways` makes of a model on so many ranks: what each sends in an
+    update, one sequence at a time, each block recomputed; what that takes, and what a rank holds."""
+    def show(model: Config, machine: Machine, ranks: int) -> tuple[dict, str]:
+        config = model.replace({"global_batch": ranks, "grad_accum_steps": ranks,
+                                "memory.recompute": "block"})
+        sent, rows = {}, []
+        for name, one in ways(config, ranks).items():
+            sent[name] = sent_bytes(messages(one, machine))
+            step, held = step_time(one, machine), memory(one, machine)
+            shards = [row for row in step.rows if row.name.startswith("shard")]
+            seen, hidden = (sum(getattr(row, key) for row in shards)
+                            for key in ("seconds", "hidden_seconds"))
+            rows.append((name, quantity(sum(sent[name].values()), "bytes"), duration(seen + hidden),
+                         duration(hidden), duration(step.step_seconds),
+                         quantity(held.peak_bytes, "bytes")))
+        spec = stacked_figure(
+            list(sent), {kind: [each.get(kind) for each in sent.values()] for kind in SENT_COLOURS
+                         if kind != "all-reduce"},
+            axis_title="sent in an update, bytes per rank",
+            title=f"{ranks:,} x {machine.title}, a sequence each: what a rank sends")
+        heads = ("", "sent", "by links alone", "of it hidden", "step", "peak")
+        return spec, html_table(heads, rows)
+
+    return show
 
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,

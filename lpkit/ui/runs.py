@@ -201,8 +201,8 @@ def race_figure(losses: Mapping[str, Mapping[int, float]],
                 samples: Mapping[str, Sequence[Any]] | None = None, *, title: str = "",
                 planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
     """The plotly spec of runs as they go: training losses by step; what each lies above the first;
-    and, from telemetry samples by run, how noisy each layer is at the last sampled step. `paired`:
-    the runs that met the batches of the first; None: all."""
+    and, from telemetry samples by run, how noisy each layer is at the last sampled step; None: no
+    room for it. `paired`: the runs that met the batches of the first; None: all."""
     base, first = next(iter(losses.items()), ("the first", {}))
     data: list[dict] = []
     lines = lines_of(losses)
@@ -218,17 +218,20 @@ def race_figure(losses: Mapping[str, Mapping[int, float]],
     if samples:
         data.append(_noise_map(samples))
     reach = {"range": [0, planned_steps], "autorange": False} if planned_steps else {}
-    left = {"domain": [0, 0.46], **reach}
-    small = {"type": "category", "showgrid": False, "ticks": "", "tickfont": {"size": 11}}
+    left = {"domain": [0, 1 if samples is None else 0.46], **reach}
+    noise = {}
+    if samples is not None:
+        small = {"type": "category", "showgrid": False, "ticks": "", "tickfont": {"size": 11}}
+        noise = {"xaxis3": {**small, "domain": [0.64, 1], "anchor": "y3", "tickangle": -40},
+                 "yaxis3": {**small, "anchor": "x3", "autorange": "reversed"},
+                 "annotations": [note("signal over noise of the worst of x, w and dy, dB", 1, 1.01,
+                                      "right bottom", xref="paper", yref="paper",
+                                      font={"size": 12})]}
     return figure(
         data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
         xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
         yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
-        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"),
-        xaxis3={**small, "domain": [0.64, 1], "anchor": "y3", "tickangle": -40},
-        yaxis3={**small, "anchor": "x3", "autorange": "reversed"},
-        annotations=[note("signal over noise of the worst of x, w and dy, dB", 1, 1.01,
-                          "right bottom", xref="paper", yref="paper", font={"size": 12})])
+        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"), **noise)
 
 
 def _noise_map(samples: Mapping[str, Sequence[Any]]) -> dict:
@@ -263,14 +266,15 @@ class LiveRuns(LiveRun):
         losses = {name: {record.step: record.loss for record in list(one.records)}
                   for name, one in begun.items()}
         first = next(iter(configs.values())).seed
-        return race_figure(losses, self._samples(begun), planned_steps=self.handle.planned_steps,
+        samples = self._samples(begun) if self._read else None
+        return race_figure(losses, samples, planned_steps=self.handle.planned_steps,
                            title=f"{len(begun)} of {len(configs)}: {self.handle.title}",
                            paired=[name for name in begun if configs[name].seed == first])
 
     def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
         """Of a run that has ended they are read once."""
         samples = {}
-        for name, one in begun.items() if self._read else ():
+        for name, one in begun.items():
             ended = one.done
             with contextlib.suppress(ConfigError):
                 samples[name] = self._ended.get(name) or self._read(one.path)
