@@ -1,5 +1,6 @@
 # make lab     set up once, then open JupyterLab on the course
 # make test    set up once, then everything that proves the project
+# make flakes  the tests of several ranks 50 times, and how many were green: 2 hours; less: make flakes RUNS=5
 # make isa     the numeric tests and the notebooks' claims as other processors round: hours
 # make docs    build the site into docs/_build/html
 # make ledger  measure how far off the memory ledger is, into data/measured and docs/ledger.md
@@ -17,7 +18,7 @@ READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CU
 SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
 
-.PHONY: help lab test isa docs ledger upgrade clean setup install
+.PHONY: help lab test flakes isa docs ledger upgrade clean setup install
 .NOTPARALLEL:
 
 help:
@@ -31,6 +32,14 @@ test: setup
 	$(PY) tests/smoke_copies.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder \
 	    --nbval-lax --nbval-current-env --nbval-cell-timeout=120 build/smoke tests
+
+# What was not green is in build/flakes. Beside other work more shows.
+RUNS := 50
+flakes: setup
+	@rm -rf build/flakes; mkdir -p build/flakes; for run in $$(seq $(RUNS)); do \
+	    OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m dist $$(grep -l mark.dist tests/test_*.py) >build/flakes/$$run 2>&1 \
+	        && rm build/flakes/$$run; done; ls build/flakes; echo "$$(ls build/flakes | wc -l) of $(RUNS) runs failed"; \
+	    ! [ "$$(ls build/flakes)" ]
 
 # Whether an answer hangs on one processor's rounding: hours. Less: $(PY) -m tests.isa --only TEXT
 isa: setup

@@ -77,6 +77,33 @@ def corpus(tmp_path_factory):
     return folder
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("dist") and not hasattr(os, "fork"):
+        pytest.skip("POSIX: fork")
+
+
+@pytest.fixture(scope="session")
+def parent():
+    """Has imported what ranks need, once for all files of this process."""
+    from lpkit.parallel.processes import WarmParent
+
+    with WarmParent() as parent:
+        yield parent
+
+
+@pytest.fixture(scope="session")
+def on_ranks(parent):
+    """f(function, config, world=2, **told): what each rank returned that ran this function of training_ranks.py."""
+    from lpkit.parallel.processes import Processes
+
+    def run(function, config, world=2, **told):
+        told["config"] = config.to_dict()
+        with Processes(f"tests.training_ranks:{function}", told, world=world, parent=parent) as running:
+            return running.wait()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def cells():
     """Every recipe with every backend, tried on this CPU: a process of its own and some seconds."""

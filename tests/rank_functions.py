@@ -66,6 +66,20 @@ def talk(place, told):
         place.tell({"number": number, "text": "x" * 300})
 
 
+def record(step):
+    return {"record": {"step": step, "loss": 1 / step, "grad_norm": 1.0, "lr": 0.1, "tokens": 10 * step, "step_seconds": 0.1, "peak_bytes": 1 << 30}}
+
+
+def deaf(place, told):
+    """Never stops; its steps begin to count when it is asked to."""
+    step = 1
+    while True:
+        if place.rank == 0:
+            place.tell(record(step))
+        step += place.asked() == "stop"
+        time.sleep(0.01)
+
+
 def train(place, told):
     """As much of a run as a handle reads; a telemetry line a step from each rank."""
     config, path = Config.from_dict(told["config"]), Path(told["out"])
@@ -78,8 +92,7 @@ def train(place, told):
         place.at(step, "forward")
         place.tell({"step": step, "step_seconds": 0.1, "loss": 1.0, "peak_bytes": 1 << 30, "communication_share": 0.25})
         if place.rank == 0:
-            place.tell({"record": {"step": step, "loss": 1 / step, "grad_norm": 1.0, "lr": 0.1, "tokens": 10 * step,
-                                   "step_seconds": 0.1, "peak_bytes": 1 << 30}})
+            place.tell(record(step))
         time.sleep(0.01)
     if place.rank == 0:
         path.mkdir(parents=True)

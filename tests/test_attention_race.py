@@ -134,9 +134,9 @@ def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
     config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32"})
     races = []
     monkeypatch.setattr(attention, "race", lambda *a: races.append(a) or attention.Choice(asked="auto", used="sdpa", why="raced"))
-    start = time.perf_counter()
+    start = time.process_time()
     assert build.decide(config).choices["attention"].used == "sdpa" and not races
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert build.decide(config.replace({"steps": 10**7})).choices["attention"].why == "raced" and len(races) == 1
     begun = {"chosen": {"attention": {"asked": "auto", "used": "blocked", "why": "raced"}}}
     again = build.decide(config.replace({"steps": 10**7}), before=begun).choices["attention"]

@@ -156,7 +156,6 @@ def test_decode_bench_has_our_weights_and_our_tokens(monkeypatch):
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
 def test_fsdp2_of_accelerate_has_our_losses(monkeypatch):
     """On two CPU processes; the bench itself holds each loss to ours. One GPU has nobody to shard over."""
     monkeypatch.setattr(fsdp2, "LEAST_STEPS", 3)

@@ -1,6 +1,5 @@
 """Weights that travel as their casts, scales that all ranks agree on, and ranks that drop an update together."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.scales import Made
 from lpkit.measure.parity import OneRank
-from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.parallel.ranks import joined
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
@@ -20,7 +18,7 @@ from lpkit.techniques.layouts import refuse_ungatherable
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
-pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
+pytestmark = pytest.mark.dist
 SMALL = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 6, "grad_accum_steps": 3,
     "system.device": "cpu", "system.threads": 1, "schedule": "constant", "eval_batches": 1, "steps": 4})
@@ -28,26 +26,14 @@ BLOCKS = {"model.width": 256, "model.layers": 1, "model.context": 128, "global_b
 FP8 = {"parallel.shard": 2, "parallel.gathered": "fp8"}
 
 
-@pytest.fixture(scope="module")
-def parent():
-    with WarmParent() as parent:
-        yield parent
-
-
-def on_ranks(parent, function, changes, world=2, **told):
-    told["config"] = SMALL.replace(changes).to_dict()
-    with Processes(f"tests.training_ranks:{function}", told, world=world, parent=parent) as running:
-        return running.wait()
-
-
 @pytest.mark.parametrize("recipe, world, changes", [
     ("fp8-tensorwise", 2, {"parallel.zero": 3}), ("fp8-delayed", 2, {"parallel.zero": 2}),
     ("fp8-tensorwise", 3, {"memory.recompute": "block"}),       # 64 rows on 3 ranks: the last has fewer
     ("fp8-blockwise", 2, BLOCKS), ("fp8-blockwise-pow2", 2, BLOCKS)])
-def test_casts_that_travel_are_those_of_whole_weights(parent, recipe, world, changes):
+def test_casts_that_travel_are_those_of_whole_weights(on_ranks, recipe, world, changes):
     """The same bits: losses, gradient norms and weights, also after a resume; in float32 but for what is cast."""
     changes = {"precision.recipe": recipe, "parallel.shard": world, **changes}
-    found = on_ranks(parent, "gathers", changes, world, gathered=["float32", "fp8"])
+    found = on_ranks("gathers", SMALL.replace(changes), world, gathered=["float32", "fp8"])
     due = {gathered: messages(SMALL.replace(changes | {"parallel.gathered": gathered})) for gathered in ("float32", "fp8")}
     for rank in found:
         assert rank["fp8"][:4] == rank["float32"][:4] == found[0]["fp8"][:4]
@@ -64,41 +50,41 @@ def test_a_weight_that_is_cast_travels_in_half_of_16_bits():
     assert gathered["fp8"][1] / gathered["compute"][1] == pytest.approx(0.5, abs=1e-3)     # of a block
 
 
-def test_blocks_that_are_compiled_are_gathered_too(parent):
+def test_blocks_that_are_compiled_are_gathered_too(on_ranks):
     """A graph rounds some results less often than 16-bit operations do, one by one: bf16's 2^-8, and 8 bits of a norm."""
     changes = {"precision.recipe": "fp8-delayed", **FP8, "model.layers": 1, "global_batch": 2, "grad_accum_steps": 1}
-    for traced, plain in on_ranks(parent, "compiled", changes):
+    for traced, plain in on_ranks("compiled", SMALL.replace(changes)):
         assert traced[::2] == pytest.approx(plain[::2], rel=2e-3) and traced[1::2] == pytest.approx(plain[1::2], rel=2e-2)
 
 
 @pytest.mark.parametrize("recipe, layout", [("fp8-delayed", "parallel.data"), ("fp8-delayed", "parallel.shard"),
                                             ("nvfp4", "parallel.data")])
-def test_ranks_agree_on_what_is_to_agree(parent, recipe, layout):
+def test_ranks_agree_on_what_is_to_agree(on_ranks, recipe, layout):
     """Histories of amaxes, and what was drawn so far, are the same; noise of stochastic rounding is not; weights are."""
-    one, two = on_ranks(parent, "agreed", {"precision.recipe": recipe, layout: 2})
+    one, two = on_ranks("agreed", SMALL.replace({"precision.recipe": recipe, layout: 2}))
     assert one[:2] == two[:2] and (one[2] != two[2]) == RECIPES[recipe].stochastic
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}])
-def test_an_overflow_on_one_rank_is_one_on_all(parent, layout):
+def test_an_overflow_on_one_rank_is_one_on_all(on_ranks, layout):
     """The loss of rank 1 times 1e30: its gradients overflow float16, the update is dropped by all, the scale is halved by
     all, and the next one is done by all."""
     changes = {"precision.recipe": "fp16", **{f"parallel.{key}": value for key, value in layout.items()}}
-    found = on_ranks(parent, "overflows", changes, factor=1e30)
+    found = on_ranks("overflows", SMALL.replace(changes), factor=1e30)
     assert found[0] == found[1]
     moved, scale, _, _, moved_then, scale_then, loss_then, norm_then = found[0]
     assert not moved and scale == 2.0**15 and moved_then and scale_then == 2.0**15 and loss_then and norm_then
 
 
-def test_an_infinity_in_the_rows_of_one_rank(parent):
+def test_an_infinity_in_the_rows_of_one_rank(on_ranks):
     changes = {"precision.recipe": "fp16", "parallel.shard": 2, "parallel.zero": 1}
-    assert on_ranks(parent, "inf_in_a_row", changes) == [[True, 2.0**15]] * 2
+    assert on_ranks("inf_in_a_row", SMALL.replace(changes)) == [[True, 2.0**15]] * 2
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 3}])
-def test_a_nan_on_one_rank_is_seen_by_all(parent, layout):
+def test_a_nan_on_one_rank_is_seen_by_all(on_ranks, layout):
     changes = {"precision.recipe": "bf16", **{f"parallel.{key}": value for key, value in layout.items()}}
-    found = on_ranks(parent, "overflows", changes, factor=float("nan"))
+    found = on_ranks("overflows", SMALL.replace(changes), factor=float("nan"))
     assert found[0] == found[1] and found[0][2:4] == [False, False]
 
 
@@ -115,10 +101,10 @@ def test_recipes_without_one_cast_are_refused(recipe):
             refuse_ungatherable(config, RECIPES[recipe])
 
 
-def test_blocks_that_cross_two_ranks_are_refused(parent):
+def test_blocks_that_cross_two_ranks_are_refused(on_ranks):
     changes = {"precision.recipe": "fp8-blockwise", **BLOCKS, "model.width": 128, "parallel.shard": 2}
     with pytest.raises(ConfigError, match=r"whole blocks of 128 rows, and a rank has 192 of the 384 of blocks.0.attention.qkv"):
-        on_ranks(parent, "gathers", changes, gathered=["fp8"])
+        on_ranks("gathers", SMALL.replace(changes), gathered=["fp8"])
 
 
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.gathers])

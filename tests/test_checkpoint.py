@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lpkit import records
-from lpkit.parallel.processes import Processes, WarmParent
+from lpkit.parallel.processes import Processes
 from lpkit.training import checkpoint, shards
 from lpkit.training.checkpoint import DamagedError
 from lpkit.training.runs import RunFailedError
@@ -362,12 +362,6 @@ def process(place, told):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place.store, rank=place.rank, world_size=place.world)
     PROGRAMS[told["program"]](place.rank, Path(told["folder"]))
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with WarmParent() as parent:
-        yield parent
 
 
 def run_two(parent, program, folder):

@@ -238,7 +238,6 @@ def test_the_default_folder_may_hold_other_things(course):
     (place / "a-file-of-another.json").unlink()
 
 
-@pytest.mark.dist
 def test_two_at_once_do_it_once(tmp_path):
     words = [sys.executable, "-m", "lpkit", "lab", "--update", "--json", "--course", str(tmp_path / "mine")]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]

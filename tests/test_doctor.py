@@ -107,7 +107,8 @@ def test_what_a_check_raises_is_its_reason(error, why):
 @pytest.mark.dist
 @pytest.mark.parametrize("function, why", [("crash", "died at step 0 in start of SIGKILL"), ("wrong", "AssertionError: the sum is wrong"),
                                            ("hang", "got no further for 3 s")])
-def test_processes_that_crash_or_hang_are_a_row(function, why, monkeypatch):
+def test_processes_that_crash_or_hang_are_a_row(function, why, monkeypatch, parent):
+    monkeypatch.setattr(doctor, "_warm_parent", lambda: parent)
     monkeypatch.setattr(doctor, "PROGRAM", f"tests.rank_functions:{function}")
     monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0)
     found = doctor.probe(doctor.Check(name="x", kind="parallel", run=partial(doctor._processes, function, "gloo")), CPU)

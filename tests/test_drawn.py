@@ -1,6 +1,5 @@
 """Ranks that never have a whole model draw, and read, what one process has: the same bits, and less memory."""
 
-import os
 from contextlib import nullcontext
 from threading import Thread
 
@@ -12,7 +11,6 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.drawn import drawing
-from lpkit.parallel.processes import Processes
 from lpkit.techniques.inits import INITS
 from lpkit.training.build import initialised, made
 from lpkit.training.kernels import Kernels
@@ -113,27 +111,20 @@ LAYOUTS = {2: [{"shard": 2, "zero": 2}, {"shard": 2, "zero": 3, "gathered": "flo
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_ranks_start_from_the_same_bits_and_never_have_them_all(world):
+def test_ranks_start_from_the_same_bits_and_never_have_them_all(on_ranks, world):
     """Of the whole weights, eight blocks and tables: a rank has its rows; while FSDP2 cuts them a block whole (0.12) and its
     rows twice, the largest parameter once more (0.04), and what stands for parameters (0.04)."""
     due = digest_of(Transformer.parameters(initialised(SMALL, CPU)))
-    told = {"config": SMALL.to_dict(), "layouts": LAYOUTS[world]}
-    with Processes("tests.training_ranks:starts", told, world=world) as ranks:
-        for of_rank in ranks.wait():
-            for digest, built, shard in of_rank:
-                assert digest == due and built < 1 / shard + 0.3
+    for of_rank in on_ranks("starts", SMALL, world, layouts=LAYOUTS[world]):
+        for digest, built, shard in of_rank:
+            assert digest == due and built < 1 / shard + 0.3
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
-def test_ranks_go_on_without_having_it_all(tmp_path):
+def test_ranks_go_on_without_having_it_all(on_ranks, tmp_path):
     """Three ranks save, two go on: beside the rows of weights and moments there are those that are read, half of what one
     process has of them; all of it were three times the weights more."""
-    told = {"config": SMALL.to_dict(), "out": str(tmp_path)}
-    with Processes("tests.training_ranks:saves", told | {"shard": 3}, world=3) as ranks:
-        (due, *_), *_ = ranks.wait()
-    with Processes("tests.training_ranks:goes_on", told | {"shard": 2}, world=2) as ranks:
-        for digest, peak in ranks.wait():
-            assert digest == due and peak < (1 + 3) / 2 + 0.2
+    (due, *_), *_ = on_ranks("saves", SMALL, 3, out=str(tmp_path), shard=3)
+    for digest, peak in on_ranks("goes_on", SMALL, 2, out=str(tmp_path), shard=2):
+        assert digest == due and peak < (1 + 3) / 2 + 0.2

@@ -15,6 +15,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.training import loop
 from lpkit.training.background import start_each
+from tests.attack import until
 
 REFUSED = [None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]      # None: flock works
 
@@ -58,13 +59,6 @@ def child(work):
 
 def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def until(there):
-    end = time.monotonic() + 20
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def hold(lock, ready):

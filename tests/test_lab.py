@@ -22,6 +22,7 @@ import pytest
 from lpkit import cli
 from lpkit.course import lab
 from lpkit.errors import ConfigError
+from tests.attack import patience
 from tests.attack import processes as attack
 
 OPEN_DOORS = """
@@ -274,7 +275,7 @@ def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path
         it.send_signal(sent)
         out, err = it.communicate(timeout=30)
         assert it.returncode == code and out == "" and f"port {asked} is taken; using {found['port']}" in err
-    assert attack.until_nothing(tmp_path, begun + 2) == []
+    assert attack.until_nothing(tmp_path, begun + 2 * patience()) == []
 
 
 @pytest.mark.parametrize("words", [["--port", "70000"], ["--port", "-1"]])

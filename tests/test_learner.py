@@ -209,7 +209,6 @@ def test_exercises_are_kept_unless_they_are_still_to_do(mine):
     assert set(EXERCISES) == {exercise.name for exercise in EXERCISES.values()}
 
 
-@pytest.mark.dist
 def test_several_kernels_write_at_once():
     code = ("import sys; from lpkit.course import learner\n"
             "print([learner.update(lambda mine: mine.with_attempt(f'{sys.argv[1]}.{i}', right=True)) for i in range(20)])")

@@ -1,7 +1,5 @@
 """What ranks send one another: the closed form, the trace and real processes, message by message."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +10,13 @@ from lpkit.errors import ConfigError
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.trace import _machine, _world
 from lpkit.nn.transformer import Transformer
-from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.parallel.ranks import all_gather, reduce_scatter
 from lpkit.parallel.shown import parts
 from lpkit.predict import memory
 from lpkit.predict.messages import Message, buckets, messages, padded, parameter_shapes, sent_bytes
 from lpkit.techniques.layouts import Layout
 
+pytestmark = pytest.mark.dist
 SMALL = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 16, "global_batch": 64,
                           "grad_accum_steps": 1, "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
 # 272 and 264 rows of tables, 96 of q, k and v, 40 or 24 elsewhere: few numbers of ranks split them
@@ -29,17 +27,17 @@ LAYOUTS = {"replicas": {"data": 2}, "naive": {"data": 3, "reduction": "per-param
            "ZeRO 1, naive": {"shard": 4, "zero": 1, "reduction": "per-parameter"},
            "ZeRO 2": {"shard": 7, "zero": 2}, "ZeRO 3": {"shard": 64}, "ZeRO 3, float32": {"shard": 6, "gathered": "float32"},
            "hybrid": {"data": 4, "shard": 8}, "hybrid, ZeRO 1": {"data": 2, "shard": 3, "zero": 1, "reduction": "buckets"}}
-CHANGES = {"gpt": {}, "uneven": UNEVEN, "bf16, accumulated": {"precision.recipe": "bf16", "grad_accum_steps": 64}}
+CHANGES = {"uneven": UNEVEN, "bf16, accumulated": {"precision.recipe": "bf16", "grad_accum_steps": 2}}
 OTHERS = {"fp16": {"precision.recipe": "fp16"}, "fp8-delayed": {"precision.recipe": "fp8-delayed"}, "recomputed": {"memory.recompute": "block"},
           "nvfp4": {"precision.recipe": "nvfp4", "model.layers": 3},
           "in pieces": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 8}}
 
 
 def laid_out(config: Config, layout: dict) -> Config:
-    ranks = Layout(**layout).batch_ranks
-    batch = config.global_batch // ranks * ranks or ranks
-    pieces = next(n for n in range(config.grad_accum_steps, 0, -1) if batch % n == 0)
-    return config.replace({"global_batch": batch, "grad_accum_steps": pieces, **{f"parallel.{key}": value for key, value in layout.items()}})
+    """Each rank has as many micro-batches as the config says."""
+    pieces = Layout(**layout).batch_ranks * config.grad_accum_steps
+    return config.replace({"global_batch": config.global_batch // pieces * pieces or pieces, **{f"parallel.{key}": n for key, n in layout.items()},
+                           "grad_accum_steps": pieces if config.grad_accum_steps > 1 else 1})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -50,8 +48,7 @@ def test_the_trace_sends_what_the_formula_says(name, changes):
     assert traced.messages == said and traced.sent_bytes == sent_bytes(said) and said.total() > 1
 
 
-@pytest.mark.parametrize("changes", OTHERS)
-@pytest.mark.parametrize("name", ["replicas", "ZeRO 3"])
+@pytest.mark.parametrize("name, changes", [*(("ZeRO 3", name) for name in OTHERS), ("replicas", "fp16"), ("replicas", "fp8-delayed")])
 def test_techniques_send_what_the_formula_says(name, changes):
     config = laid_out(SMALL.replace(OTHERS[changes]), LAYOUTS[name])
     assert predict_trace(config).messages == messages(config)
@@ -106,10 +103,12 @@ SIZES = {"few tokens": {"model.context": 16, "global_batch": 4}, "many tokens": 
          "tables apart": {"model.context": 32, "global_batch": 4, "model.tied": False}}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layout", [
-    {"data": 4}, {"data": 4, "reduction": "buckets"}, {"shard": 4, "zero": 1}, {"data": 2, "shard": 2, "zero": 1}, {"shard": 4, "zero": 2},
-    {"shard": 4}, {"data": 2, "shard": 2}], ids=str)
+STAGES = [{"data": 4}, {"shard": 4, "zero": 1}, {"shard": 4, "zero": 2}, {"shard": 4}]
+MIXED = [{"data": 4, "reduction": "buckets"}, {"data": 2, "shard": 2, "zero": 1}, {"data": 2, "shard": 2}]
+
+
+@pytest.mark.parametrize("layout, size", [*((layout, size) for layout in STAGES for size in SIZES), *((layout, "many tokens") for layout in MIXED)],
+                         ids=str)
 def test_bytes_of_a_rank(layout, size):
     """3%: what a block's last operations hold while its gradients leave is counted for the block as a whole."""
     config = laid_out(WIDE.replace(SIZES[size]), layout)
@@ -119,43 +118,28 @@ def test_bytes_of_a_rank(layout, size):
 
 # ---- real processes
 
-def on_ranks(parent, config, world):
-    with Processes("tests.training_ranks:counted", {"config": config.to_dict()}, world=world, parent=parent) as running:
-        return running.wait()
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with WarmParent() as parent:
-        yield parent
-
-
-@pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
 @pytest.mark.parametrize("layout", [
     {"data": 2}, {"data": 2, "reduction": "per-parameter"}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}], ids=str)
-def test_two_processes_send_and_hold_what_was_said(parent, layout):
+def test_two_processes_send_and_hold_what_was_said(on_ranks, layout):
     """To the byte. Their memory is that of the trace within 3%: a message may hold its buffers for longer than one that
     arrives at once."""
     config = laid_out(SMALL.replace(UNEVEN | {"grad_accum_steps": 2, "global_batch": 8}), layout)
     said, traced = messages(config), predict_trace(config)
-    for sent, control, peak_bytes, _ in on_ranks(parent, config, 2):
+    for sent, control, peak_bytes, _ in on_ranks("counted", config):
         assert {Message(*one): count for *one, count in sent} == said and not control
         assert peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
 
 
-@pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("changes", [{}, {"model.tied": False, "model.vocab": 2048, "memory.recompute": "block"}], ids=["tied", "untied"])
-def test_bytes_of_ranks_that_gather_casts(parent, zero, changes):
+def test_bytes_of_ranks_that_gather_casts(on_ranks, zero, changes):
     """Where blocks are most of it: a byte of each of their weights, and no cast that waits for backward. 3%, as above."""
     config = WIDE.replace({"model.width": 512, "model.heads": 8, "model.vocab": 256, "model.context": 64, "global_batch": 4, "system.threads": 1,
                            "precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "parallel.zero": zero, "parallel.gathered": "fp8", **changes})
     traced, said = predict_trace(config), memory(config, _machine(torch.device("cpu")), attention="sdpa")
     whole = memory(config.replace({"parallel.gathered": "float32"}), _machine(torch.device("cpu")), attention="sdpa")
     assert traced.peak_bytes == pytest.approx(said.peak_bytes, rel=0.03) and said.peak_bytes < 0.95 * whole.peak_bytes
-    for *_, peak_bytes, _ in on_ranks(parent, config, 2):
+    for *_, peak_bytes, _ in on_ranks("counted", config):
         assert peak_bytes == pytest.approx(said.peak_bytes, rel=0.03)
 
 

@@ -1,44 +1,34 @@
 """Several ranks compute what one does: the same losses, gradients and weights, and a run that goes on in another layout."""
 
 import json
-import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 
-from lpkit import train
+from lpkit import files, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.parallel.processes import Processes, WarmParent
-from lpkit.parallel.ranks import Ranks, here
+from lpkit.parallel import ranks as rank_module
+from lpkit.parallel.processes import Processes
+from lpkit.parallel.ranks import Ranks, here, joined
 from lpkit.parallel.replicas import buckets, packed, padded
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.layouts import UNSHARDED, Layout, refuse_untrainable
 from lpkit.training.export import export
-from lpkit.training.runs import Run
+from lpkit.training.runs import LOCK, Run, RunFailedError
 from lpkit.training.training import Training
 from tests.test_export import logits_agree
 from tests.training_ranks import weighted
 
-pytestmark = [pytest.mark.dist, pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")]
+pytestmark = pytest.mark.dist
 SMALL = Config().replace({
     "model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 32, "global_batch": 12, "grad_accum_steps": 1,
     "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1, "schedule": "constant", "eval_batches": 2,
     "checkpoint_every": 2})
-HERE = "tests.training_ranks:"
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with WarmParent() as parent:
-        yield parent
-
-
-def on_ranks(parent, function, config, world=2, **told):
-    with Processes(HERE + function, {"config": config.to_dict(), **told}, world=world, parent=parent) as running:
-        return running.wait()
 
 
 def lines(run):
@@ -48,7 +38,7 @@ def lines(run):
 LAYOUTS = [{"shard": 4}, {"shard": 2, "zero": 1}, {}, {"shard": 3, "zero": 2}, {"data": 2, "shard": 2, "zero": 1}, {"data": 2}]
 
 
-def test_a_run_goes_on_in_any_layout(parent, tmp_path):
+def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path):
     """4 -> 2 -> 1 -> 3 -> 4 -> 2 ranks, two updates each, against one process all along. Float32 sums in another order
     differ by some 2^-24 of the loss an update; 1e-5 at the end allows for their growth."""
     for i, layout in enumerate(LAYOUTS):
@@ -58,7 +48,7 @@ def test_a_run_goes_on_in_any_layout(parent, tmp_path):
         if config.parallel.devices == 1:
             last = train(config, out=many, resume=True).summary["status"]
         else:
-            on_ranks(parent, "chain", config, config.parallel.devices, out=str(many), resume=i > 0)
+            on_ranks("chain", config, config.parallel.devices, out=str(many), resume=i > 0)
         assert last in (None, "complete")
     alone, together = lines(one), lines(many)
     assert len(alone) == len(together) == 2 * len(LAYOUTS)
@@ -70,11 +60,11 @@ def test_a_run_goes_on_in_any_layout(parent, tmp_path):
 @pytest.mark.parametrize("layout, within_backward", [
     ({"data": 2}, True), ({"data": 2, "reduction": "per-parameter"}, False), ({"shard": 2, "zero": 1}, True),
     ({"shard": 2, "zero": 2}, True), ({"shard": 2}, True), ({"data": 2, "shard": 2}, True)])
-def test_who_is_early_waits_and_who_is_late_does_not(parent, tmp_path, layout, within_backward):
+def test_who_is_early_waits_and_who_is_late_does_not(on_ranks, tmp_path, layout, within_backward):
     """Rank 1 sleeps 1 s when all others are in their backward. What those compute until they wait is some milliseconds of it,
     and half of it is left for a busy machine."""
     config = SMALL.replace({f"parallel.{axis}": n for axis, n in layout.items()})
-    found = on_ranks(parent, "late", config, config.parallel.devices, folder=str(tmp_path), seconds=1.0)
+    found = on_ranks("late", config, config.parallel.devices, folder=str(tmp_path), seconds=1.0)
     own, *_ = found.pop(1)
     for waited, in_backward, whole in found:
         assert own + 0.5 < waited < whole and (in_backward > 0.5 if within_backward else in_backward == 0)
@@ -83,7 +73,7 @@ def test_who_is_early_waits_and_who_is_late_does_not(parent, tmp_path, layout, w
 @pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2}])
 def test_each_rank_tells_its_share_of_waiting(parent, tmp_path, layout):
     said, config = [], SMALL.replace({"steps": 2, **{f"parallel.{axis}": n for axis, n in layout.items()}})
-    with Processes(f"{HERE}chain", {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False}, world=2,
+    with Processes("tests.training_ranks:chain", {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False}, world=2,
                    parent=parent, heard=lambda *one: said.append(one)) as running:
         running.wait()
     assert sorted((rank, one["step"]) for rank, one in said) == [(rank, step) for rank in (0, 1) for step in (1, 2)]
@@ -92,19 +82,19 @@ def test_each_rank_tells_its_share_of_waiting(parent, tmp_path, layout):
 
 
 @pytest.mark.parametrize("reduction", ["per-parameter", "buckets", "overlapped"])
-def test_gradients_are_those_of_ddp(parent, reduction):
+def test_gradients_are_those_of_ddp(on_ranks, reduction):
     config = SMALL.replace({"parallel.data": 2, "parallel.reduction": reduction, "grad_accum_steps": 3})
-    assert max(on_ranks(parent, "beside_ddp", config)) < 1e-6      # two summands: the same sums but for the mean's rounding
+    assert max(on_ranks("beside_ddp", config)) < 1e-6      # two summands: the same sums but for the mean's rounding
 
 
-def test_messages_and_equal_weights(parent):
+def test_messages_and_equal_weights(on_ranks):
     config = SMALL.replace({"parallel.data": 2})
     parameters = len(list(Training.build(SMALL).model.parameters()))
-    assert on_ranks(parent, "messages", config, reductions=["per-parameter", "buckets", "overlapped"]) == [[parameters, 1, 1]] * 2
+    assert on_ranks("messages", config, reductions=["per-parameter", "buckets", "overlapped"]) == [[parameters, 1, 1]] * 2
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}])
-def test_weights_of_targets_count_over_all_ranks(parent, layout):
+def test_weights_of_targets_count_over_all_ranks(on_ranks, layout):
     """The first sequences have most of the targets that count."""
     config = SMALL.replace({"global_batch": 8, "grad_accum_steps": 4})
 
@@ -115,13 +105,13 @@ def test_weights_of_targets_count_over_all_ranks(parent, layout):
     alone = Training.build(config, data=Drawn())
     done = alone.update(0)
     due = [done.loss.item(), done.grad_norm.item(), alone.evaluate()]
-    found = on_ranks(parent, "weights_and_zeros", config.replace({f"parallel.{axis}": n for axis, n in layout.items()}))
+    found = on_ranks("weights_and_zeros", config.replace({f"parallel.{axis}": n for axis, n in layout.items()}))
     assert found[0] == found[1] == pytest.approx(due, rel=1e-5)
 
 
-def test_ranks_that_differ_are_named(parent):
+def test_ranks_that_differ_are_named(on_ranks):
     with pytest.raises(ConfigError, match="rank 1 has another seed than rank 0: 1 and 0; start all ranks from the same"):
-        on_ranks(parent, "differs", SMALL.replace({"parallel.data": 2}))
+        on_ranks("differs", SMALL.replace({"parallel.data": 2}))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -178,16 +168,61 @@ def test_one_process_says_how_to_start_two(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_world_of_another_size(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match=r"3 processes were started; .* is 2 devices, not 3; set"), here(SMALL.replace({"parallel.data": 2})):
+@pytest.mark.parametrize("environment, sentence", [
+    ({"WORLD_SIZE": "3"}, r"3 processes were started; .* is 2 devices, not 3; set"),
+    ({"WORLD_SIZE": "two"}, r"the environment has WORLD_SIZE='two', and it is to be a number; start all ranks with torchrun, or unset"),
+    ({"WORLD_SIZE": "2"}, r"rank 0 on .* cannot meet the others: .* MASTER_ADDR expected, but not set; start all with torchrun"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"}, r"rank 0 .* cannot meet the others: .*address already in use"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1"}, r"rank 1 .* cannot meet the others: .*timed out"),
+], ids=["size", "word", "alone", "port in use", "nobody there"])
+def test_worlds_that_cannot_be(monkeypatch, environment, sentence):
+    monkeypatch.setattr(rank_module, "MEETING_TIMEOUT", timedelta(seconds=0.5))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)
+        with pytest.raises(ConfigError, match=sentence) as found, here(SMALL.replace({"parallel.data": 2})):
+            pass
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("gpus, nccl, sentence", [
+    (0, True, "2 processes on .* take a GPU each, and PyTorch sees 0; use system.device=cpu, or fewer processes"),
+    (2, False, "GPUs talk by NCCL, and this PyTorch is built without it; use system.device=cpu, or a build that has it")])
+def test_gpus_that_are_not_there_or_cannot_talk(monkeypatch, gpus, nccl, sentence):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    config = SMALL.replace({"parallel.data": 2, "system.device": "cuda"})
+    with pytest.raises(ConfigError, match=sentence), joined(config, rank=0, world=2, local_rank=0, local_world=2):
         pass
 
 
-def test_what_shards_saved_is_one_file_for_transformers(parent, tmp_path):
+def test_folders_in_which_ranks_cannot_write(on_ranks, tmp_path):
+    """One sentence, and what is there stays as it is. Another process is any that holds the lock."""
+    config, run = SMALL.replace({"parallel.data": 2, "steps": 1}), tmp_path / "run"
+    with files.locked(run / LOCK), pytest.raises(ConfigError, match=r"rank 0 of 2: another process is training into '.*run' .*; choose another --out"):
+        on_ranks("chain", config, out=str(run), resume=False)
+    assert [path.name for path in run.iterdir()] == [LOCK]
+    train(SMALL.replace({"steps": 1}), out=run)
+    for changes, resume, sentence in (({}, False, "already holds a run; choose another --out, or go on with --resume"),
+                                      ({"seed": 1}, True, r"cannot resume '.*' with other settings: seed was 0 and is 1; leave them")):
+        with pytest.raises(ConfigError, match=sentence):
+            on_ranks("chain", config.replace(changes), out=str(run), resume=resume)
+    with pytest.raises(ConfigError, match=r"cannot write the run folder '/proc/run' \(.*\); choose another --out"):
+        on_ranks("chain", config, out="/proc/run", resume=False)
+
+
+@pytest.mark.parametrize("second, sentence", [
+    ([12, 10], "rank 1 of 2: batch 2 of the data policy has 10 sequences, and all are to have 12; let it begin again"),
+    ([12], "rank 1 of 2 failed at step 0 in start: StopIteration")])
+def test_data_that_ends_early_on_a_rank(on_ranks, second, sentence):
+    with pytest.raises((ConfigError, RunFailedError), match=sentence):
+        on_ranks("draws", SMALL.replace({"parallel.data": 2}), sequences=[[12, 12], second])
+
+
+def test_what_shards_saved_is_one_file_for_transformers(on_ranks, tmp_path):
     pytest.importorskip("transformers")
     config = SMALL.replace({"parallel.shard": 2, "steps": 2})
-    on_ranks(parent, "chain", config, out=str(tmp_path / "run"), resume=False)
+    on_ranks("chain", config, out=str(tmp_path / "run"), resume=False)
     run = Run(tmp_path / "run")
     assert len(list(next(run.checkpoints.glob("step-*")).glob("tensors-*-of-00002.safetensors"))) == 2
     logits_agree(run, export(run.path, tmp_path / "out"))

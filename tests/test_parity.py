@@ -1,7 +1,7 @@
 """Several ranks compute what one process does: a part of the matrix, and its arithmetic."""
 
 import math
-import os
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
@@ -14,11 +14,11 @@ from lpkit.techniques.recipes import RECIPES
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: fork")
-def test_a_part_of_the_matrix():
+def test_a_part_of_the_matrix(parent, monkeypatch):
     """Three updates. Float32 within 1e-5. In 8 bits within 3 sigma of 20 updates, as docs/parallel.md has them: in three
     updates hardly a rounding has gone the other way yet, and sigma is that of a few last bits. Casts that travel are
     those of whole weights, so both ways to gather are the same run."""
+    monkeypatch.setattr(parity, "WarmParent", lambda: nullcontext(parent))
     layouts = ["replicas", "ZeRO 1", "ZeRO 3, float32", "ZeRO 3, fp8"]
     rows = {(row.recipe, row.layout): row for row in parity.measure(["fp32", "fp8-tensorwise"], layouts, updates=3, orders=1)}
     assert list(rows) == [("fp32", name) for name in layouts[:3]] + [("fp8-tensorwise", name) for name in layouts]

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lpkit import processes
+from tests.attack import patience, until
 from tests.attack import processes as attack
 
 # A child that hears no SIGTERM, with a session of its own inside, and an orphan.
@@ -48,31 +50,24 @@ def until_the_end(process: subprocess.Popen):
         raise
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_parent_that_dies(tmp_path, sent):
     with parent(tmp_path) as process, until_the_end(process):
-        wait_for(lambda: list(tmp_path.glob("tmp/*/ready")))
+        until(lambda: list(tmp_path.glob("tmp/*/ready")))
         # Parent, keeper, child and its sleep, orphans: on a busy machine they come after the word that all is ready.
-        wait_for(lambda: len(attack.processes(tmp_path)) >= 6)
+        until(lambda: len(attack.processes(tmp_path)) >= 6)
         (folder,) = (tmp_path / "tmp").iterdir()
         assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, folder / "secret", folder / "secret" / "a")] == [
             0o700, 0o700, 0o600]
         begun = time.monotonic()
         process.send_signal(sent)
-    assert attack.until_nothing(tmp_path, begun + 3) == []
+    assert attack.until_nothing(tmp_path, begun + 3 * patience()) == []
 
 
 def test_a_parent_that_dies_before_it_has_said_what_to_start(tmp_path):
     with parent(tmp_path, "import os\nprocesses.json.dumps = lambda told: os.kill(os.getpid(), 9)") as process:
         assert process.wait(10) == -9
-    assert attack.until_nothing(tmp_path, time.monotonic() + 3) == []
+    assert attack.until_nothing(tmp_path, time.monotonic() + 3 * patience()) == []
 
 
 def test_half_an_order_is_none(tmp_path):
@@ -160,7 +155,14 @@ os.execvp("sleep", ["sleep", "600"])
 
 
 def test_the_attack_sees_what_a_careless_keeper_leaves(tmp_path, monkeypatch):
+    def sleep(seconds):
+        """Until the keeper has begun, not for the second in which it usually has."""
+        if seconds < 1:
+            return time.sleep(seconds)
+        until(lambda: list(max((tmp_path / "attack").iterdir()).glob("tmp/*")))
+
     (tmp_path / "keeper.py").write_text(CARELESS)
+    monkeypatch.setattr(attack, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     monkeypatch.setattr(attack, "PRELUDE", f"processes.__file__ = {str(tmp_path / 'keeper.py')!r}")
     monkeypatch.setattr(attack, "COMMANDS", {"notebook": attack.COMMANDS["notebook"]})
     monkeypatch.setattr(attack, "SIGNALS", (signal.SIGKILL, signal.SIGTERM))

@@ -18,7 +18,7 @@ from lpkit.plain_yaml import parse_yaml, read_yaml
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.optimizers import AdamWSettings
 from lpkit.values import Count, Place, checked
-from tests.attack import command_line
+from tests.attack import command_line, patience
 
 MEAN = ["\x1b[31mred", "\u202egnp.exe", "a\u200bb", "\x00", "\r\n", "\x9b2J", "\udcff", "\u2028"]
 
@@ -35,9 +35,9 @@ loop.append(loop)
 @pytest.mark.parametrize("value", [*MEAN, "x" * 10**6, 10**5000, -10**400, [MEAN] * 1000, {"a": loop}, loop, Rude(), b"\xff" * 1000, None],
                          ids=lambda value: type(value).__name__)
 def test_a_value_is_shown_short_and_harmless(value):
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(shown(value)) <= 80 and shown(value).isprintable()
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 def test_what_people_write_is_shown_as_it_is():
@@ -104,10 +104,10 @@ def test_arguments_are_read_as_settings_are():
 @pytest.mark.parametrize("name", [name for name in command_line.YAMLS if name not in (
     "list", "word", "escape", "escaped_key", "infinite", "text", "nothing", "negative", "bool", "newer", "base60", "long")])
 def test_yaml_that_no_setting_needs_is_refused(name):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ConfigError) as found:
         Config.from_yaml(command_line.YAMLS[name])
-    assert time.perf_counter() - started < 2 and "\n" not in str(found.value) and len(str(found.value)) < 400
+    assert time.process_time() - started < 2 and "\n" not in str(found.value) and len(str(found.value)) < 400
 
 
 def test_yaml_errors_name_file_and_line(tmp_path):
@@ -238,7 +238,7 @@ def test_a_signal_ends_the_preparation_of_a_corpus(tmp_path):
         assert process.stderr.readline() == "begun\n"
         sent = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143 and time.monotonic() - sent < 2
+        assert process.wait(10) == 143 and time.monotonic() - sent < 2 * patience()
         assert process.stderr.read() == "lpkit: stopped by SIGTERM\n"
     assert [path.name for path in (tmp_path / "cache/lpkit/tokens").iterdir()] == ["locks"]
 

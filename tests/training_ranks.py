@@ -117,9 +117,25 @@ def weights_and_zeros(place: Place, told: dict) -> list[float]:
             def batch(self, step):
                 return whole
 
-        training = Training.build(config, ranks=ranks, data=Share(Drawn(), ranks))
+        training = Training.build(config, ranks=ranks, data=Share(Drawn(), ranks, config.global_batch))
         done = training.update(0)
         return [done.loss.item(), done.grad_norm.item(), training.evaluate()]
+
+
+def draws(place: Place, told: dict) -> None:
+    """Updates with batches of as many sequences as told["sequences"][rank] says, one after the other."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        each = iter(told["sequences"][place.rank])
+
+        class Drawn:
+            def batch(self, step):
+                tokens = torch.zeros(next(each), config.model.context, dtype=torch.int64)
+                return Batch(tokens, tokens)
+
+        training = Training.build(config, ranks=ranks, data=Share(Drawn(), ranks, config.global_batch))
+        for step in range(2):
+            training.update(step)
 
 
 def weighted(config: Config) -> Batch:

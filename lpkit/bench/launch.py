@@ -201,7 +201,8 @@ A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.p
 world, layout=...)` rehearses a layout in one process, and `lpkit.predict.messages` has what its
 ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` does what torchrun does,
 also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
-refuses, and says how to start two.
+refuses, and says how to start two. `--processes` holds no port; where torchrun ends with EADDRINUSE,
+`--standalone` finds a free one.
 
 ## Where model states lie
 

@@ -14,6 +14,7 @@ learning rate then follows the longer schedule.
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from lpkit.commands import a_folder, settings, target_and_asked
@@ -52,7 +53,11 @@ def run(args: Namespace) -> dict:
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)
-    if int(os.environ.get("RANK", 0)):      # torchrun's: the first rank shows steps and the result
+    world = os.environ.get("WORLD_SIZE", "1")       # torchrun's
+    if world != "1" and args.processes is not None:
+        raise ConfigError(f"--processes={args.processes} starts processes, and this is one of "
+                          f"{world} that were started; leave it out")
+    if world != "1" and os.environ.get("RANK", "0") != "0":     # the first shows steps and result
         train(config, out=out, resume=args.resume)
         sys.exit(0)
     bar = None      # from the first step on: what is refused before it should not show one
@@ -73,7 +78,8 @@ def run(args: Namespace) -> dict:
                    launch(config, processes=args.processes, **more).result()).summary
     finally:
         if bar is not None:
-            bar.close()
+            with suppress(OSError):     # a terminal that closed
+                bar.close()
     for problem in summary["damaged"]:
         print(f"lpkit: passed over what was damaged: {problem}", file=sys.stderr)
     stopped_by = summary["stopped_by"]

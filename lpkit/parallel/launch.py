@@ -123,4 +123,5 @@ def spread(config: Config, processes: int) -> Config:
     if config.parallel.devices == 1:
         config = config.replace({"parallel.data": processes})
     layouts.check(config, config.parallel, processes)
+    layouts.refuse_untrainable(config)
     return config

@@ -27,15 +27,15 @@ import lpkit
 from lpkit import records
 from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, shown
 from lpkit.techniques.layouts import TRAINED, Layout, wrong_world
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# nobody waits longer in a collective; `launch` names who hangs long before
-COLLECTIVE_TIMEOUT = timedelta(hours=1)
+# nobody waits longer for the first rank; nor in a collective: `launch` names who hangs long before
+MEETING_TIMEOUT, COLLECTIVE_TIMEOUT = timedelta(minutes=5), timedelta(hours=1)
 
 
 class Waits:
@@ -144,13 +144,18 @@ def distributed() -> bool:
 
 
 class Share(DataPolicy):
-    """Of each batch of `policy`, the sequences of one rank."""
+    """Of each batch of `policy`, which has so many sequences, those of one rank."""
 
-    def __init__(self, policy: DataPolicy, ranks: Ranks):
-        self.policy, self.ranks = policy, ranks
+    def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int):
+        self.policy, self.ranks, self.sequences = policy, ranks, sequences
 
     def batch(self, step: int) -> Batch:
-        return self.policy.batch(step).chunk(self.ranks.world)[self.ranks.rank]
+        batch = self.policy.batch(step)
+        if len(batch.tokens) != self.sequences:
+            raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
+                              f"sequences, and all are to have {self.sequences}; let it begin "
+                              f"again where its text ends")
+        return batch.chunk(self.ranks.world)[self.ranks.rank]
 
 
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
@@ -163,19 +168,23 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
            init_method: str = "env://") -> Iterator[Ranks]:
     """Make the process group, and leave it at the end.
 
-    Raises ConfigError when the config's layout is of another number of devices, and when ranks have
-    other settings, code or versions than the first.
+    Raises ConfigError when the config's layout is of another number of devices, when there are not
+    as many GPUs or the first rank cannot be reached, and when ranks have other settings, code or
+    versions than the first.
     """
     layout, device = config.parallel, device_type(config)
     if layout.devices != world:
         raise ConfigError(f"{world} processes were started; {wrong_world(layout, world)}")
     if device == "cuda":
+        if local_world > (count := torch.cuda.device_count()):
+            raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
+                              f"and PyTorch sees {count}; use system.device=cpu, or fewer processes")
         if not dist.is_nccl_available():
             raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
                               "system.device=cpu, or a build that has it")
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(BACKENDS[device], init_method=init_method, rank=rank, world_size=world,
-                            timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(BACKENDS[device], store=_store(init_method, rank, world), rank=rank,
+                            world_size=world, timeout=COLLECTIVE_TIMEOUT)
     try:
         ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
                       mesh=mesh_of(layout, device))
@@ -184,6 +193,18 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _store(init_method: str, rank: int, world: int) -> dist.Store:
+    """Where the ranks find one another. Raises ConfigError."""
+    try:
+        store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
+    except (dist.DistError, ValueError) as error:       # of the network; of the environment
+        raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
+                          f"{str(error).splitlines()[0]}; start all with torchrun, with another "
+                          f"--master-port where this one is taken") from None
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return store
 
 
 def _code() -> str:
@@ -204,7 +225,10 @@ def here(config: Config) -> Iterator[Ranks]:
     Raises ConfigError when the config asks for several processes and this is one.
     """
     layout = config.parallel
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    said = {key: _number(name, default) for key, name, default in (
+        ("world", "WORLD_SIZE", 1), ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
+        ("local_world", "LOCAL_WORLD_SIZE", 1))}
+    world = said["world"]
     if world == 1 and layout.devices > 1:
         raise ConfigError(
             f"parallel: {layout} takes {layout.devices} processes, and this is one; start them "
@@ -214,14 +238,14 @@ def here(config: Config) -> Iterator[Ranks]:
     if world == 1:
         yield Ranks()
         return
-    said = {key: int(os.environ.get(name, default)) for key, name, default in (
-        ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
-        ("local_world", "LOCAL_WORLD_SIZE", 1))}
-    try:
-        with joined(config, world=world, **said) as ranks:
-            yield ranks
-    except dist.DistNetworkError as error:
-        port = os.environ.get("MASTER_PORT", "")
-        raise ConfigError(f"rank {said['rank']} on {socket.gethostname()} cannot reach the others "
-                          f"at port {port} ({str(error).splitlines()[0]}); choose another with "
-                          f"torchrun --master-port") from None
+    with joined(config, **said) as ranks:
+        yield ranks
+
+
+def _number(name: str, default: int) -> int:
+    """Of the environment. Raises ConfigError."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"the environment has {name}={shown(value)}, and it is to be a number; "
+                          f"start all ranks with torchrun, or unset {name}")
+    return int(value)

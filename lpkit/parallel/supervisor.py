@@ -9,6 +9,7 @@ Until the ranks run there is one thread and no GPU is touched: neither would sur
 """
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import itertools
@@ -186,6 +187,14 @@ class Rank:
         lines = text[text.rfind(main):].partition("\n\n")[0].splitlines()[1:]
         return "\n".join(itertools.takewhile(lambda line: run_rank.__name__ not in line, lines))
 
+    def ask_for_stack(self) -> None:
+        """The main thread writes it before it does anything else. Where another may answer, one
+        that was stopped goes on meanwhile."""
+        if self.alive and hasattr(libc := ctypes.CDLL(None), "tgkill"):     # Linux
+            libc.tgkill(self.pid, self.pid, signal.SIGUSR1)
+        else:
+            self.send(signal.SIGUSR1)
+
     def send(self, number: int) -> None:
         if self.alive:
             os.kill(self.pid, number)       # not yet buried, so it is no other's
@@ -307,7 +316,7 @@ class Supervisor:
         """Their stacks are asked for; then they are ended, since they would not hear SIGTERM."""
         stopped = [rank for rank in ranks if rank.stopped]
         for rank in ranks:
-            rank.send(signal.SIGUSR1)
+            rank.ask_for_stack()
             rank.send(signal.SIGCONT)
         sizes, before, deadline = [], [0], time.monotonic() + STACK_SECONDS
         while (sizes != before or 0 in sizes) and time.monotonic() < deadline:

@@ -111,15 +111,15 @@ class Training:
             tokenizer = files.tokenizer.to_dict()
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
             asked = config.data.policy
-            data = prefetched(Share(_policy(config, asked, files.train, config.global_batch,
-                                            config.seed), ranks), decisions.device)
+            batch = config.global_batch
+            data = Share(_policy(config, asked, files.train, batch, config.seed), ranks, batch)
+            data = prefetched(data, decisions.device)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             other = POLICIES[asked.name].evaluation
-            piece = config.global_batch // config.grad_accum_steps      # on any number of ranks
-            val = _policy(config, asked if other == asked.name else chosen(POLICIES, other),
-                          files.val, -(-piece // ranks.world) * ranks.world,
-                          config.seed + VALIDATION)
-            val = Share(val, ranks)
+            piece = batch // config.grad_accum_steps        # on any number of ranks
+            piece = -(-piece // ranks.world) * ranks.world
+            val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
+                                files.val, piece, config.seed + VALIDATION), ranks, piece)
         rows, device, m = rows_of(config), decisions.device, config.memory
         kernels = build.kernels(config, decisions)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),

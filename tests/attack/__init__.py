@@ -7,10 +7,27 @@ An attack is a module of this folder with
     attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome
 """
 
+import os
 import pkgutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lpkit.machine_facts import cores
+
 NAMES = sorted(one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_"))
+
+
+def patience() -> float:
+    """What is promised in seconds is so of a machine that does nothing else; beside more work than cores, times this."""
+    return max(1, os.getloadavg()[0] / cores())
+
+
+def until(there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @dataclass

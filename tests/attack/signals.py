@@ -8,14 +8,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lpkit.machine_facts import cores
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
-from tests.attack import Outcome
+from tests.attack import Outcome, patience
 from tests.attack._nursery import nursery, prepare
 
 COUNT, FEW = 40, 3
-SECONDS = 2.0       # on a machine that does nothing else; beside more work than cores, as much longer
+SECONDS = 2.0
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
@@ -40,7 +39,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             code, seconds = forks.end(), time.monotonic() - begun
             outcome.tried += 1
             slowest = max(slowest, seconds)
-            if seconds > SECONDS * max(1, os.getloadavg()[0] / cores()):
+            if seconds > SECONDS * patience():
                 outcome.failed("not heard within 2 s", f"{trial}: {seconds:.1f} s at a load of {os.getloadavg()[0]:.1f}")
             if code != CODES[number_of]:
                 outcome.failed("another exit code", f"{trial}: {code}: {forks.said[-300:]}")
