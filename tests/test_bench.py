@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import pkgutil
 import statistics
 import time
