@@ -29,8 +29,8 @@ class Launched(Background):
     what a `Handle` has.
 
     ranks: by rank, the newest of what each said of itself: its process id `pid`, step,
-           step_seconds, loss, peak_bytes, communication_share (of the step's time, in waits for messages; None on GPUs, where
-           streams wait)
+           step_seconds, loss, peak_bytes, communication_share (of the step's time, in waits for
+           messages; None on GPUs, where streams wait)
     """
 
     def __init__(self, config: Config, *, processes: int, out: str | Path | None = None,
