@@ -130,8 +130,8 @@ def test_two_processes_send_and_hold_what_was_said(on_ranks, layout):
         assert peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("changes", [{}, {"model.tied": False, "model.vocab": 2048, "memory.recompute": "block"}], ids=["tied", "untied"])
+@pytest.mark.parametrize("zero, changes", [(2, {}), (3, {"model.tied": False, "model.vocab": 2048, "memory.recompute": "block"})],
+                         ids=["tied", "untied"])
 def test_bytes_of_ranks_that_gather_casts(on_ranks, zero, changes):
     """Where blocks are most of it: a byte of each of their weights, and no cast that waits for backward. 3%, as above."""
     config = WIDE.replace({"model.width": 512, "model.heads": 8, "model.vocab": 256, "model.context": 64, "global_batch": 4, "system.threads": 1,
