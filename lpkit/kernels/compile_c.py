@@ -27,8 +27,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -48,6 +49,7 @@ ATTEMPTS = {    # the first that compiles is taken; not every compiler knows eve
 CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).lp_check())"
 SECONDS = 120                       # for one compilation
 SECONDS_TO_ANSWER = 20              # for its version, and for a library's check
+MOST_SAID = 2**24                   # bytes; who says more is stopped
 
 
 def load(name: str) -> ctypes.CDLL | None:
@@ -175,15 +177,29 @@ def _version(compiler: str) -> str:
 
 def _ran(command: list[str], limit: float, *,
          stderr: int = subprocess.STDOUT) -> tuple[str, list[str]]:
-    """How it ended if not well, and the lines that it said. Raises OSError for one that does not
-    end in `limit` seconds."""
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=stderr, timeout=limit, env=os.environ | {"LC_ALL": "C"})
-    except subprocess.TimeoutExpired:
-        name = Path(command[0]).name
-        raise TimeoutError(f"{name} did not end in {limit} seconds") from None
-    code, lines = done.returncode, done.stdout.decode(errors="replace").strip().splitlines()
+    """How it ended if not well, and the lines that it said, cut where nobody reads on.
+
+    It says them to a file: a pipe is held open by whatever the command leaves behind. Raises
+    OSError for one that does not end in `limit` seconds or has no end of things to say.
+    """
+    code, end, name = None, time.monotonic() + limit, Path(command[0]).name
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=stderr,
+                                   start_new_session=True, env=os.environ | {"LC_ALL": "C"})
+        try:
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.1)
+                if os.fstat(out.fileno()).st_size > MOST_SAID:
+                    raise OSError(f"{name} said more than {MOST_SAID:,} bytes")
+                if code is None and time.monotonic() > end:
+                    raise TimeoutError(f"{name} did not end in {limit} seconds")
+        finally:
+            if code is None:        # and all that it began
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        out.seek(0)
+        lines = out.read(2**16).decode(errors="replace").strip().splitlines()
     wrong = f"it died: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
     return wrong if code else "", [printable(line[:200]) for line in lines]
 
