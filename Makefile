@@ -2,6 +2,7 @@
 # make test    set up once, then everything that proves the project
 # make flakes  the tests of several ranks 50 times, and how many were green: 2 hours; less: make flakes RUNS=5
 # make isa     the numeric tests and the notebooks' claims as other processors round: hours
+# make isa-quick what decides an exercise's verdict, as one other processor rounds: minutes
 # make docs    build the site into docs/_build/html
 # make ledger  measure how far off the memory ledger is, into data/measured and docs/ledger.md
 # make upgrade renew constraints.txt
@@ -18,7 +19,7 @@ READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CU
 SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
 
-.PHONY: help lab test flakes isa docs ledger upgrade clean setup install
+.PHONY: help lab test flakes isa isa-quick docs ledger upgrade clean setup install
 .NOTPARALLEL:
 
 help:
@@ -45,12 +46,15 @@ flakes: setup
 isa: setup
 	$(PY) -m tests.isa
 
+isa-quick: setup
+	$(PY) -m tests.isa --quick
+
 docs: setup
 	$(PY) docs/build.py
 
 ledger: setup
 	$(PY) -m lpkit bench ledger --out data/measured
-	mkdir -p build && $(PY) -m lpkit.bench.ledger > build/ledger.md
+	mkdir -p build && $(PY) -m tests.bench.ledger > build/ledger.md
 	mv build/ledger.md docs/ledger.md
 
 setup:

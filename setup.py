@@ -1,6 +1,6 @@
 """What a wheel holds: the package, and inside it the notebooks, and the measured and published figures, that lie beside it here.
 
-Everything else is in pyproject.toml. `lpkit.files.resource` finds either place.
+Everything else is in pyproject.toml. `lpkit.files.resource` finds either place, so the folders of figures travel whole.
 """
 
 from setuptools import find_packages, setup
@@ -13,8 +13,8 @@ setup(
     package_data={
         "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h", "ui/*.js", "ui/*.css"],
         "lpkit.notebooks": ["*.ipynb"],
-        "lpkit.data.measured": ["*.json"],
-        "lpkit.data.published": ["*.csv", "*.toml"],
+        "lpkit.data.measured": ["*"],
+        "lpkit.data.published": ["*"],
     },
     include_package_data=False,
 )

@@ -170,11 +170,12 @@ def way(executed: list[Path]) -> str:
 
 
 def claims(executed: list[Path]) -> str:
-    """What each notebook claims and what it took, from the records beside the executed copies."""
-    rows = ["", "| notebook | claim, asserted in it | seconds | peak MB |", "|---|---|---|---|"]
+    """What each notebook claims, whether it holds, and what it took, from the records beside the executed copies."""
+    rows = ["", "| notebook | claim, asserted in it | on this machine | seconds | peak MB |", "|---|---|---|---|---|"]
     for path in executed:
         record = json.loads(path.with_suffix(".json").read_text())
-        rows.append(f"| [{path.stem}](notebooks/{path.name}) | {record['claim'].replace('|', '/')} | "
+        state = ": ".join(filter(None, (record["result"], record["why"])))
+        rows.append(f"| [{path.stem}](notebooks/{path.name}) | {record['claim'].replace('|', '/')} | {state.replace('|', '/')} | "
                     f"{record['seconds']:.0f} | {record['peak_rss_bytes'] / 1e6:,.0f} |")
     return "\n".join([*rows, "", "Seconds and peak resident memory are of the run that made this site.", ""])
 

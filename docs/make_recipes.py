@@ -113,9 +113,10 @@ def noise_db(panel: Panel, rows: slice = slice(None)) -> float:
 
 # ---- SVG: the lighter, the less is lost; a grey printer keeps the order
 
-KINDS = (("under 7% off", "#f3f6f9"), ("to 25%", COLOURS[3]), ("over 25%", COLOURS[2]), ("saturates", COLOURS[0]),
+LIGHT = "#a5d8f0"       # of an area; a line would not be seen
+KINDS = (("under 7% off", "#f3f6f9"), ("to 25%", LIGHT), ("over 25%", COLOURS[2]), ("saturates", COLOURS[0]),
          ("becomes 0", "#111111"))
-RAMP = ("#f3f6f9", COLOURS[3], "#4f81b5", COLOURS[0])      # of tops, from 2^0 to 2^RANGE
+RAMP = ("#f3f6f9", LIGHT, "#4f81b5", COLOURS[0])      # of tops, from 2^0 to 2^RANGE
 RANGE = 16
 CELL, BLOCK_HIGH, CELL_HIGH, LEFT = 2, 4, 8, 12     # pixels
 BARS, BAR_WIDE, DB = 556, 180, 80.0                 # where bars begin, how long the longest is and what it means

@@ -15,7 +15,7 @@ import signal
 import sys
 
 from lpkit import __version__
-from lpkit.errors import ConfigError, named, nearest, printable, shown
+from lpkit.errors import ConfigError, named, nearest, out_of_memory, printable, shown
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
@@ -29,6 +29,7 @@ COMMANDS = {
     "advise": "whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",
+    "warm": "verify, race and compile now what the first run of a config would wait for",
     "sample": "generate text from a run",
     "export": "write the weights of a run for transformers",
     "notebook": "run notebooks with parameters, without a browser",
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     except RecursionError:
         return complain("the input nests too deeply to be read; flatten it")
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         return complain("memory ran out; choose a smaller model, model.context or batch (more "
                         "grad_accum_steps), and see what it takes with `lpkit predict`")
@@ -135,7 +136,11 @@ def _main(argv: list[str]) -> int:
         signal.raise_signal(number)
     result = command.run(args)
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
-    say(json.dumps(result, allow_nan=False) if args.json else printable(command.text(result)))
+    try:
+        say(json.dumps(result, allow_nan=False) if args.json else printable(command.text(result)))
+    except OSError:
+        if not code:        # a terminal that closed hears nothing; its signal is the news
+            raise
     return code
 
 
@@ -150,11 +155,3 @@ def _of_system(error: OSError) -> str:
     where = f"{' -> '.join(files)}: " if files else ""
     way_out = WAYS_OUT.get(error.errno, "choose another path")
     return f"{where}{error.strerror or error or type(error).__name__}; {way_out}"
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Python's, a GPU's, or that of PyTorch's allocator on the CPU, which has no type of its own.
-    PyTorch is not imported for it."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & {"MemoryError", "OutOfMemoryError"}
-                or "DefaultCPUAllocator" in str(error))

@@ -1,6 +1,8 @@
 """The error for an invalid setting, and how it shows what was given. Standard library only."""
 
 import difflib
+import errno
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -22,6 +24,46 @@ class ConfigError(ValueError):
 
 class DamagedError(ConfigError):
     """A file is not what was written. The message names it and what is wrong."""
+
+
+class RunFailedError(RuntimeError):
+    """A run that could not go on. The message says at which step, why, and what was kept."""
+
+
+# A lack of memory in the words of PyTorch's CPU allocator, of C++, of CUDA and its libraries
+NO_MEMORY = ("DefaultCPUAllocator", "annot allocate memory", "bad_alloc", "ALLOC_FAILED",
+             "out of memory")
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, here or in what `error` comes from. PyTorch is not imported."""
+    if error is None:
+        return False
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return (bool(kinds & {"MemoryError", "OutOfMemoryError"})
+            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+            or (isinstance(error, RuntimeError) and any(one in str(error) for one in NO_MEMORY))
+            or out_of_memory(error.__cause__ or error.__context__))
+
+
+# Errors that go from process to process, by name and arguments.
+KINDS = {kind.__name__: kind for kind in (
+    ConfigError, DamagedError, RunFailedError, OSError, MemoryError, ValueError)}
+
+
+def packed(error: BaseException) -> list[Any]:
+    """What `unpacked` takes, and JSON can say."""
+    kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), "")
+    if kind == "OSError" and error.errno is not None:
+        one, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
+                    for name in (error.filename, error.filename2))
+        return [kind, error.errno, error.strerror, one, None, two]
+    return [kind, str(error) if kind else f"{type(error).__name__}: {error}"]
+
+
+def unpacked(kind: str, *args: Any) -> Exception:
+    """An error of the same kind with the same message; one of no known kind is a RuntimeError."""
+    return KINDS.get(kind, RuntimeError)(*args)
 
 
 class _Short(reprlib.Repr):
@@ -51,8 +93,12 @@ def shown(value: object) -> str:
 
 def named(path: object) -> str:
     """A path for a sentence: in one line, whole unless it is longer than any that people give."""
-    text = printable(str(path)).replace("\n", "\\n")
+    text = in_one_line(str(path))
     return text if len(text) <= MOST_LISTED else f"{text[:MOST_LISTED // 3]}...{text[-120:]}"
+
+
+def in_one_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n")
 
 
 def printable(text: str) -> str:
@@ -81,7 +127,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     if len(listed) <= MOST_LISTED:
         return f"choose one of {listed}"
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-    return f"of {len(known)}, the nearest are {', '.join(map(repr, close))}"
+    return f"the nearest of {len(known)} are {', '.join(map(repr, close))}"
 
 
 def _words(name: str) -> set[str]:

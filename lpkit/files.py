@@ -5,6 +5,8 @@ import errno
 import hashlib
 import itertools
 import os
+import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -32,12 +34,37 @@ def resource(name: str) -> Path:
 
 def cache_dir(name: str) -> Path:
     """Where the platform keeps what can be made again: `tokens`, `kernels`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpkit" / name
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lpkit" / name
 
 
 def data_dir(name: str) -> Path:
-    """Where the platform keeps what a person made: `course`."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "lpkit" / name
+    """Where the platform keeps what a person made: `course`. LPKIT_LEARNER names one of several
+    people in one account. Raises ConfigError for a name that no folder of theirs can have."""
+    own = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
+    learner = os.environ.get("LPKIT_LEARNER")
+    if learner and not re.fullmatch(r"\w[\w.-]{0,63}", learner):
+        raise ConfigError(f"LPKIT_LEARNER={named(learner)!r} names no learner; use at most 64 "
+                          f"letters, digits, dots and dashes, and begin with a letter or digit")
+    return own / "learners" / learner / name if learner else own / name
+
+
+def own_cache(room: str = "") -> Path:
+    """This user's, of those who share a cache: what lies there is executed."""
+    return cache_dir(f"kernels-{os.geteuid()}{room and f'-{room}'}")
+
+
+def expanded(path: Path | str) -> Path:
+    """`path` with the home that its ~ stands for: every path that a person gives comes through here.
+    Raises ConfigError for a user who has no home, and for a path that no record can hold."""
+    try:
+        str(path).encode()
+        return Path(path).expanduser()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{named(path)} is not UTF-8, and no config or record can hold it; give "
+                          f"another path") from None
+    except RuntimeError:
+        raise ConfigError(f"{named(path)} begins with the home of a user whom this machine does "
+                          f"not know; write the whole path, or ./ before a name with ~") from None
 
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
@@ -67,6 +94,17 @@ def read_text(path: Path, most_bytes: int) -> str:
         content = b"" if too_large else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {named(path)}: {error.strerror}") from None
+    return _decoded(content, path, most_bytes, too_large)
+
+
+def read_private(path: Path, most_bytes: int) -> str:
+    """The same of a file that this user alone can have written. Raises OSError, too."""
+    with open_own(path, "rb") as file:
+        refuse_others(os.fstat(file.fileno()), path)
+        return _decoded(file.read(most_bytes + 1), path, most_bytes)
+
+
+def _decoded(content: bytes, path: Path, most_bytes: int, too_large: bool = False) -> str:
     if too_large or len(content) > most_bytes:
         raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many to be "
                           f"what it should; give another file")
@@ -92,22 +130,24 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Write into the path that this yields: `path` then holds the old content or all of the new.
 
-    Other writers and readers never meet half of it. Raises OSError, ConfigError for a folder.
+    Other writers and readers never meet half of it. Who may read and write it: at most `mode`, the
+    umask and the old file allow. Raises OSError, ConfigError for a folder.
     """
     if path.is_dir() and not path.is_symlink():
         raise _folder_in_the_way(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
+    with suppress(FileNotFoundError):
+        mode &= path.stat().st_mode
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, mode | stat.S_IWUSR))
     try:
-        yield Path(name)
-        os.chmod(name, 0o644)       # mkstemp makes it private
-        sync(Path(name))
-        os.replace(name, path)
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
@@ -119,8 +159,8 @@ def sweep(folder: Path, pattern: str = ".*.????????.tmp") -> None:
         remove(leftover)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    with whole_file(path) as temporary:
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    with whole_file(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -196,28 +236,93 @@ def refuse_links(folder: Path) -> None:
                           f"folder") from None
 
 
-def own_folder(path: Path) -> Path:
-    """`path`, made if need be. Raises ConfigError where its name is that of a link or a file."""
+def own_folder(path: Path, mode: int = 0o777) -> Path:
+    """`path`, made if need be; open to no more people than `mode` says. Raises ConfigError where
+    its name is that of a link or a file, OSError."""
     if not os.path.lexists(path):
-        path.mkdir(parents=True, exist_ok=True)
-    mode = path.lstat().st_mode
-    _refuse(path, mode)
-    if not stat.S_ISDIR(mode):
+        path.mkdir(mode, parents=True, exist_ok=True)
+    has = path.lstat().st_mode
+    _refuse(path, has)
+    if not stat.S_ISDIR(has):
         raise ConfigError(f"{str(path)!r} is a file where a folder is needed; remove it")
+    if stat.S_IMODE(has) & 0o777 & ~mode:
+        path.chmod(stat.S_IMODE(has) & (mode | ~0o777))
     return path
 
 
-def open_own(path: Path | str, mode: str, *, folder: int | None = None) -> IO:
-    """As `open`, for a file that has no other name: what is written stays there. A relative `path`
-    begins at `folder`, an open one. Raises ConfigError for a link or a device, OSError."""
+def private_folder(path: Path, by: str = "XDG_CACHE_HOME") -> Path:
+    """`path`, made if need be, where no other user writes, renames or replaces anything: what lies
+    there may be executed under its name. `by`: the variable that chooses it. Raises ConfigError,
+    also for a folder above it in which others write; OSError."""
+    path = Path(os.path.abspath(path))
+    for folder in (*reversed(path.parents), path):
+        with suppress(FileExistsError):
+            if not os.path.lexists(folder):     # a writable folder would not be trusted below
+                folder.mkdir(0o700 if folder == path else 0o755)
+    refuse_others(own_folder(path).lstat(), path, by)
+    for above in _way_to(path.parent):
+        status = above.lstat()
+        theirs = status.st_uid not in {os.geteuid(), *_administrators()}
+        writers = stat.S_IWOTH | (0 if _of_one(status.st_gid) else stat.S_IWGRP)
+        if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:
+            writers = 0
+        if theirs or status.st_mode & writers:
+            raise ConfigError(f"{named(above)} {'belongs to' if theirs else 'may be written by'} "
+                              f"others, who could put another folder in the place of "
+                              f"{named(path)}; set {by} to a folder of your own")
+    return path
+
+
+def refuse_others(status: os.stat_result, path: Path, by: str = "XDG_CACHE_HOME") -> None:
+    """Raises ConfigError for what another user owns or writes."""
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{named(path)} belongs to user {status.st_uid}, who could have planted "
+                          f"it; remove it, or set {by} to a folder of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+        raise ConfigError(f"{named(path)} may be written by others, who could have planted it; "
+                          f"remove it, or chmod go-w it if you know what is in it")
+
+
+def _way_to(path: Path) -> Iterator[Path]:
+    """The folders and links that are looked up between the root and `path`, which is there."""
+    for here in (*reversed(path.parents), path):
+        yield here
+        if here.is_symlink():
+            yield from _way_to(here.parent / os.readlink(here))
+
+
+def _administrators() -> set[int]:
+    """Root; where a container does not know it, whoever files belong to that it does not know."""
+    with suppress(OSError, ValueError):
+        rows = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if rows and all(int(first) > 0 for first, *_ in rows):
+            return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
+    return {0}
+
+
+def _of_one(group: int) -> bool:
+    """Whether it is this user's own group, as systems make one for each user."""
+    import grp
+    import pwd
+
+    try:
+        name, known = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return known.gr_name == name and set(known.gr_mem) <= {name}
+
+
+def open_own(path: Path | str, mode: str) -> IO:
+    """As `open`, for a file that has no other name: what is written stays there. Raises ConfigError
+    for a link or a device, OSError."""
     def opener(name: str, flags: int) -> int:
         # nothing is cut before it was looked at, and a pipe must not keep us waiting
         how = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            handle = os.open(name, how, 0o644, dir_fd=folder)
+            handle = os.open(name, how, 0o666)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
-                _refuse(path, os.lstat(name, dir_fd=folder).st_mode)
+                _refuse(path, os.lstat(name).st_mode)
             if error.errno == errno.EISDIR:
                 raise _folder_in_the_way(path) from None
             raise
@@ -282,6 +387,19 @@ POLL_SECONDS = 0.005
 SILENT_SECONDS = 1.0    # of waiting where a holder may have ended without our knowing
 
 
+def lockable(folder: Path, by: str) -> None:
+    """Raises ConfigError where there is no flock: PyTorch has no other way, as `locked` has one.
+    `by`: the variable that chose the folder. Raises OSError."""
+    import fcntl
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"nothing can be locked in {named(folder)} ({error.strerror}); set "
+                              f"{by} to a folder on a local disk") from None
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file `path` alone. The kernel lets go of it when its holder dies.
@@ -299,7 +417,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     try:
         lock.acquire(-1 if wait else LOOK_SECONDS)
     except Timeout:
-        raise BlockingIOError(errno.EAGAIN, f"it holds the lock {path}") from None
+        raise BlockingIOError(errno.EAGAIN, f"it holds the lock {named(path)}") from None
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise

@@ -4,6 +4,7 @@ Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: 
 try, none makes one faster.
 """
 
+import contextlib
 import functools
 import operator
 import os
@@ -27,10 +28,12 @@ from lpkit.timing import interleaved_seconds
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Products of formats that a GPU multiplies from this compute capability on
 LOW = {"fp8": (8, 9), "int8": (7, 5)}
+LEAST = (7, 0)              # compute capability, of Triton
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
 SMALL_FLOPS = 1e8           # of a product: a millisecond of one core
 BUSY_SHARE = 0.25           # of the cores, by others
+WORKING = ("user", "nice", "system", "irq", "softirq", "steal")      # of a core's times
 SLOW_SECONDS = 2.0          # of a product
 PROBE = 256                 # rows and columns of one that is tried first
 
@@ -98,20 +101,30 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
 
 
 def others() -> Callable[[], float]:
-    """Starts now; asked, it says which share of the cores that this process may use other processes
-    took since, time stolen from a virtual machine included."""
-    def busy() -> list[float]:
-        each = psutil.cpu_percent(percpu=True)      # counts from its last call
-        ours = psutil.Process().cpu_affinity() if sys.platform == "linux" else range(len(each))
-        return [each[core] for core in ours if core < len(each)]
+    """Starts now; asked, it says which share of the cores that this process may use was taken since
+    by processes that it did not start, time stolen from a virtual machine included."""
+    def busy() -> float:
+        """Seconds in which those cores worked, of all of them."""
+        each = psutil.cpu_times(percpu=True)
+        spent = (each[core] for core in cores if core < len(each))
+        return sum(getattr(one, field, 0.0) for one in spent for field in WORKING)
 
-    busy()
-    began, mine = time.perf_counter(), time.process_time()
+    def ours() -> float:
+        """Seconds of this process, and of those that it started, also if they have ended."""
+        me = psutil.Process()
+        spent = time.process_time() + sum(me.cpu_times()[2:4])
+        for child in me.children(recursive=True):
+            with contextlib.suppress(psutil.Error):     # gone since it was listed
+                spent += sum(child.cpu_times()[:4])
+        return spent
+
+    on_linux = sys.platform == "linux"
+    cores = psutil.Process().cpu_affinity() if on_linux else range(psutil.cpu_count())
+    began, before = time.perf_counter(), busy() - ours()
 
     def share() -> float:
-        own = (time.process_time() - mine) / (time.perf_counter() - began)
-        each = busy()
-        return max(0.0, (sum(each) / 100 - own) / len(each))
+        theirs = busy() - ours() - before
+        return min(1.0, max(0.0, theirs / (time.perf_counter() - began) / len(cores)))
 
     return share
 
@@ -188,8 +201,39 @@ def machine(device: str | None = None) -> Machine:
     """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix
     product in each dtype, the best memory sweep. Under 3 s, and measured once per process and
     number of threads. On a GPU a datasheet promises more."""
-    on = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return _machine(on, torch.get_num_threads())
+    return _machine(device or usable(), torch.get_num_threads())
+
+
+def usable() -> str:
+    """The device that can be tried here, "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.device_count() and not why_no_gpu() else "cpu"
+
+
+def why_no_gpu(index: int | None = None) -> str:
+    """Why no run can use this GPU (None: the current one), in one clause, or empty. Where PyTorch
+    refuses it, in PyTorch's words: `is_available` and `device_count` warn once at most."""
+    try:
+        torch.cuda.init()
+        torch.cuda.mem_get_info(index)      # a context: another process may have left no room
+        about = torch.cuda.get_device_properties(index)
+    except Exception as error:      # AssertionError, RuntimeError, errors of CUDA
+        return str(error).partition("\n")[0].rstrip(". ")
+    if torch.version.hip:
+        return ""
+    built, has = torch.cuda.get_arch_list(), 10 * about.major + about.minor
+    why = f"{about.name} has compute capability {about.major}.{about.minor}, and "
+    if built and not any(_made_for(one, has) for one in built):
+        return (f"{why}PyTorch {torch.__version__} is built for {', '.join(built)}; install a build "
+                f"that has it (https://pytorch.org)")
+    return "" if (about.major, about.minor) >= LEAST else f"{why}Triton needs 7.0"
+
+
+def _made_for(architecture: str, has: int) -> bool:
+    """Machine code runs where the major version is its own, PTX also on all that came later."""
+    kind, _, number = architecture.partition("_")
+    made = int(number.rstrip("af"))
+    return made == has or (made < has and number[-1] != "a"
+                           and (kind == "compute" or made // 10 == has // 10))
 
 
 @functools.cache
@@ -317,6 +361,14 @@ def available_bytes(device: torch.device | str) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + unused
+
+
+def others_bytes(device: torch.device | str) -> int:
+    """What other processes hold of a GPU, and CUDA itself, half a GiB for each."""
+    if torch.device(device).type != "cuda":
+        return 0
+    free, whole = torch.cuda.mem_get_info(device)
+    return whole - free - torch.cuda.memory_reserved(device)
 
 
 def room(device: torch.device | str, processes: int = 1) -> Machine:

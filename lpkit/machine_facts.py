@@ -4,6 +4,7 @@ What torch must be asked is in `lpkit.hardware`, and psutil where its facts are 
 Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
+import itertools
 import os
 import platform
 import subprocess
@@ -46,10 +47,14 @@ def cores() -> int:
 
 
 def gpus() -> int:
-    """NVIDIA's, that this process may use; found without loading a driver, on Linux alone."""
+    """NVIDIA's, that this process may use; found without loading a driver, on Linux alone. Of
+    CUDA_VISIBLE_DEVICES CUDA takes those before the first that is none."""
     here = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return here if visible is None else min(here, len(list(filter(None, visible.split(",")))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(here))))
+    there = itertools.takewhile(
+        lambda one: one and one[0] != "-" and not (one.isdigit() and int(one) >= here),
+        map(str.strip, visible.split(",")))
+    return min(here, len(list(there)))
 
 
 def memory_limit_bytes() -> int | None:

@@ -1,9 +1,11 @@
 """YAML as settings need it: mappings, lists and plain values.
 
 Anchors and aliases are refused (a few hundred bytes of them stand for more than any memory holds),
-and so are duplicate keys (PyYAML keeps the last), tags, deep nesting and large texts.
+and so are duplicate keys (PyYAML keeps the last), tags, whole numbers in other bases, deep nesting
+and large texts.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lpkit.files import read_text
 
 MOST_CHARACTERS = 1 << 16
 DEEPEST = 16
+OTHER_BASE = re.compile(r".*:.*|[-+]?0[0-7_]+")     # 1:30 is 90, and 010 is 8
 
 
 def read_yaml(path: Path) -> Any:
@@ -29,7 +32,7 @@ def parse_yaml(text: str, where: str = "the text") -> Any:
         raise ConfigError(f"{where} has {len(text):,} characters, and YAML is read up to "
                           f"{MOST_CHARACTERS:,}; shorten it")
     try:
-        values = yaml.load(text, _Plain)
+        values = yaml.load(text, _Plain)    # a SafeLoader that takes less: no tag makes an object
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{where} is not valid YAML, line {mark.line + 1}: "
@@ -63,6 +66,9 @@ class _Plain(yaml.SafeLoader):
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
+            raise _Refused(problem=f"YAML reads {_short(node.value)} in base 60 or 8",
+                           problem_mark=event.start_mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:

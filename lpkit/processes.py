@@ -5,17 +5,21 @@ pipe. It makes the child's private folder and starts the child. When the pipe cl
 closed it or died (also of SIGKILL, also before the keeper first looked), it asks the child to end,
 ends it, ends all that descends from it, and removes the folder. On Linux orphans become the
 keeper's children, so a descendant cannot hide by leaving its parent, group or session; elsewhere
-those are found whose parents live.
+those are found whose parents live. A keeper that is killed leaves its folder, and the next keeper
+removes it when nobody holds its lock: the keeper and its child hold that for life.
 Sources: prctl(2), PR_SET_CHILD_SUBREAPER; signal.set_wakeup_fd of the Python library.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
+import platform
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,6 +38,7 @@ CHILD_SECONDS = 1.0         # after SIGTERM, before SIGKILL: for the child itsel
 REST_SECONDS = 0.3          # and for what it left
 SWEEP_SECONDS = 5.0         # for the system to bury what was killed
 TAIL_BYTES = 1500           # of a log that goes with its folder
+HELD = f".held-on-{platform.node()}"    # a folder for several machines may have locks for each
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -127,19 +132,49 @@ def keep() -> int | str:
         return 0
     told = json.loads(line)
     folder = Path(told["folder"])
+    held = None
     try:
-        folder.mkdir(mode=0o700)
+        remove_abandoned(folder.parent)
+        held = make_and_hold(folder)
         for name, text in told["files"].items():
             _write_private(folder / name, text if isinstance(text, str) else json.dumps(text))
-        code = _run(told)
+        code = _run(told, held)
         if told["log"]:
             with contextlib.suppress(OSError):      # nobody listens any more
                 os.write(1, (folder / told["log"]).read_bytes()[-TAIL_BYTES:])
     except OSError as error:
         return f"lpkit: cannot start {told['command'][0]}: {error}"
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
     return code if code >= 0 else 128 - code
+
+
+def make_and_hold(folder: Path) -> int:
+    """The folder's lock file, open and locked; with it, the folder is made (0700). Raises
+    OSError."""
+    while True:
+        folder.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):    # taken for an abandoned one in between
+            held = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            with contextlib.suppress(OSError):          # no flock here: nobody will remove it
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if os.path.exists(folder / HELD):
+                return held
+            os.close(held)
+
+
+def remove_abandoned(place: Path) -> None:
+    """The folders in `place` of keepers of this user and machine that were killed."""
+    for lock in place.glob(f"lpkit-*/{HELD}"):
+        # another's, or a link, or one that is held
+        with contextlib.suppress(OSError), \
+                open(os.open(lock, os.O_RDWR | os.O_NOFOLLOW), "rb") as held:
+            status = lock.parent.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -148,7 +183,7 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _run(told: Mapping[str, Any]) -> int:
+def _run(told: Mapping[str, Any], held: int) -> int:
     """The exit code of the command, when none of its descendants is left."""
     adopt_orphans()
     with contextlib.ExitStack() as stack:
@@ -157,7 +192,7 @@ def _run(told: Mapping[str, Any]) -> int:
             path = Path(told["folder"], told["log"])
             out = stack.enter_context(open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "a"))
         child = subprocess.Popen(told["command"], cwd=told["cwd"], stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=out, pass_fds=told["fds"])
+                                 stdout=out, stderr=out, pass_fds=[*told["fds"], held])
     for fd in told["fds"]:
         os.close(fd)
     ended = threading.Event()

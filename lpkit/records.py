@@ -1,22 +1,30 @@
 """JSON that shows when it is not what was written: a flipped bit, a lost half, another hand.
 
-An object carries the SHA-256 of the rest of it, a line of many the CRC-32. Both are of the
-canonical text (sorted keys, no spaces), so only what changes a value is damage.
+An object carries the SHA-256 of the rest of it, a line the first 16 digits of its own. Both are of
+the canonical text (sorted keys, no spaces), so only what changes a value is damage. Lines of a file
+are a chain: a line that is lost, doubled, moved or of another run shows, too.
 """
 
 import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError, DamagedError
-from lpkit.files import read_text, write_atomically
+from lpkit.errors import ConfigError, DamagedError, named
+from lpkit.files import read_text, whole_file, write_atomically
 
-SUM, LINE_SUM = "sha256", "crc32"
+SUM, LINE_SUM, OLD_LINE_SUM = "sha256", "sum", "crc32"
+RUN, NUMBER, BEFORE = "run", "line", "before"       # what a line carries besides its value
+MARK_DIGITS = 16            # of a SHA-256, in lines and in what names a run
 MOST_BYTES = 1 << 28        # a header of tokens holds its tokenizer
+LONGEST_LINE = 1 << 20
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def plain(value: Any) -> Any:
@@ -37,7 +45,7 @@ def digest(value: Any) -> str:
 
 
 def _line_sum(value: Any) -> str:
-    return f"{zlib.crc32(canonical(value)):08x}"
+    return digest(value)[:MARK_DIGITS]
 
 
 def sealed(value: Mapping[str, Any]) -> str:
@@ -50,11 +58,11 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
         due = value.pop(SUM)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is not a whole record ({type(error).__name__}: {error}); it "
+    except UNREADABLE as error:
+        raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error}); it "
                            f"was cut off or altered") from None
     if digest(value) != due:
-        raise DamagedError(f"{path} does not match its checksum; it was altered after it was "
+        raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it was "
                            f"written")
     return value
 
@@ -77,25 +85,112 @@ def text_of(path: Path) -> str:
         raise DamagedError(str(error)) from None
 
 
-def line(value: Mapping[str, Any]) -> str:
-    value = plain(value)
-    return json.dumps({**value, LINE_SUM: _line_sum(value)}) + "\n"
+class Chain:
+    """Makes the lines of a file. Each carries its run, its number and the checksum of the line
+    before it, so its own checksum stands for all lines up to it."""
+
+    def __init__(self, path: Path, run: str | None):
+        self.run, (self.number, self.sum) = run, head(path)
+
+    def line(self, value: Mapping[str, Any]) -> str:
+        self.number += 1
+        value = plain({**value, RUN: self.run, NUMBER: self.number, BEFORE: self.sum})
+        self.sum = _line_sum(value)
+        return json.dumps({**value, LINE_SUM: self.sum}) + "\n"
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+@dataclass(frozen=True)
+class _Line:
+    value: dict[str, Any]
+    run: str | None
+    number: int         # 0: of an older lpkit, which had no chain
+    before: str | None
+    sum: str
+
+    @classmethod
+    def parse(cls, text: bytes) -> "_Line":
+        """Raises one of UNREADABLE."""
+        value = json.loads(text)
+        old = LINE_SUM not in value
+        due = value.pop(OLD_LINE_SUM if old else LINE_SUM)
+        found = f"{zlib.crc32(canonical(value)):08x}" if old else _line_sum(value)
+        if due != found or not text.endswith(b"\n"):
+            raise ValueError("it does not match its checksum")
+        return cls(value, value.pop(RUN, None), value.pop(NUMBER, 0), value.pop(BEFORE, None), due)
+
+
+def head(path: Path) -> tuple[int, str]:
+    """The number and the checksum of the last whole line, which stand for all lines. (0, "") where
+    there is none."""
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LONGEST_LINE))
+            for text in reversed(file.readlines()):
+                with suppress(*UNREADABLE):
+                    last = _Line.parse(text)
+                    return last.number, last.sum
+    return 0, ""
+
+
+def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, int, str]] = ()
+               ) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines that are as they were written, and a sentence for each that is not. Of a missing
-    file, none."""
-    good, problems = [], []
+    file, none.
+
+    run:     whose lines they are; None: of a run that older versions began, whose lines are single
+    vouched: (who says so, the number of a line, its checksum)
+    """
+    good, problems, sums = [], [], {}
+    before: _Line | None = _Line({}, run, 0, None, "")      # None: the one before is not known
     text = path.read_bytes() if path.is_file() else b""
-    for number, one in enumerate(text.splitlines(keepends=True), 1):
+    for place, one in enumerate(text.splitlines(keepends=True), 1):
+        why = ""
         try:
-            value = json.loads(one)
-            if value.pop(LINE_SUM) != _line_sum(value) or not one.endswith(b"\n"):
-                raise ValueError("it does not match its checksum")
-            good.append(value)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            why = "cut off, as a kill leaves it"
+            line = _Line.parse(one)
+        except UNREADABLE as error:
+            line, why = None, "cut off, as a kill leaves it; it is passed over"
             if one.endswith(b"\n"):
-                why = f"damaged ({type(error).__name__}: {error})"
-            problems.append(f"{path}, line {number}, is {why}; it is passed over")
-    return good, problems
+                why = f"damaged ({type(error).__name__}: {error}); it is passed over"
+        if line and run is not None:
+            if line.run != run:
+                line, why = None, "of another run; it is passed over"
+            elif sums.get(line.number) == line.sum:
+                line, why = before, "there twice; it is passed over"
+            elif before and line.before != before.sum:
+                why = "not the one that followed the line before it: lines are missing, or altered"
+        if why:
+            problems.append((place, why))
+        if line and line is not before:
+            good.append(line.value)
+            sums[line.number] = line.sum
+        before = line
+    told = {place for place, _ in problems}
+    lacking = sorted({who for who, number, due in vouched
+                      if number and number not in told and sums.get(number) != due})
+    return good, [*_told(path, problems), *(
+        f"{named(path)} lacks lines that {who} vouches for, or has others in their place"
+        for who in lacking[:1])]
+
+
+def _told(path: Path, problems: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """A sentence for each run of neighbours that have one reason."""
+    for (why, _), group in groupby(enumerate(problems), lambda one: (one[1][1], one[1][0] - one[0])):
+        places = [place for _, (place, _) in group]
+        which = f"line {places[0]}, is" if len(places) == 1 else f"lines {places[0]} to " \
+            f"{places[-1]}, are"
+        yield f"{named(path)}, {which} {why}"
+
+
+def rewind(path: Path, step: int) -> None:
+    """Keep the lines up to `step`, since what came after is done again. Damage before it stays."""
+    kept, end = [], 0
+    for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        try:
+            if _Line.parse(text).value["step"] > step:
+                continue
+            end = len(kept) + 1
+        except UNREADABLE:
+            pass
+        kept.append(text)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(b"".join(kept[:end]))

@@ -3,6 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from textwrap import fill
+
+from lpkit.errors import in_one_line
 
 INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # on white: of figures
 # in HTML those of JupyterLab's theme, where there is one
@@ -15,9 +18,10 @@ FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
-               caption: str = "") -> str:
+               caption: str = "", below: Iterable[str] = ()) -> str:
     """A quiet table. Cells are escaped. The first column, and those that hold sentences, are set to
-    the left, others to the right; sentences alone may wrap. No heads: rows alone."""
+    the left, others to the right; sentences alone may wrap. No heads: rows alone. `below`:
+    sentences beneath the rows."""
     rows = [list(map(str, row)) for row in rows]
     columns = list(zip(*rows)) or [()] * len(heads)
     least = [min(16, max(map(len, column)) / 2) if any(
@@ -40,13 +44,15 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
         f"line-height:1.5;font-variant-numeric:tabular-nums'>",
         above if caption else "",
         line(heads, "th", f"{rule}font-weight:600;") if heads else "",
-        *(line(row, "td", rule) for row in rows), "</table>"])
+        *(line(row, "td", rule) for row in rows),
+        *(f"<tr><td colspan='{len(columns)}' style='padding:3px 12px;text-align:left'>"
+          f"{escape(words)}</td></tr>" for words in below), "</table>"])
 
 
 def text_table(rows: Iterable[Sequence[str]], *, align: str = "<", indent: str = "") -> str:
     """Columns as wide as their widest cell. `align`: < or > for each column; the last holds for the
     rest."""
-    rows = list(rows)
+    rows = [[in_one_line(cell) for cell in row] for row in rows]
     sides = align + align[-1] * max(map(len, rows), default=0)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -54,6 +60,13 @@ def text_table(rows: Iterable[Sequence[str]], *, align: str = "<", indent: str =
         cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)]
         lines.append((indent + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def beside(name: str, value: str, at: int, width: int) -> str:
+    """`value` in lines of `width` that begin at column `at`, and `name` before the first. No word
+    is broken."""
+    return fill(value, width, initial_indent=f"{name:<{at - 2}}  ", subsequent_indent=" " * at,
+                break_long_words=False, break_on_hyphens=False)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -21,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from lpkit.errors import ConfigError, named, nearest, shown
+from lpkit.files import expanded
 
 Check = Callable[[str, Any], None]      # of a key and its value; raises ConfigError
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,6 +60,13 @@ def text(name: str, value: object) -> None:
     if isinstance(value, str) and (len(value) > MOST_CHARACTERS or "\0" in value):
         raise ConfigError(f"{name} must be at most {MOST_CHARACTERS:,} characters and none of them "
                           f"NUL, got {len(value):,}: {shown(value)}")
+    utf8(name, value)
+
+
+def utf8(name: str, value: object) -> None:
+    """Bytes that are none reach Python as surrogates, which nothing can write."""
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ConfigError(f"{name} must be UTF-8, got {shown(value)}")
 
 
 def not_empty(name: str, value: object) -> None:
@@ -72,7 +80,7 @@ def place(name: str, value: Any) -> None:
         return
     not_empty(name, value)
     text(name, str(value))
-    if any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
+    if any(len(os.fsencode(part)) > 255 for part in expanded(value).parts):
         raise ConfigError(f"{name} has a part of more than 255 bytes, which no folder can hold: "
                           f"{shown(str(value))}")
 
@@ -80,7 +88,7 @@ def place(name: str, value: Any) -> None:
 def folder(name: str, value: str | Path) -> None:
     """One that is there, or may be made."""
     place(name, value)
-    path = Path(value).expanduser()
+    path = expanded(value)
     there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
     if there is not None and not there.is_dir():
         raise ConfigError(f"{name} is to be a folder, and {named(there)} is something else; choose "
@@ -151,6 +159,8 @@ class _Rule:
         if value is not None:
             for check in self.checks:
                 check(name, value)
+        if isinstance(value, (str, Path)) and not {place, folder}.isdisjoint(self.checks):
+            return expanded(value)      # the one place where an argument becomes a path
         return value
 
 

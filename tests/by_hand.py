@@ -71,7 +71,8 @@ class Reader:
         self.N, self.W, kept = self.parameters(), self.weights(), self.kept()
         bf16 = self.seconds(fp8=False)
         return {"parameters": self.N, "states": self.states(), "activations": kept, "peak": self.peak(kept),
-                "flops": self.flops(), "seconds": bf16, "gain": bf16 / self.seconds(fp8=True), "noise": self.noise()}
+                "flops": self.flops(), "seconds": bf16, "gain": bf16 / self.seconds(fp8=True), "noise": self.noise(),
+                "moved": self.moved(), "sent": self.sent(), "cache": self.cache()}
 
     def terms(self, cell: str, table: int = 0, name: str = "") -> dict[str, float]:
         return {row: evaluated(text, self.n) for row, text in self.tables[cell].column(table, name or self.title).items()}
@@ -217,3 +218,27 @@ class Reader:
         head = sum(self.three(q["D"], q["V"], peak)) + 2.5 * outside
         copies = 2 * (2 + 4) * sum(K * N for K, N in self.linears.values()) / self.Q
         return q["L"] * (forward + backward + again + copies) + head + (12 + 8 * self.slots) * self.N / self.Q
+
+    # 10, 12 and 14
+
+    @printed("kernels-09", "x, code = 4, 1 ", '"operation after operation": (5 * x + code, 3 * x + 2 * code)', '"amax, and two casts": (3 * x, 2 * code)',
+             '"amax, and one cast to both": (2 * x, 2 * code)', '"one kernel, the amax of the step before": (x, 2 * code)')
+    def moved(self) -> float:
+        x, code = 4, 1
+        each = {"operation after operation": 5 * x + code + 3 * x + 2 * code, "amax, and two casts": 3 * x + 2 * code,
+                "amax, and one cast to both": 2 * x + 2 * code, "one kernel, the amax of the step before": x + 2 * code}
+        return each[self.q["cast"]] * self.q["B"] * self.q["T"] * self.q["D"]
+
+    @printed("zero-formula-0", r"\text{reduce-scatter} = \text{all-gather} = \frac{R - 1}{R} \, \text{bytes}")
+    @printed("zero-08", "ZeRO 0 all-reduces the gradients. ZeRO 1\nscatters gradients, updates its part, and gathers the new weights.",
+             "gather them for\nforward, and ZeRO 3, which drops each block as soon as it is done with it, once more for backward")
+    @printed("zero-22", "Every micro-batch sends everything.")
+    def sent(self) -> float:
+        q = self.q
+        rounds = 3 * q["micro_batches"] if q["zero"] == 3 else 2
+        return rounds * (q["ranks"] - 1) / q["ranks"] * 4 * self.N
+
+    @printed("flash-cache-formula", r"\text{cache}(t) = 2 \, L \, G \, E \, t \times \text{bytes of a number}")
+    def cache(self) -> float:
+        q = self.q
+        return 2 * q["L"] * q["G"] * q["E"] * q["T"] * 2 * q["B"]

@@ -51,6 +51,14 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Whoever runs the tests is told of a page that is older than the code: nobody renews it at every change, it takes an hour."""
+    from tests.attack import _page
+
+    if said := _page.age((_page.ROOT / "docs" / "reliability.md").read_text()):
+        terminalreporter.write_line(said, yellow=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def multiplies_bf16():
     """What a step holds and rounds is tested as CPUs have it that multiply bf16; with AVX2 alone the kit widens even small products."""
@@ -130,7 +138,7 @@ def doctors_report(cells):
 @pytest.fixture(scope="session")
 def context():
     """A context of a real browser. Playwright can be open only once in a process."""
-    from lpkit.bench.browser import chromium, chromium_path
+    from tests.bench.browser import chromium, chromium_path
 
     if chromium_path() is None:
         pytest.skip("there is no chromium, chromium-browser or google-chrome on PATH")
@@ -142,7 +150,7 @@ def context():
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, context):
     """(open, folder): `open(name)` opens a notebook of `folder` in a served JupyterLab, in a real browser."""
-    from lpkit.bench.browser import Notebook, served
+    from tests.served import Notebook, served
 
     folder = tmp_path_factory.mktemp("lab")
     with served(folder, tmp_path_factory.mktemp("state")) as server:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from lpkit.bench.browser import Notebook, chromium, chromium_path, served
+from tests.bench.browser import chromium, chromium_path
+from tests.served import Notebook, served
 
 HIGH = 8000     # of the window: Chromium paints 16,384 pixels at most
 

@@ -12,15 +12,16 @@ from lpkit.errors import ConfigError
 from lpkit.predict import evidence
 from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.flops import Product
-from lpkit.predict.precision import amdahl, memory_change, step_cost
+from lpkit.predict.ledger import memory
+from lpkit.predict.precision import step_cost
 from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
 from lpkit.predict.time import step_time
+from lpkit.presets import preset
 from lpkit.studies.advice import (
     MIN_WORTHWHILE_SPEEDUP,
     advise,
     claims,
-    in_emulation,
-    recall,
+    recorded_steps,
 )
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES
@@ -86,14 +87,14 @@ def test_a_history_saves_the_pass_that_looks():
 
 
 def test_amdahl():
-    assert amdahl(0.5, 2) == pytest.approx(4 / 3) and amdahl(0, 9) == 1 and amdahl(1, 3) == pytest.approx(3)
-    cost = step_cost(gpt(12, 768), TENSORWISE, CATALOGUE["h200"])
-    assert cost.speedup == pytest.approx(cost.base_step_seconds / cost.step_seconds)
+    cost = step_cost(gpt(12, 768), TENSORWISE, CATALOGUE["h200"], evidence.efficiency(CATALOGUE["h200"]))
+    assert cost.speedup == pytest.approx(1 / (1 - cost.share + cost.share / cost.linear_speedup))
 
 
 def test_wider_is_better_and_never_backwards():
     """Same tokens, same depth."""
-    speedups = [step_cost(gpt(12, width), TENSORWISE, CATALOGUE["h200"]).speedup for width in (256, 512, 768, 1536, 3072, 6144)]
+    reached = evidence.efficiency(CATALOGUE["h200"])       # without the cap of published runs
+    speedups = [step_cost(gpt(12, width), TENSORWISE, CATALOGUE["h200"], reached).speedup for width in (256, 512, 768, 1536, 3072, 6144)]
     assert speedups == sorted(speedups) and speedups[0] < 1 < MIN_WORTHWHILE_SPEEDUP < speedups[-1] < 2
 
 
@@ -120,7 +121,10 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
 
 @pytest.mark.parametrize("machine, config, choice, said", [
     ("a100-80", gpt(12, 768), "bf16", "casts cost more"),              # int8 is native there, and does not pay
-    ("t4", gpt(12, 768), "fp16", "fp16: "), ("b200", gpt(32, 4096), "fp8-delayed", "times as fast")])
+    ("t4", gpt(12, 768), "fp16", "fp16: "),
+    # fp8-delayed before: NVFP4's casts were taken as many kernels. They are one (`kernels/cast_nvfp4.py`), and NVIDIA's step of
+    # Llama 3 8B on GB200 is 1.59 times as fast in NVFP4
+    ("b200", gpt(32, 4096), "nvfp4", "times as fast")])
 def test_other_machines(machine, config, choice, said, tmp_path):
     got = advise(config, machine, measured=tmp_path)
     assert got.choice == choice and said in got.sentence
@@ -160,33 +164,15 @@ def test_what_is_to_be_beaten_can_be_named():
         advise(gpt(4, 256, batch=1), "h200", base="fp8")
 
 
-def test_bytes_are_those_of_the_linear_itself():
-    """`ScaledLinear` keeps x and w for backward, cast: the formula's bytes against autograd's."""
-    import torch
-    from torch import nn
-
-    from lpkit.precision.backends import BACKENDS
-
-    M, K, N = 256, 128, 384
-    for name in ("fp8-tensorwise", "fp8-rowwise", "mxfp8"):
-        layer = BACKENDS["emulated"].wrap(nn.Linear(K, N, bias=False), RECIPES[name], name="x", seed=0)
-        held: dict[int, int] = {}
-
-        def pack(t, held=held):
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-            layer(torch.randn(M, K, requires_grad=True))
-        recipe = in_emulation(on_hardware(name, RECIPES[name], Config().model), RECIPES[name], "bf16")
-        change = memory_change(recipe, {linear(M, N, K): 1})
-        assert sum(held.values()) == pytest.approx(2 * (M * K + N * K) + sum(change.values()), abs=16)
-
-
-def test_histories_are_counted_and_weights_are_not():
-    change = memory_change(replace(TENSORWISE, history=1024), {linear(4096, 512, 1024): 3})
-    assert change == {"activations kept": -3 * 4096 * 1024, "weight copies": -3 * 512 * 1024, "scales": 3 * 2 * 4,
-                      "amax histories": 3 * 3 * 1025 * 4}
+@pytest.mark.parametrize("machine", ["h100", "b200", "a100-80"])
+def test_the_gain_in_memory_is_the_ledgers(machine, tmp_path):
+    """It was 14.0 GB less by `advise` and 11.8 less by the ledger."""
+    config = preset("llama-8b")
+    base = memory(config, machine, precision="bf16").peak_bytes
+    for plan in advise(config, machine).plans:
+        assert plan.cost.more_bytes == pytest.approx(memory(config, machine, precision=plan.recipe).peak_bytes - base, abs=1)
+    if machine == "h100":
+        assert round(advise(config, machine)["fp8-tensorwise"].cost.more_bytes / 1e9, 1) == -11.8
 
 
 def test_layers_that_are_kept_stay():
@@ -211,10 +197,11 @@ def test_a_recorded_linear_replaces_the_assumed_efficiency(tmp_path):
     cost = linear_cost(linear(M, N, K), TENSORWISE, on, true)
     record(tmp_path, "fp8-linear", "NVIDIA H200", [{
         "case": f"{M}x{K} @ {K}x{N}", "peer": "bf16", "ours_median": cost.seconds, "peer_median": cost.base_seconds - weight_cast}])
-    found, _ = recall(on, "bf16", tmp_path)
+    found = evidence.efficiency(on, folder=tmp_path)
     assert found.products["bf16"] == pytest.approx(0.7, rel=1e-3) and found.products["fp8"] == pytest.approx(0.5, rel=1e-3)
     assert "recorded: fp8-linear-h200.json" in found.source
-    assert recall(CATALOGUE["h100"], "bf16", tmp_path) == (evidence.efficiency(CATALOGUE["h100"]), {}), "another machine's file says nothing"
+    h100 = CATALOGUE["h100"]
+    assert evidence.efficiency(h100, folder=tmp_path) == evidence.efficiency(h100) and not recorded_steps(h100, "bf16", tmp_path), "another machine's file says nothing"
 
 
 def test_a_recorded_step_of_the_same_model_is_the_answer(tmp_path):

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1] / "lpkit"
 BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values"}     # settings, seams, tools: anybody
 MAY_IMPORT = {
     "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": set(),
-    "plain_yaml": {"errors", "files"}, "values": {"errors"},
-    "tables": set(), "timing": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
+    "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
+    "tables": {"errors"}, "timing": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "values"},     # rows: settings and facts, no implementation
     "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
@@ -29,12 +29,12 @@ MAY_IMPORT = {
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques", "training"},
     "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "course": BASE | {"kernels", "nn", "parallel", "precision", "predict", "studies", "techniques", "training", "ui"},
+    "course": BASE | {"kernels", "measure", "nn", "parallel", "precision", "predict", "studies", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},
 }
-EVERYTHING = {"bench", "commands"}          # nobody imports these but the command line
+EVERYTHING = {"commands"}          # nobody imports it but the command line
 WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
                  "course.lab", "parallel", "training.background"]
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]

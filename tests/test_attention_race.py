@@ -11,8 +11,10 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import choose, wrong
 from lpkit.nn.attention import CAUSAL, plain, sdpa
+from lpkit.predict import predict
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending, Backend
+from lpkit.techniques.machines import Machine
 from lpkit.training import attention, build
 
 CPU = torch.device("cpu")
@@ -105,6 +107,8 @@ def planted(monkeypatch, tmp_path):
     """A wrong backend that would win, in the table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(ATTENTION, "planted", Backend(operations=ATTENTION["sdpa"].operations, implementation=f"{__name__}:zeros_", assumed=False))
+    for name in ("ON_A_CPU", "IN_16_BITS"):
+        monkeypatch.setattr(attention, name, (*getattr(attention, name), "planted"))
 
 
 def zeros_(q, k, v, documents=None, sinks=None, *, rule=CAUSAL):
@@ -131,7 +135,7 @@ def test_what_is_asked_for_by_name_is_verified(planted):
 
 
 def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
-    config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32"})
+    config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32", "steps": 20})
     races = []
     monkeypatch.setattr(attention, "race", lambda *a: races.append(a) or attention.Choice(asked="auto", used="sdpa", why="raced"))
     start = time.process_time()
@@ -141,6 +145,35 @@ def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
     begun = {"chosen": {"attention": {"asked": "auto", "used": "blocked", "why": "raced"}}}
     again = build.decide(config.replace({"steps": 10**7}), before=begun).choices["attention"]
     assert (again.used, again.why) == ("blocked", "as this run was begun") and len(races) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("context", [16, 300])
+def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, context):
+    """As many sequences and heads as a call of 4 GFLOP has; `plain` where its scores are no more than q."""
+    given, seen = asked(dtype=dtype, context=context, head_dim=16), {}
+    monkeypatch.setattr(attention, "raced", lambda *a, **told: seen.update(told) or choose(*a, **told))
+    attention.race(given, 3, CPU)
+    may = attention.ON_A_CPU if dtype == "float32" else attention.IN_16_BITS
+    assert set(seen["offered"]) == {*may, *(["plain"] if context == 16 else [])}
+    assert seen["raced"][0][0].shape == (3, 4, context, 16)
+    monkeypatch.setattr(attention, "RACED_FLOPS", attention.flops(given.model) / given.model.L)
+    attention.race(given, 3, CPU)
+    assert seen["raced"][0][0].shape == (1, 4, context, 16)
+    monkeypatch.setattr(attention, "RACED_FLOPS", attention.flops(given.model) / given.model.L / 4)
+    attention.race(given, 3, CPU)
+    assert seen["raced"][0][0].shape == (1, 2, round(context / 2**0.5 - 0.5), 16), "half of one group's pairs: fewer tokens"
+
+
+def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch):
+    """With AMX PyTorch's kernel was 1.45 times as fast as blocks at 1,024 tokens; without, blocks are faster."""
+    config = Config().replace({"system.device": "cpu", "precision.recipe": "bf16", "steps": 1})
+    for tiles, used in ((True, "sdpa"), (False, "blocked")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        assert build.decide(config).choices["attention"].used == used
+        there = Machine(name="here", title="here", kind="cpu", memory_bytes=2**36, bytes_per_second=1e10,
+                        flops={"fp32": 1e11, "bf16": 8e11 if tiles else 1.9e11}, source="")
+        assert predict(config, there).assumptions["attention"] == used
 
 
 def test_fp8_is_never_raced():
@@ -165,5 +198,5 @@ def test_one_that_fails_in_the_race_is_refused(tmp_path):
         return sdpa(q, *others)
 
     found = choose("attention-test", kernel, "auto", attention.at_hand(given, CPU), offered={"plain": kernel.definition, "small": small},
-                   raced=attention.drawn(given, CPU, batch=3, groups=2, T=160), cache=tmp_path)
-    assert found.choice.used == "plain" and found.refused == {"small": "fails: MemoryError: does not fit"}
+                   raced=[attention.drawn(given, CPU, batch=3, groups=2, T=160)], cache=tmp_path)
+    assert found.choice.used == "plain" and found.refused == {"small": "lacks memory now: MemoryError: does not fit"}

@@ -54,7 +54,7 @@ def test_what_needs_the_absent_is_one_sentence(words, absent, said):
 def test_the_doctor_and_the_benches_start_without_them():
     done = command(["predict", "gpt2-124m", "--json"], OPTIONAL)
     assert done.returncode == 0 and json.loads(done.stdout), done.stderr
-    done = bare("import lpkit.bench.ledger, lpkit.bench.fp8, lpkit.bench.steps, lpkit.bench.kernels, lpkit.measure.doctor, lpkit.bench.evidence",
+    done = bare("import tests.bench.ledger, tests.bench.fp8, tests.bench.steps, tests.bench.kernels, lpkit.measure.doctor, tests.bench.evidence",
                 OPTIONAL - {"tokenizers"})
     assert done.returncode == 0, done.stderr
 

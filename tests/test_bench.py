@@ -3,14 +3,23 @@
 import itertools
 import json
 import pkgutil
+import re
 import statistics
+import subprocess
 import time
 
 import pytest
 import torch
 
 from lpkit import timing
-from lpkit.bench import (
+from lpkit.cli import main
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.files import PACKAGE
+from lpkit.nn.transformer import cross_entropy
+from lpkit.training.training import RandomTokens, Training
+from tests.attack import NAMES, _page
+from tests.bench import (
     BENCHES,
     decode,
     fsdp2,
@@ -19,15 +28,8 @@ from lpkit.bench import (
     loader,
     losses,
     nanogpt,
-    reliability,
 )
-from lpkit.bench.harness import paired, race, summary
-from lpkit.cli import main
-from lpkit.config import Config
-from lpkit.errors import ConfigError
-from lpkit.files import PACKAGE
-from lpkit.nn.transformer import cross_entropy
-from lpkit.training.training import RandomTokens, Training
+from tests.bench.harness import paired, race, summary
 
 
 class Clock:
@@ -225,7 +227,7 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, sentence", [
-    (["bench"], "name a benchmark"),
+    (["bench", "--seconds", "3"], "--seconds is for evidence alone, and 1 or more; got 3 with none"),
     (["bench", "imports"], "no benchmark 'imports'; did you mean 'import'"),
     (["bench", "import", "--rounds", "0"], "--rounds must be 1 or more"),
 ])
@@ -235,8 +237,37 @@ def test_bad_input(argv, sentence, capsys):
 
 
 def test_every_row_is_a_benchmark():
-    assert all(callable(pkgutil.resolve_name(f"lpkit.bench.{row}")) for row in BENCHES.values())
+    assert all(callable(pkgutil.resolve_name(f"tests.bench.{where}")) for where, _ in BENCHES.values())
+
+
+def test_without_a_name_all_are_listed(capsys):
+    assert main(["bench"]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^{name} +\S.{{20}}", out, re.M) for name in BENCHES) and max(map(len, out.splitlines())) <= 100
+    assert main(["bench", "--json"]) == 0 and list(json.loads(capsys.readouterr().out)["known"]) == list(BENCHES)
 
 
 def test_the_page_of_reliability_is_made_from_its_files():
-    assert (PACKAGE.parent / "docs" / "reliability.md").read_text() == reliability.page()
+    assert (PACKAGE.parent / "docs" / "reliability.md").read_text() == _page.page()
+
+
+def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "lpkit").mkdir()
+    commits = []
+    for name in ("lpkit/a.py", "b.py", "lpkit/c.py"):
+        (tmp_path / name).write_text("")
+        git("add", "-A")
+        git("commit", "-qm", name)
+        commits.append(git("rev-parse", "--short=12", "HEAD"))
+    rows = "\n".join(f"| {name} | 1 |" for name in NAMES)
+    pages = [f"Measured 2026-01-01 at commit {commit} with x\n{rows}" for commit in [*commits, "0123456789ab"]]
+    assert [re.findall(r"in (\d+) commits", _page.age(page, tmp_path)) for page in pages] == [["1"], ["1"], [], []]
+    kept = pages[2].replace(f"| {NAMES[0]} | 1 |", f"| {NAMES[0]} | 1 | {commits[0]} | |")
+    assert "in 1 commits" in _page.age(kept, tmp_path), "a row that was measured before"
+    assert _page.age(pages[0], tmp_path / "nowhere") == _page.age(pages[2], tmp_path) == ""
+    assert f"it has no row for {NAMES[0]}." in _page.age(pages[2].replace(f"| {NAMES[0]} |", ""), tmp_path)

@@ -2,17 +2,21 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lpkit.bench import fp8
-from lpkit.bench.harness import provenance, summary
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.studies.advice import advise, case_name, catalogued, recall
+from lpkit.kernels import cast_tensor
+from lpkit.kernels.jit import INTERPRETED
+from lpkit.predict.evidence import catalogued
+from lpkit.studies.advice import advise, case_name, recorded_steps
 from lpkit.techniques.machines import CATALOGUE
+from tests.bench import fp8
+from tests.bench.harness import provenance, summary
 
 CPU = torch.device("cpu")
 TINY = Config().replace({"model.layers": 1, "model.width": 64, "model.heads": 2, "model.vocab": 64, "model.context": 32,
@@ -36,7 +40,7 @@ def test_all_sizes_with_the_advisor_s_choice(tmp_path):
     assert kept["advice"].keys() == kept["losses"].keys() == {"1 x 64, 2 x 32 tokens", "1 x 128, 2 x 32 tokens"}
     # what is recorded is what the advisor looks for afterwards, and the row of its own choice is not among it
     (tmp_path / "fp8-step-h200.json").write_text(json.dumps(kept | {"device": "NVIDIA H200"}))
-    _, recorded = recall(CATALOGUE["h200"], "bf16", tmp_path)
+    recorded = recorded_steps(CATALOGUE["h200"], "bf16", tmp_path)
     assert recorded.keys() == {case_name(name, config) for name in fp8.COMPARED for config in (TINY, WIDE)}
 
 
@@ -48,6 +52,51 @@ def test_products_alone_are_the_products(monkeypatch):
     monkeypatch.setattr(fp8, "PRODUCT_FLOOR_DB", 60)
     with pytest.raises(AssertionError, match=r" dB$"):
         fp8._products((64, 128, 256), CPU, 1)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """On a CPU, and nothing is compiled. Returns what puts another cast in the place of Triton's."""
+    if not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    from lpkit.kernels.interpreter import mend
+
+    mend()
+    monkeypatch.setattr(fp8.jit, "compiled", lambda layer: layer)
+    return lambda call: monkeypatch.setattr(cast_tensor, "KERNEL", replace(cast_tensor.KERNEL, versions={"triton": call}))
+
+
+def test_a_linear_is_timed_with_the_kit_s_casts_beside_the_compiler_s(interpreted, monkeypatch):
+    calls, found, real = Counter(), {}, fp8.race
+
+    def counted(*arguments):
+        calls["triton"] += 1
+        return cast_tensor.in_triton(*arguments)
+
+    def race(name, *, ours, peers, over, **more):
+        for who, call in {"ours": ours, **peers}.items():
+            calls.clear()
+            call(*over[0])
+            found[who] = calls["triton"]
+        return real(name, ours=ours, peers=peers, over=over, **more)
+
+    interpreted(counted)
+    monkeypatch.setattr(fp8, "race", race)
+    results = fp8._linear((64, 128, 256), CPU, 1)
+    casts = found.pop("ours")
+    assert casts == 3, "x, w and g, each both ways by one read"
+    assert {"bf16", fp8.FUSED} <= found.keys() and not any(found.values())
+    assert [result.peer for result in results] == [*found] and {result.case for result in results} == {"64x128 @ 128x256"}
+
+
+def test_a_cast_that_is_not_its_definition_is_not_timed(interpreted):
+    def wrong(x, *how):
+        data, *rest = cast_tensor.in_triton(x, *how)
+        return torch.roll(data.view(torch.uint8), 1, 0).view(data.dtype), *rest
+
+    interpreted(wrong)
+    with pytest.raises(ConfigError, match=r"system\.kernels=triton: cast-tensor differs from its definition"):
+        fp8._linear((64, 128, 256), CPU, 1)
 
 
 @pytest.mark.parametrize("choice", ["fp8-rowwise", "int8", "fp8-delayed"])

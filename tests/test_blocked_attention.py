@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import measure
 from lpkit.kernels import blocked_attention, wide_product
-from lpkit.nn.attention import blocked, sees
+from lpkit.nn.attention import blocked, blocked_wide, sees
 from lpkit.predict import memory
 from lpkit.presets import preset
 from lpkit.techniques.attention import BlockSparse, Rule
@@ -63,19 +63,26 @@ def drawn(T, groups, dtype, rule, batch=2):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 5, 123, 300])
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_forward_and_backward(name, T, groups, dtype, products, monkeypatch):
-    monkeypatch.setattr(wide_product, "in_a_loop", lambda: products == "float32")
+def test_every_rule_forward_and_backward(name, T, groups, dtype, products):
+    attend = blocked_wide if products == "float32" else blocked
     rule = RULES[name]
     inputs, documents, d_out = drawn(T, groups, dtype, rule)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     sinks, exact_sinks = (one[3] if rule.sinks else None for one in (inputs, exact))
-    ours, want = blocked(*inputs[:3], documents, sinks, rule=rule), definition(*exact[:3], documents, exact_sinks, rule)
+    ours, want = attend(*inputs[:3], documents, sinks, rule=rule), definition(*exact[:3], documents, exact_sinks, rule)
     assert ours.dtype == dtype
     found = [ours, *torch.autograd.grad(ours, inputs, d_out)]
     expected = [want, *torch.autograd.grad(want, exact, d_out.double())]
     for got, right in zip(found, expected, strict=True):
         bound = max(TOLERANCE[dtype], SINKS_ARE_FLOAT32 if got.shape == (4,) else 0)
         assert (got.double() - right).norm() <= bound * right.norm() + 1e-6
+
+
+def test_a_cpu_that_multiplies_in_a_loop_widens(monkeypatch):
+    (q, k, v), documents, _ = drawn(300, 2, torch.bfloat16, Rule())
+    wide, narrow = blocked_wide(q, k, v, documents), blocked(q, k, v, documents)
+    monkeypatch.setattr(wide_product, "in_a_loop", lambda: True)
+    assert blocked(q, k, v, documents).equal(wide) and not narrow.equal(wide)
 
 
 @pytest.mark.parametrize("rule", [Rule(documents=True), Rule(documents=True, window=150, global_tokens=3)], ids=["full", "window"])
@@ -107,11 +114,11 @@ def test_no_block_computes_what_its_spans_leave_out(name):
     rule, T = RULES[name], 300
     inputs, documents, d_out = drawn(T, 2, torch.float32, rule)
     documents, sinks = documents if rule.documents else None, inputs[3] if rule.sinks else None
-    words = blocked_attention._words(rule)
+    words = rule.words
     with FlopCounterMode(display=False) as forward:
-        _, sums = blocked_attention.attend.__wrapped__(*inputs[:3], documents, sinks, words)
+        _, sums = blocked_attention.attend.__wrapped__(*inputs[:3], documents, sinks, words, False)
     with FlopCounterMode(display=False) as backward:
-        blocked_attention.gradients.__wrapped__(d_out, *inputs[:3], documents, sinks, sums, words)
+        blocked_attention.gradients.__wrapped__(d_out, *inputs[:3], documents, sinks, sums, words, False)
     pairs = 0
     for ids in documents.tolist() if rule.documents else [[0] * T] * 2:
         begins = [ids.index(one) for one in ids]
@@ -121,16 +128,16 @@ def test_no_block_computes_what_its_spans_leave_out(name):
     assert backward.get_total_flops() == (5 - 2) * 2 * 4 * 16 * pairs
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe, used", [("fp32", "blocked"), ("bf16", "blocked"), ("bf16", "blocked-wide")])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", [{"name": "full"}, {"name": "window", "size": 40, "global_tokens": 3}, {"name": "block-sparse", "block": 32}],
                          ids=lambda kind: kind["name"])
-def test_the_peak_of_a_step_that_is_its_own(kind, batch, recipe, monkeypatch):
+def test_the_peak_of_a_step_that_is_its_own(kind, batch, recipe, used, monkeypatch):
     """What is not in the formula are two numbers of each query of a block, and one of the losses."""
     monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
     config = preset("cpu-3m").replace({
         "model.layers": 2, "model.width": 64, "model.vocab": 16, "model.mlp_width": 64, "model.context": 300, "global_batch": batch,
-        "precision.recipe": recipe, "system.attention": "blocked", "model.attention": kind})
+        "precision.recipe": recipe, "system.attention": used, "model.attention": kind})
     found, said = measure.memory(config, device="cpu"), memory(config, CPU)
     assert found.module == "blocks.1.attention" and said.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3)
 
@@ -138,7 +145,7 @@ def test_the_peak_of_a_step_that_is_its_own(kind, batch, recipe, monkeypatch):
 def test_the_operators_are_what_pytorch_asks_of_one():
     inputs, documents, _ = drawn(20, 2, torch.float32, RULES["documents"])
     for rule in (Rule(), RULES["documents"]):
-        words = blocked_attention._words(rule)
+        words = rule.words
         q, k, v, *sinks = (t.detach() for t in inputs)
         args = (q, k, v, documents if rule.documents else None, sinks[0] if rule.sinks else None)
-        torch.library.opcheck(blocked_attention.attend, (*args, words), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(blocked_attention.attend, (*args, words, True), test_utils=("test_schema", "test_faketensor"))

@@ -8,7 +8,6 @@ import torch
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.scales import Made
-from lpkit.measure.parity import OneRank
 from lpkit.parallel.ranks import joined
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
@@ -17,6 +16,7 @@ from lpkit.presets import preset
 from lpkit.techniques.layouts import refuse_ungatherable
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
+from tests.parity import OneRank
 
 pytestmark = pytest.mark.dist
 SMALL = Config().replace({
@@ -50,11 +50,16 @@ def test_a_weight_that_is_cast_travels_in_half_of_16_bits():
     assert gathered["fp8"][1] / gathered["compute"][1] == pytest.approx(0.5, abs=1e-3)     # of a block
 
 
-def test_blocks_that_are_compiled_are_gathered_too(on_ranks):
-    """A graph rounds some results less often than 16-bit operations do, one by one: bf16's 2^-8, and 8 bits of a norm."""
-    changes = {"precision.recipe": "fp8-delayed", **FP8, "model.layers": 1, "global_batch": 2, "grad_accum_steps": 1}
-    for traced, plain in on_ranks("compiled", SMALL.replace(changes)):
+@pytest.mark.parametrize("gathered", ["fp8", "compute"])
+def test_blocks_that_are_compiled_are_gathered_too(on_ranks, gathered):
+    """In whole graphs. A graph rounds some results less often than 16-bit operations do, one by one: bf16's 2^-8, and 8 bits of a norm.
+    And gradients are not in the 8 bits of what was gathered, which would leave 200 values a tensor."""
+    changes = {"precision.recipe": "fp8-delayed", **FP8, "parallel.gathered": gathered, "model.layers": 1, "global_batch": 4,
+               "grad_accum_steps": 2}
+    for traced, traced_grads, plain, plain_grads, breaks in on_ranks("compiled", SMALL.replace(changes)):
         assert traced[::2] == pytest.approx(plain[::2], rel=2e-3) and traced[1::2] == pytest.approx(plain[1::2], rel=2e-2)
+        assert breaks == 0
+        assert len(set(traced_grads)) > 0.95 * len(set(plain_grads))
 
 
 @pytest.mark.parametrize("recipe, layout", [("fp8-delayed", "parallel.data"), ("fp8-delayed", "parallel.shard"),

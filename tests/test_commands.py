@@ -4,11 +4,15 @@ import argparse
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import lpkit
 from lpkit import cli
+from lpkit.commands import train
 from lpkit.errors import ConfigError
 
 NOTEBOOK = str(Path(__file__).parents[1] / "notebooks" / "00_start_here.ipynb")
@@ -80,3 +84,141 @@ def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, 
     finally:
         signal.signal(number, before)
     assert capsys.readouterr().err.splitlines()[-1].startswith("lpkit: ")
+
+
+# ---- paths
+
+NO_PATHS = ["~nobody-here/x", "~nobody-here/x.yaml", "~nobody-here/x.ipynb", "\udcff", "d\udcff/x", "d\udcff/x.yaml", "d\udcff.ipynb"]
+TAKES_A_PATH = [
+    "predict {}", "predict cpu-3m --machine {}", "predict cpu-3m run={}", "advise {}", "advise cpu-3m --machine {}",
+    "plan --model {} --tokens 1e9 --devices 8", "train {}", "train cpu-3m steps=1 --out {}", "train cpu-3m steps=1 data.source={}",
+    "train --resume --out {}", "sample {}", "export {} --out o", "export x --out {}", "data prepare {}", "data prepare text.txt --out {}",
+    "data prepare text.txt --tokenizer {}", "data show {}", "notebook {}", "notebook 00 --out {} nothing=1", "notebook 00 --on {}",
+    "notebook 00 --tier {}", "notebook 00 seed={}", "lab --course {} --reset 00", "lab --course work --reset {}", "bench {}",
+    "bench nothing --out {}", "claims {}", "doctor {}", "{}"]
+
+
+@pytest.mark.parametrize("line", TAKES_A_PATH)
+def test_a_home_of_nobody_and_bytes_that_are_no_utf8_are_sentences(line, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("text")
+    for path in NO_PATHS:
+        words = [word.replace("{}", path) for word in line.split()]
+        try:
+            code = cli.main(words)
+        except SystemExit as left:
+            code = left.code
+        err = capsys.readouterr().err
+        sentences = [said for said in err.splitlines() if said.startswith("lpkit: ")]
+        assert code == 2 and len(sentences) == 1 and err.replace("\n", "").isprintable(), (words, err)
+    assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "cache", "work"}, "nothing is left behind"
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "XDG_DATA_HOME", "HOME"])
+@pytest.mark.parametrize("value", ["~nobody-here/x", "\udcff", "/dev/null/x"])
+def test_so_they_are_in_the_environment(variable, value, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for other in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(variable, value)
+    (tmp_path / "text.txt").write_text("some text that is long enough\n" * 20_000)
+    for words in (["data", "prepare", "text.txt"], ["lab", "--reset", "00"]):
+        code = cli.main(words)
+        err = capsys.readouterr().err
+        assert code in (0, 2) and "Traceback" not in err
+    assert not (tmp_path / "~nobody-here").exists()
+
+
+@pytest.mark.parametrize("text", [b"data: {source: \xff}", b'data: {source: "\\udcff"}'], ids=["bytes", "an escape"])
+@pytest.mark.parametrize("words", [["train", "a.yaml"], ["predict", "a.yaml"], ["predict", "cpu-3m", "--machine", "a.yaml"]])
+def test_so_they_are_in_yaml(text, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_bytes(text)
+    assert cli.main(words) == 2 and capsys.readouterr().err.count("lpkit: ") == 1
+
+
+NAMED = "a\x1b]0;owned\x07\nlpkit: forged \u202e"
+TINY = ("model.layers=1 model.width=32 model.heads=2 model.context=32 steps=2 global_batch=4 eval_every=0 eval_batches=1 checkpoint_every=2 "
+        "precision.recipe=fp32 system.device=cpu system.threads=1").split()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_the_name_of_a_folder_moves_no_terminal(options, capfd, monkeypatch, tmp_path):
+    """Every command that names a folder, where it goes well and where it does not: what would obey is escaped, and no line is forged."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "".join(f"{i} bottles of beer\n" for i in range(40_000))
+    (tmp_path / f"{NAMED}.txt").write_text(text)
+
+    def say(*words: str) -> int:
+        code = cli.main([*words, *options])
+        out, err = capfd.readouterr()
+        for line in f"{out}\n{err}".replace("\r", "\n").split("\n"):
+            assert line.isprintable() and not line.startswith("lpkit: forged"), (words, line)
+        return code
+
+    def damage(name: str) -> None:
+        with (tmp_path / NAMED / name).open("ab") as file:
+            file.write(b"torn\n")
+
+    train = ["train", "cpu-3m", f"data.source={NAMED}.txt", *TINY, "--out", NAMED]
+    assert [say(*train), say(*train), say("train", "--resume", "--out", NAMED, "seed=5")] == [0, 2, 2]
+    damage("metrics.jsonl")
+    assert [say("train", "--resume", "--out", NAMED, "steps=3"), say("train", "--resume", "--out", f"{NAMED}x")] == [0, 2]
+    assert [say("sample", NAMED, "--tokens", "3"), say("sample", f"{NAMED}x"), say("sample", NAMED, "--prompt", "\udcff")] == [0, 2, 2]
+    assert [say("export", NAMED, "--out", f"{NAMED}e"), say("export", NAMED, "--out", f"{NAMED}e"), say("export", "x", "--out", NAMED)] == [0, 2, 2]
+    prepare = ["data", "prepare", f"{NAMED}.txt", "--out", f"{NAMED}d"]
+    assert [say(*prepare), say(*prepare), say("data", "show", f"{NAMED}d"), say("data", "show", f"{NAMED}x")] == [0, 2, 0, 2]
+    assert [say("lab", "--course", f"{NAMED}l", "--update"), say("lab", "--course", NAMED, "--update")] == [0, 2]
+    assert [say("notebook", f"{NAMED}.ipynb"), say("predict", f"{NAMED}.yaml"), say("predict", "cpu-3m", "--machine", f"{NAMED}.yaml")] == [2] * 3
+    for path in (tmp_path / NAMED / "checkpoints").glob("step-*"):
+        damage(f"checkpoints/{path.name}/manifest.json")
+    assert [say("sample", NAMED), say("train", "--resume", "--out", NAMED, "steps=4")] == [2, 0]
+    damage("config.yaml")
+    assert [say("sample", NAMED), say("train", "--resume", "--out", NAMED)] == [2, 2]
+
+
+def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer\n" for i in range(20_000)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cli.main(["train", "cpu-3m", "data.source=text.txt", *TINY, "--out", "runs/six"]) == 0
+    for place in ("runs/six", Path("runs/six"), tmp_path / "runs" / "six"):
+        assert lpkit.Run(place).summary["status"] == "complete" and lpkit.Run(place).path == Path(place)
+    for wrong, said in (("runs/sixx", "holds no run .*; did you mean 'six'"), ("nowhere/x", "holds no run"), ("", "is empty"),
+                        (5, "path must be"), ("~nobody-here/x", "does not know")):
+        with pytest.raises(ConfigError, match=said):
+            lpkit.Run(wrong)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["advise", "cpu-3m", "--recipe", "bf16"], "there is no recipe that casts 'bf16'"),
+    (["advise", "cpu-3m", "--machine", "h201"], "did you mean 'h200'"),
+    (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "top_k must be positive"),
+    (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"), (["export", "nowhere", "--out", "x"], "holds no run"),
+    (["train", "cpu-3m", "steps=many"], "whole number"), (["train", "--resume", "--out", "nowhere"], "holds no run"),
+    (["bench", "imports"], "did you mean 'import'"), (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
+    (["lab", "--port", "70000", "--no-browser"], "between 0 and 65535"), (["lab", "--reset", "42"], "choose one of 00, 01"),
+    (["notebook", "42"], "there is no notebook '42'; choose one of 00, 01, 02, 03, 04, 05, 06, 07, 08, 09, 10, 11, 12, 13, 14, 15, 99"),
+    (["notebook", "00", "sede=1"], "did you mean 'seed'"), (["data", "prepare", "nowhere"], "nowhere"),
+])
+def test_what_is_wrong_is_said_before_torch_is_imported(words, said, tmp_path):
+    """torch takes seconds to import. tests/attack/command_line.py draws wrong words and counts the same."""
+    code = f"import sys\nfrom lpkit.cli import main\ncode = main({words!r})\nprint('torch' in sys.modules)\nsys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XDG_DATA_HOME": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (2, "False\n") and said in done.stderr, done.stderr
+
+
+def test_the_summary_of_a_training_wraps_to_the_terminal(monkeypatch):
+    choice = {"asked": "auto", "used": "bf16", "why": " ".join(["a reason that goes on and on"] * 9)}
+    summary = {"run_dir": "runs/x", "status": "complete", "steps": 3, "tokens": 9, "chosen": {"precision": choice}}
+    for columns in ("60", "80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = train.text(summary).splitlines()
+        assert int(columns) - 12 < max(map(len, lines)) <= int(columns)
+        at = lines[0].index("runs/x")
+        assert all(line[at - 1] == " " and line[at] != " " for line in lines), "one column of names, one of values"
+        assert " ".join(line[at:] for line in lines).endswith(f"bf16 (asked: auto; {choice['why']})")

@@ -97,3 +97,10 @@ def test_a_config_of_a_newer_version_is_refused_before_its_keys():
 
 def test_numbers_that_yaml_reads_as_text():
     assert Config.from_yaml("optimizer: {lr: 1e-3}").optimizer.lr == 1e-3   # YAML 1.1 wants 1.0e-3
+
+
+@pytest.mark.parametrize("value", ["1:30", "1:1:1", "1:2.5", "-1:00", "010", "0_7"])
+def test_a_number_that_yaml_reads_in_another_base_is_refused(value):
+    """YAML 1.1 makes 90 of 1:30, and 8 of 010."""
+    with pytest.raises(ConfigError, match=rf"YAML reads {value} in base 60 or 8"):
+        Config.from_yaml(f"steps: {value}")

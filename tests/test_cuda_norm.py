@@ -2,12 +2,15 @@
 
 import ctypes
 import shutil
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from lpkit.errors import ConfigError
+from lpkit.files import own_cache
 from lpkit.kernels import cuda_norm, norm
 
 EPS = 1e-5
@@ -56,6 +59,26 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setattr(cuda_norm, "COMPILERS", ("no-such-compiler",))
     run, why = cuda_norm.for_cpu.__wrapped__()
     assert run is None and why == "there is no C++ compiler here (no-such-compiler)"
+
+
+def test_it_is_built_in_this_user_s_own_folder_or_not_at_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folders, temporary = [], tempfile.TemporaryDirectory
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **how: folders.append(how["dir"]) or temporary(**how))
+    if any(map(shutil.which, cuda_norm.COMPILERS)):
+        assert cuda_norm.for_cpu.__wrapped__()[0] and folders == [own_cache()]
+    monkeypatch.setattr(cuda_norm, "why_not", lambda: "")
+    monkeypatch.setattr("torch.utils.cpp_extension.load", lambda **how: how["build_directory"])
+    folder = Path(cuda_norm._library.__wrapped__())
+    assert folder == own_cache(f"cuda-{torch.__version__}") and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    own_cache().mkdir(exist_ok=True)
+    own_cache().chmod(0o777)
+    with pytest.raises(ConfigError, match="may be written by others"):
+        cuda_norm._library.__wrapped__()
+    if any(map(shutil.which, cuda_norm.COMPILERS)):
+        run, why = cuda_norm.for_cpu.__wrapped__()
+        assert run is None and "may be written by others" in why
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])

@@ -3,7 +3,9 @@
 import gzip
 import json
 import math
+import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -304,6 +306,66 @@ def test_altered_files_are_named(made, harm):
         target.unlink()
     with pytest.raises(ConfigError, match=rf"{target.name}.*prepare|{target.name}.*upgrade"):
         open_tokens(made.folder)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "header.json"])
+def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, made, tmp_path, name):
+    before = made.train.copy(), made.val.copy()
+    flip(made.folder / name)
+    with pytest.warns(UserWarning, match=rf"{name}.*It is made again"):
+        again = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    assert again.folder == made.folder and all(map(np.array_equal, before, (again.train, again.val)))
+    with pytest.raises(ConfigError, match=r"train\.bin does not have the checksum"):     # a folder of one's own is never removed
+        own = prepare_into(tmp_path / "own", DataConfig(source=str(folder)), 256, tmp_path / "cache")
+        flip(own.folder / "train.bin")
+        prepare(DataConfig(source=str(own.folder)), 256, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("plant", [flip, lambda path: path.write_text("{"), lambda path: path.write_text('{"model": {}}')],
+                         ids=["flipped", "cut", "unsealed"])
+def test_a_cached_tokenizer_that_was_damaged_is_learned_again_with_a_word(plant, bpe, tmp_path):
+    """A flipped byte may be an entry that text still has: it decodes, to something else."""
+    text = prose(3000)
+    TOKENIZERS["bpe"].build(300, lambda: iter([text]), tmp_path)
+    (cached,) = tmp_path.iterdir()
+    whole = cached.read_bytes()
+    plant(cached)
+    with pytest.warns(UserWarning, match="Its entries are learned again"):
+        again = TOKENIZERS["bpe"].build(300, lambda: iter([text]), tmp_path)
+    assert again.to_dict() == bpe.to_dict() and cached.read_bytes() == whole
+
+
+@pytest.mark.parametrize("closed, mode", [(False, 0o644), (True, 0o600)])
+def test_a_private_corpus_is_cached_for_nobody_else(folder, tmp_path, closed, mode):
+    def modes(made) -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in made.folder.iterdir()}
+
+    data, before = DataConfig(source=str(folder), tokenizer="bpe"), os.umask(0o022)
+    try:
+        if closed:      # one file of sixty
+            (folder / "deep" / "1.txt").chmod(0o600)
+        made = prepare(data, 300, tmp_path / "cache")
+        (learned,) = (tmp_path / "cache").glob("bpe-*.json")
+        assert modes(made) == {mode} and stat.S_IMODE(learned.stat().st_mode) == 0o600
+        assert modes(prepare_into(tmp_path / "own", data, 300, tmp_path / "cache")) == {mode}
+        (folder / "deep" / "1.txt").chmod(0o600)        # closed after it was cached
+        assert prepare(data, 300, tmp_path / "cache").folder == made.folder and modes(made) == {0o600}
+    finally:
+        os.umask(before)
+
+
+def test_files_whose_names_are_no_utf8_are_read(tmp_path):
+    for i in range(40):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{i}\udcff.txt").write_text(prose(50, i))
+    made = prepare(DataConfig(source=str(tmp_path / "texts")), 256, tmp_path / "cache")
+    assert made.header["source"]["files"] == 40
 
 
 def test_unigram_entropy_by_hand(tmp_path):

@@ -203,8 +203,6 @@ def test_no_page_for_a_notebook_that_does_not_hold(tmp_path):
 
 
 def test_a_picture_that_is_shown_is_drawn_from_its_numbers(tmp_path):
-    if not (DOCS / "first_run.json").exists():
-        pytest.skip("no run was kept yet")
     pytest.importorskip("matplotlib")
     picture = load("make_picture")
     picture.draw(json.loads(picture.NUMBERS.read_text()), tmp_path / "again.svg")

@@ -4,13 +4,15 @@ import errno
 import fcntl
 import os
 import signal
+import stat
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from filelock import SoftFileLock
 
-from lpkit import files
+from lpkit import files, records
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.training import loop
@@ -178,6 +180,62 @@ def test_where_nothing_can_be_locked_one_sentence_says_so(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"nothing can be locked in .*; choose a folder on a local disk, below /"):
         with files.locked(tmp_path / "lock"):
             pass
+
+
+# ---- modes
+
+@contextmanager
+def umask(bits):
+    before = os.umask(bits)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("bits", [0o077, 0o022, 0o002, 0o000, 0o177])
+def test_what_is_written_is_as_open_as_the_umask_says(bits, tmp_path):
+    with umask(bits):
+        files.write_atomically(tmp_path / "whole", "x")
+        records.write(tmp_path / "record", {})
+        files.append_lines(tmp_path / "lines", ["x\n"])
+        with files.whole_file(tmp_path / "copy") as temporary:
+            assert mode(temporary) == 0o666 & ~bits, "and never more open on the way"
+            temporary.write_text("x")
+    assert {mode(path) for path in tmp_path.iterdir()} == {0o666 & ~bits}
+
+
+def test_what_was_closed_stays_closed_when_it_is_replaced(tmp_path):
+    for has in (0o600, 0o640, 0o644):
+        (tmp_path / "file").write_text("old")
+        (tmp_path / "file").chmod(has)
+        with umask(0o022):
+            files.write_atomically(tmp_path / "file", "new")
+        assert mode(tmp_path / "file") == has and (tmp_path / "file").read_text() == "new"
+
+
+def test_a_private_folder_is_made_closed_and_an_own_one_is_closed(tmp_path):
+    with umask(0):
+        folder = files.private_folder(tmp_path / "a" / "b" / "c")
+    assert [mode(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700, 0o755, 0o755]
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o775)
+    assert mode(files.own_folder(tmp_path / "open", 0o700)) == 0o700
+    with umask(0):
+        assert mode(files.own_folder(tmp_path / "new", 0o700)) == 0o700
+
+
+def test_a_home_that_nobody_has_is_one_sentence(monkeypatch):
+    for path in ("~nobody-here/x", "\udcff/x"):
+        for variable, place in (("XDG_CACHE_HOME", files.cache_dir), ("XDG_DATA_HOME", files.data_dir)):
+            monkeypatch.setenv(variable, path)
+            with pytest.raises(ConfigError, match=r"a user whom this machine does not know|is not UTF-8"):
+                place("course")
+    assert files.expanded("~") == Path.home() and files.expanded("a/~b") == Path("a/~b")
 
 
 # ---- links

@@ -5,6 +5,7 @@ import math
 import shutil
 import signal
 import warnings
+import zlib
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def test_no_flipped_bit_changes_a_record(tmp_path):
 def test_no_flipped_bit_changes_a_line_or_hides_the_others(tmp_path):
     path = tmp_path / "lines.jsonl"
     lines = [RECORD | {"step": step} for step in range(3)]
-    whole = "".join(map(records.line, lines)).encode()
+    chain = records.Chain(path, "me")
+    whole = "".join(map(chain.line, lines)).encode()
     for data in flips(whole):
         path.write_bytes(data)
         good, problems = records.read_lines(path)
@@ -89,9 +91,11 @@ def test_no_flipped_bit_changes_a_line_or_hides_the_others(tmp_path):
     assert records.read_lines(tmp_path / "none") == ([], [])
 
 
-def test_what_json_does_not_have_is_written_as_it_comes_back():
+def test_what_json_does_not_have_is_written_as_it_comes_back(tmp_path):
     value = {"keys": {1: (2, math.nan)}, "inf": -math.inf}
-    assert json.loads(records.line(value)) | {records.LINE_SUM: ""} == {"keys": {"1": [2, None]}, "inf": None, records.LINE_SUM: ""}
+    more = {records.RUN: None, records.NUMBER: 1, records.BEFORE: "", records.LINE_SUM: ""}
+    line = records.Chain(tmp_path / "none", None).line(value)
+    assert json.loads(line) | {records.LINE_SUM: ""} == {"keys": {"1": [2, None]}, "inf": None} | more
     assert records.unsealed(records.sealed(value), "x") == {"keys": {"1": [2, None]}, "inf": None}
 
 
@@ -236,7 +240,7 @@ def test_what_does_not_fit_the_model_is_not_loaded(tiny, change, why):
 # ---- what a run says became of it
 
 def test_a_run_that_goes_on_is_told_from_one_that_was_killed(run):
-    records.write(run.path / runs.SUMMARY, {"status": "running"})
+    records.write(run.path / runs.SUMMARY, {"status": "running", records.RUN: run.mark})
     with locked(run.path / runs.LOCK):
         assert run.summary["status"] == "running"
     assert run.summary["status"] == "killed" and run.summary["steps"] == 4 and run.summary["final_loss"] == run.metrics[-1]["loss"]
@@ -335,3 +339,89 @@ def test_who_said_nohup_outlives_the_shell():
         signal.signal(signal.SIGHUP, before)
     with heard_by(lambda *_: None):
         assert callable(signal.getsignal(signal.SIGHUP))
+
+
+# ---- lines and files are held together
+
+def chained(path, run="me", of=6) -> list[bytes]:
+    chain = records.Chain(path, run)
+    return [chain.line({"step": step}).encode() for step in range(1, of + 1)]
+
+
+@pytest.mark.parametrize("order, steps, said", [
+    ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], []),
+    ([1, 2, 4, 5, 6], [1, 2, 4, 5, 6], ["line 3, is not the one that followed"]),
+    ([2, 3, 4, 5, 6], [2, 3, 4, 5, 6], ["line 1, is not the one that followed"]),
+    ([1, 2, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], ["line 3, is there twice"]),
+    ([1, 2, 3, 4, 5, 6, 2], [1, 2, 3, 4, 5, 6], ["line 7, is there twice"]),
+    ([1, 3, 2, 4, 5, 6], [1, 3, 2, 4, 5, 6], ["lines 2 to 4, are not the one that followed"]),
+    ([1, 2, 3, 4], [1, 2, 3, 4], ["lacks lines that the summary vouches for"]),
+    ([], [], ["lacks lines that the summary vouches for"]),
+    ([1, 2, -3, 4, 5, 6], [1, 2, 4, 5, 6], ["line 3, is of another run"]),
+    ([1, -2, -3, -4, 5, 6], [1, 5, 6], ["lines 2 to 4, are of another run"]),
+])
+def test_lines_hold_together(tmp_path, order, steps, said):
+    """Whole lines that are lost, doubled, moved or of another run (the negative ones) are named; the others are read."""
+    path = tmp_path / "lines.jsonl"
+    ours, theirs = chained(path), chained(path, "you")
+    path.write_bytes(b"".join(ours))
+    vouched = [("the summary", *records.head(path))]
+    path.write_bytes(b"".join(ours[number - 1] if number > 0 else theirs[-number - 1] for number in order))
+    good, problems = records.read_lines(path, "me", vouched)
+    assert [line["step"] for line in good] == steps and len(problems) == len(said)
+    assert all(part in problem for part, problem in zip(said, problems)), problems
+
+
+def test_an_altered_line_with_a_right_checksum_breaks_the_chain(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = chained(path)
+    value = json.loads(lines[3]) | {"step": 40}
+    value.pop(records.LINE_SUM)
+    lines[3] = json.dumps(value | {records.LINE_SUM: records.digest(value)[:records.MARK_DIGITS]}).encode() + b"\n"
+    path.write_bytes(b"".join(lines))
+    assert "line 5, is not the one that followed" in records.read_lines(path, "me")[1][0]
+
+
+def test_an_attack_on_records_finds_what_is_not_held_together(tmp_path, monkeypatch):
+    """A reader that looks at single lines, as all did once, fails the attack: the judge is one."""
+    from tests.attack import records as attack
+
+    real = records.read_lines
+    monkeypatch.setattr(records, "read_lines", lambda path, run=None, vouched=(): real(path))
+    monkeypatch.setattr(Run, "vouches", lambda self, ended: {"files": {}, "lines": {}})
+    assert len(attack.attack(40, 1, tmp_path).failures["open says nothing"]) >= 4
+
+
+def test_a_run_that_an_older_lpkit_began_is_read_and_goes_on(run, tiny):
+    """Its lines are single, its records carry no run, and that is said."""
+    lines = [{**line, "crc32": f"{zlib.crc32(records.canonical(line)):08x}"} for line in run.metrics]
+    who = runs.identify(run.config, run.identity["tokens"], run.tokenizer)
+    for name in (runs.SUMMARY, runs.ENVIRONMENT, runs.TOKENIZER):
+        value = records.read(run.path / name)
+        records.write(run.path / name, {key: one for key, one in value.items() if key not in (records.RUN, "vouches")})
+    records.write(run.path / runs.IDENTITY, who)
+    (run.path / runs.CONFIG).write_text(runs.sealed_yaml(run.config))
+    (run.path / runs.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for folder in checkpoint.folders(run.checkpoints):
+        manifest = records.read(folder / "manifest.json")
+        manifest.pop("lines")
+        records.write(folder / "manifest.json", manifest | {"run": who["run"]})
+    old = Run.open(run.path)
+    assert [line["step"] for line in old.metrics] == [1, 2, 3, 4] and old.summary["status"] == "complete"
+    [said] = old.problems
+    assert "was begun by an older lpkit" in said and old.damage == []
+    again = train(tiny.replace({"steps": 6}), out=run.path, resume=True)
+    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4, 5, 6] and again.summary["damaged"] == []
+
+
+def test_a_line_that_was_lost_is_named_also_after_the_run_went_on(run, tiny):
+    """In the summary of the run that went on, and whenever the run is opened later."""
+    path = run.path / runs.METRICS
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    again = train(tiny.replace({"steps": 9, "keep_checkpoints": 1}), out=run.path, resume=True)
+    assert "metrics.jsonl lacks lines that" in again.summary["damaged"][0]
+    assert "metrics.jsonl lacks lines that environment.json vouches for" in again.problems[0]
+
+
+def test_a_run_that_was_copied_elsewhere_is_whole(run, tmp_path):
+    assert Run.open(shutil.copytree(run.path, tmp_path / "elsewhere")).problems == []

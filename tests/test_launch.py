@@ -16,16 +16,16 @@ import pytest
 
 import lpkit
 from lpkit import cli, preset
-from lpkit.bench.launch import STEP
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import ASKS, Place, Processes
 from lpkit.training.runs import RunFailedError
 from lpkit.ui.runs import LiveRun
 from tests.attack import patience, until
 from tests.attack import processes as attack
+from tests.bench.launch import STEP
 
 pytestmark = pytest.mark.dist
-RANK, HERE = "lpkit.bench.launch:rank", "tests.rank_functions"
+RANK, HERE = "tests.bench.launch:rank", "tests.rank_functions"
 AT = rf"at step {STEP} in forward"
 
 
@@ -287,7 +287,9 @@ def test_the_command_does_the_same(stand_in, tmp_path, capsys):
     (["--processes", "0"], "processes must be positive, got 0"),
     (["--processes", "two"], "argument --processes: invalid int value: 'two'"),
     (["--processes", "5"], "processes=5 need as many cores, and there are 4; use processes=4"),
-    (["--processes", "3", "parallel.data=2"], "is 2 devices, not 3; set data=3"),
+    # "set data=3" was said, and 16 sequences do not split over 3
+    (["--processes", "3", "parallel.data=2"], "is 2 devices, not 3; use 2 devices"),
+    (["--processes", "4", "parallel.data=2"], "is 2 devices, not 4; set parallel.data=4"),
     (["--processes", "3"], "global_batch=16 sequences does not split over data=3"),
     (["--processes", "2", "parallel.pipeline=2"], "parallel.pipeline=2 can be predicted, but training has the axes data and shard"),
 ])

@@ -178,7 +178,7 @@ def test_a_handle_and_a_series_keep_runs_and_no_models(tiny, tmp_path, models, m
     series = lpkit.start_each({"one": tiny, "two": tiny.replace({"seed": 1})}, out=tmp_path / "series")
     series.result()
     assert len(models) == 3 and all_gone(models) and handle.done and series.done
-    monkeypatch.setattr(loop.Training, "evaluate", lambda self: 1 / 0)
+    monkeypatch.setattr(loop.Training, "evaluate", lambda self, **more: 1 / 0)
     failed = lpkit.start(tiny, out=tmp_path / "failed")
     with pytest.raises(ZeroDivisionError):
         failed.result()

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+import stat
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 import traitlets
 from ipywidgets import HTML, Widget
 
-from lpkit.course import learner
+from lpkit.course import copies, learner
 from lpkit.course.exercises import EXERCISES, check
 from lpkit.course.judge import Exercise
 from lpkit.errors import ConfigError
@@ -32,6 +34,41 @@ def peak() -> Guess:
 
 
 ROW = Row(name="peak", formula=110e6, measured=100e6, unit="bytes", where="here")
+
+
+def test_what_a_learner_did_is_for_nobody_else():
+    before = os.umask(0o022)
+    try:
+        learner.file().parent.mkdir(parents=True)       # an older kit left it open
+        assert not learner.update(lambda was: was.with_attempt("02.a", True))
+        assert stat.S_IMODE(learner.file().parent.stat().st_mode) == 0o700
+        copies.work_folder(None)
+        assert stat.S_IMODE(learner.file().parent.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_two_people_in_one_account_have_two_files(mine, monkeypatch):
+    first = keep_one("first")
+    monkeypatch.setenv("LPKIT_LEARNER", "anna")
+    assert not learner.read().guesses and keep_one("second") != first
+    folder = copies.work_folder()
+    assert folder == learner.file().parent.resolve() and "anna" in folder.parts
+    monkeypatch.delenv("LPKIT_LEARNER")
+    assert learner.file() == mine and [one.question for one in learner.read().guesses] == ["first"]
+
+
+def keep_one(question: str):
+    guess = learner.keep("01.x", Guess(question, unit="MB", low=1.0, high=1000.0))
+    guess.locked = True
+    return learner.file()
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "/etc", ".hidden", "-x", "a" * 65, "a\nb", "\x1b[31m"])
+def test_a_learner_whose_name_is_no_files_is_refused(name, monkeypatch):
+    monkeypatch.setenv("LPKIT_LEARNER", name)
+    with pytest.raises(ConfigError, match="names no learner"):
+        copies.work_folder()
 
 
 # --- what counts
@@ -275,7 +312,7 @@ def test_progress_counts_by_notebook():
     (text,) = [trace["text"] for trace in spec["data"] if trace["name"] == "to do"]
     assert text[0] == f"1 of {sum(name.startswith('00') for name in EXERCISES)}, guesses: 0" and text[1].endswith("guesses: 1")
     (held,) = [trace for trace in spec["data"] if trace["name"] == "did not hold"]
-    assert held["y"] == ["01.peak"] and held["x"] == pytest.approx([100 / 31.6])
+    assert held["y"] == ["01.peak"] and held["x"] == pytest.approx([100 / 1.0])     # it starts at its low end
 
 
 def test_the_calibration_says_how_many_intervals_hold():

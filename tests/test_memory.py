@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
 from lpkit.config import Config
@@ -13,8 +15,10 @@ from lpkit.errors import ConfigError
 from lpkit.kernels import cross_entropy as cross_entropy_rows
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure import telemetry
+from lpkit.measure.trace import predict_trace
 from lpkit.measure.tracking import Tracker
 from lpkit.measure.updates import memory, saved_bytes
+from lpkit.memory import loss as loss_rows
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.recompute import within
@@ -23,6 +27,7 @@ from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper
 from lpkit.precision.linear import advance
+from lpkit.predict import memory as predict_memory
 from lpkit.techniques.optimizers import AdamWSettings
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint
@@ -252,6 +257,65 @@ def test_pieces_by_each_kernel_that_a_device_may_have(kernel, weighted, monkeypa
         assert (got - want).norm() <= 5e-7 * want.norm()
     y[3] = -100
     assert linear_cross_entropy(h, head, y, 8, weights).isnan()
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_a_gpu_adds_pieces_of_the_head_s_gradient_in_float32(held, monkeypatch):
+    """By a stand-in with the checks of CUDA's addmm (_addmm_dtype_out_cuda, aten/src/ATen/native/cuda/Blas.cpp), summed in float64. The
+    hidden states are in 16 bits or, under autocast, not; what is left of the error is that of the logits' gradient in bf16."""
+    calls, addmm = [], torch.addmm
+
+    def strict(total, a, b, *, out_dtype=None, out=None):
+        if out_dtype is None:
+            return addmm(total, a, b, out=out)
+        assert a.dtype == b.dtype == torch.bfloat16, "mat1 and mat2 must have the same dtype"
+        assert out is total and total.dtype == out_dtype == torch.float32 and total.shape == (a.shape[0], b.shape[1])
+        calls.append(a.shape)
+        return out.copy_(total.double() + a.double() @ b.double())
+
+    draw = torch.Generator().manual_seed(0)
+    h, y = torch.randn(70, 24, generator=draw).to(held), torch.randint(50, (70,), generator=draw)
+    head = torch.nn.Linear(24, 50, bias=False).to(held)
+    gradients = []
+
+    def kept(g, *others):
+        nats = cross_entropy_rows.cross_entropy_(g, *others)
+        gradients.append(g.double())
+        return nats
+
+    def dw():
+        gradients.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(h, head, y, 16)
+        (got,) = torch.autograd.grad(loss, head.weight)
+        return got, torch.cat(gradients).T @ h.bfloat16().double() / 70
+
+    monkeypatch.setattr(loss_rows, "cross_entropy_", kept)
+    monkeypatch.setattr(torch, "addmm", strict)
+    apart, exact = dw()
+    assert not calls, "a CPU has no such product"
+    monkeypatch.setattr(loss_rows, "_adds_wide", lambda g: True)
+    got, exact = dw()
+    assert calls == [(50, 16)] * 4 + [(50, 6)]
+    if held == torch.float32:
+        assert (got - exact).norm() <= 1e-6 * exact.norm() < (apart - exact).norm(), "no piece was rounded to 16 bits"
+    else:
+        assert torch.equal(got, exact.float().bfloat16())
+
+
+def test_a_gpu_s_head_gradient_has_shapes_and_flops_and_no_temporary(monkeypatch):
+    """Fake tensors of torch 2.11 cannot take addmm's out_dtype, and a trace has nothing else. The prediction for a GPU lacks it too."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as counted:
+        total, a, b = torch.zeros(50, 24), torch.zeros(50, 16, dtype=torch.bfloat16), torch.zeros(16, 24, dtype=torch.bfloat16)
+        assert torch.ops.lpkit.add_product_(total, a, b) is None
+    assert counted.get_total_flops() == 2 * 50 * 16 * 24
+    config = SMALL.replace({"model.vocab": 8192, "model.tied": False, "precision.recipe": "bf16", "system.products": "bf16", "memory.cross_entropy": "chunked",
+                            "memory.cross_entropy.chunk_tokens": 16})
+    beside = predict_trace(config).most["logits and loss"]
+    monkeypatch.setattr(loss_rows, "_adds_wide", lambda g: True)
+    product = 2 * config.model.vocab * config.model.width
+    assert beside - predict_trace(config).most["logits and loss"] == pytest.approx(product, rel=0.02)
+    assert predict_memory(config, "h100").at("backward begins")["logits' gradients"] < product / 4
 
 
 def test_chunked_loss_keeps_no_logits():
@@ -600,7 +664,7 @@ def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
 @pytest.mark.parametrize("changes, said", [
     ({"memory.optimizer_step": "in-backward"}, r"optimizer\.clip=1\.0; set optimizer\.clip=0"),
     ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "grad_accum_steps": 2}, "set grad_accum_steps=1"),
-    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "precision.recipe": "fp16"}, r"choose precision\.recipe=bf16"),
+    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),
     ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "system.compile": True}, r"set system\.compile=false"),
     ({"memory.recompute": "budget"}, r"needs torch\.compile.*set system\.compile=true"),
     ({"memory.activation_offload": "int8", "system.compile": True}, r"set system\.compile=false"),

@@ -9,12 +9,12 @@ from lpkit.errors import ConfigError
 from lpkit.predict import memory, model_states, parameter_count
 from lpkit.predict.ledger import IN_BACKWARD, LOSS, RESERVED_SHARE, UPDATE
 from lpkit.predict.params import parameters
-from lpkit.predict.peaks import by_layout, held, kind, memory_row, peaks
 from lpkit.predict.published import runs
 from lpkit.predict.walk import FIRST, LAST
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
+from tests.bench.peaks import by_layout, held, kind, memory_row, peaks
 
 GIB = 2**30
 LLAMA = preset("llama-8b").replace({"global_batch": 2, "grad_accum_steps": 1, "model.context": 8192})

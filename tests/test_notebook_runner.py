@@ -90,7 +90,7 @@ def test_declarations_are_read_with_their_comments():
 ])
 def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, said):
     with pytest.raises(ConfigError, match=said):
-        notebooks.declared(source)
+        notebooks.parameters(new_notebook(cells=[new_code_cell(source, metadata={"tags": ["parameters"]})]))
 
 
 @pytest.mark.parametrize("name, text, value", [
@@ -235,13 +235,45 @@ def test_a_claim_that_fails_fails_the_notebook_and_the_rest_of_it_runs(tmp_path)
                                "message": "3 are too many"}
     *_, cell, after = nbformat.read(record["output"], as_version=4).cells
     card, error = cell.outputs
-    assert "does not hold</b>: Few steps &lt;are&gt; enough" in card.data["text/html"] and "3 are too many" in card.data["text/html"]
+    assert "fails</b>: Few steps &lt;are&gt; enough" in card.data["text/html"] and "3 are too many" in card.data["text/html"]
     assert error.traceback == ["AssertionError: 3 are too many"] and after.outputs[0].text == "went on\n"
     # an assert that says nothing is shown itself
     silent, held = (go(path, f"steps={steps}", out=tmp_path / "out") | {"cell": nbformat.read(record["output"], as_version=4).cells[-2]}
                     for steps in (1, 0))
     assert "Because: assert steps == 0" in str(silent["cell"].outputs)
     assert held["status"] == "done" and "holds</b>: Few" in str(held["cell"].outputs)
+
+
+UNDECIDED = """\
+from lpkit.course.claims import cannot_tell, claim
+with claim("Few steps are enough"):
+    assert steps < 5, "too many"
+    cannot_tell(steps == 3, "others took 40% of the cores")
+    assert steps == 2, "not two"
+"""
+
+
+@pytest.mark.parametrize(("steps", "state", "why"), [(2, "holds", ""), (3, "cannot tell", "others took 40% of the cores"),
+                                                     (4, "fails", "not two"), (5, "fails", "too many")])
+def test_a_claim_that_cannot_be_decided_is_recorded_as_such(tmp_path, steps, state, why):
+    """What is said before the doubt counts, and what stands below it does not. (07 said "nothing is claimed here" and recorded "holds".)"""
+    record = go(write_claim(tmp_path / "a.ipynb", UNDECIDED), f"steps={steps}", out=tmp_path / "out")
+    assert (record["result"], record["why"]) == (state, why)
+    assert record["claims"] == [{"claim": "Few steps are enough", "state": state, "why": why}]
+    assert json.loads(Path(record["record"]).read_text())["result"] == state
+    assert record["status"] == ("failed" if state == "fails" else "done")
+    card = nbformat.read(record["output"], as_version=4).cells[-2].outputs[0].data["text/html"]
+    assert f"<b>{state}</b>" in card and why in card
+    shown = command.text({"runs": [record]})
+    assert f"claims: 1 {state}" in shown
+    assert command._outcome(record).startswith({"fails": "failed in cell"}.get(state, f"{state}: {why}".rstrip(": ")))
+
+
+def test_a_claim_without_its_card_is_not_said_to_hold(tmp_path):
+    """Here somebody has taken the name of the thing that shows it."""
+    record = go(write_claim(tmp_path / "a.ipynb", "import contextlib\nclaim = contextlib.nullcontext\nwith claim('said'):\n    assert True"),
+                out=tmp_path / "out")
+    assert (record["status"], record["result"]) == ("done", "cannot tell") and "no card" in record["why"]
 
 
 def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
@@ -253,6 +285,24 @@ def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval-lax", "--nbval-current-env", "copy.ipynb"],
                           cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "3 are too many" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("options, said", [
+    (["-p", "stepz", "1"], "this notebook has no parameter 'stepz'; did you mean 'steps'"),
+    (["-p", "steps", "2.5"], "steps must be a whole number, got 2.5"),
+    (["-p", "tier", "cup"], "tier cannot be 'cup'; did you mean 'cpu'"),
+    (["-r", "steps", "many"], "steps must be a whole number, got 'many'"),
+    (["-r", "steps", "7", "-p", "compiled", "false", "-y", "widths: [8, 16]"], None),
+])
+def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, options, said):
+    """A notebook's second cell calls check_parameters; papermill warns of an unknown name, and takes any value."""
+    sets = "from lpkit.course.notebooks import check_parameters\n\ncheck_parameters()"
+    write(tmp_path / "a.ipynb", sets, "print([steps, compiled, widths])")
+    done = subprocess.run([sys.executable, "-m", "papermill", "a.ipynb", "out.ipynb", *options], cwd=tmp_path, capture_output=True, text=True)
+    if said is None:
+        assert done.returncode == 0 and printed(tmp_path / "out.ipynb") == "[7, False, (8, 16)]\n", done.stderr
+    else:
+        assert done.returncode == 1 and f"ConfigError: {said}" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("cell", ["import sys; sys.exit(0)", "exit"])
@@ -475,11 +525,11 @@ def test_without_papermill_it_is_one_sentence(tmp_path, capsys, monkeypatch):
 
 
 def test_the_table():
-    run = {"label": "00_a", "seconds": 1.25, "peak_rss_bytes": 3e8, "claim": "it holds", "status": "done", "error": None,
+    run = {"label": "00_a", "seconds": 1.25, "peak_rss_bytes": 3e8, "claim": "it holds", "status": "done", "error": None, "result": "holds", "why": "",
            "output": str(Path.cwd() / "out/00_a.ipynb"), "record": "/elsewhere/00_a.json"}
-    bad = run | {"status": "failed", "error": {"cell": 7, "kind": "AssertionError", "message": "2 >\n1"}}
-    head, first, second, _, *files = command.text({"runs": [run, bad]}).splitlines()
+    bad = run | {"status": "failed", "result": "fails", "error": {"cell": 7, "kind": "AssertionError", "message": "2 >\n1"}}
+    head, first, second, counts, _, *files = command.text({"runs": [run, bad]}).splitlines()
     assert head.split() == ["notebook", "seconds", "peak", "MB", "claim", "result"]
     assert first.split() == ["00_a", "1.2", "300", "it", "holds", "holds"]
-    assert second.endswith("failed in cell 7: AssertionError: 2 > 1")
+    assert second.endswith("failed in cell 7: AssertionError: 2 > 1") and counts == "claims: 1 holds, 1 fails"
     assert [line.split() for line in files[1:]] == [["out/00_a.ipynb", "/elsewhere/00_a.json"]] * 2

@@ -3,8 +3,12 @@
 import ast
 import html
 import itertools
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -17,6 +21,7 @@ from lpkit.course.exercises import EXERCISES
 from lpkit.precision.formats import listed
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
+from lpkit.predict.time import step_time
 from lpkit.studies import outliers
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
@@ -91,6 +96,15 @@ def test_imports_second(book):
     late = [node for cell in rest for node in ast.walk(ast.parse(cell.source))
             if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert not late, f"move it to the cell of imports: {ast.unparse(late[0])}"
+    assert second.metadata.jupyter.source_hidden, "fold the imports"
+    others = [node for node in ast.parse(second.source).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [ast.unparse(node) for node in others] == ["check_parameters()"], "what is folded hides nothing that counts"
+
+
+def test_parameters_are_checked_before_they_are_used(book):
+    """papermill alone, and a person, set any name to anything."""
+    used = [node for node in ast.parse(code_of(book)[1].source).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert ast.unparse(used[0]) == "check_parameters()"
 
 
 def test_headings_in_order(book):
@@ -278,3 +292,64 @@ def test_minutes_stand_below_the_title(book):
                                     book.cells[0].source, re.MULTILINE).groups(default=0))
     words = sum(len(cell.source.split()) for cell in book.cells if cell.cell_type == "markdown")
     assert of == [tasks] and whole >= tasks + words / 250
+
+
+# What is right, at tier cpu on one machine. A start within a factor of 3 of it would hold by itself on some machine.
+RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96, "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
+         "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
+         "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25}
+
+
+def test_no_guess_is_right_where_it_starts():
+    ends = {}
+    for path in BOOKS:
+        for cell in code_of(nbformat.read(path, as_version=4)):
+            for node in ast.walk(ast.parse(cell.source)):
+                match node:
+                    case ast.Call(func=ast.Name(id="keep"), args=[ast.Constant(value=key), ast.Call(func=ast.Name(id="Guess"), keywords=given)]):
+                        ends[key] = {one.arg: ast.literal_eval(one.value) for one in given if one.arg != "unit"}
+    assert ends.keys() == RIGHT.keys()
+    for key, scale in ends.items():
+        assert scale.keys() == {"low", "high"} and 3 * scale["low"] < RIGHT[key] < scale["high"], key
+
+
+def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
+    [page] = [cell.source for cell in nbformat.read(BOOKS[0], as_version=4).cells if cell.id == "start-ways"]
+    assert "Shift+Enter" in page
+    minutes = {path.name: int(re.search(r"About (\d+) minutes", nbformat.read(path, as_version=4).cells[0].source)[1]) for path in BOOKS}
+    ways = [(re.findall(r"\]\((\S+?\.ipynb)\)", line), int(line.rsplit("|", 2)[1])) for line in page.splitlines() if ".ipynb)" in line]
+    assert {name for names, _ in ways for name in names} == minutes.keys()
+    for names, said in ways:
+        assert said == sum(minutes[name] for name in names), names
+    assert f"about {sum(minutes.values()) / 60:.0f} hours" in page
+    record = json.loads(next((BOOKS[0].parents[1] / "data/measured").glob("course-*.json")).read_text())
+    quiet = [case["ours_median"] for case in record["cases"] if case["case"] in [path.stem for path in BOOKS]]
+    assert "between ten seconds and two minutes" in page and 10 <= min(quiet) and max(quiet) <= 120
+
+
+def test_the_kernel_that_10_shows_is_one(tmp_path):
+    """The notebook runs it with a `tl` of its own; here Triton's interpreter does."""
+    pytest.importorskip("triton")
+    cells = {cell.id: cell.source for path in BOOKS for cell in nbformat.read(path, as_version=4).cells}
+    kernel = cells["kernels-first-0"].partition("\n\n")[0]
+    assert kernel.startswith("def double")
+    code = f"import torch, triton, triton.language as tl\n\n@triton.jit\n{kernel.replace('BLOCK):', 'BLOCK: tl.constexpr):')}\n\n" + (
+        "x, y = torch.randn(21), torch.full((40,), torch.nan)\ndouble[(3,)](x, y, 21, 8)\n"
+        "assert torch.equal(y[:21], 2 * x) and y[21:].isnan().all()")
+    (tmp_path / "kernel.py").write_text(code)
+    done = subprocess.run([sys.executable, "kernel.py"], cwd=tmp_path, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recomputed_forward_casts_again():
+    """08 says so. If casts were made once, recomputation in 8 bits would save half of what the first products of Linears take."""
+    text = text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("08")), as_version=4))
+    assert "A block that runs again casts again" in text and "in a narrow model it gains nothing there" in text
+    saved = {}
+    for name in ("gpt2-350m", "llama-8b"):
+        config = lpkit.preset(name).replace({"global_batch": 4, "grad_accum_steps": 1, "memory.recompute": "block"})
+        plain, fp8 = ({row.name: row.seconds for row in step_time(config, CATALOGUE["h100"], precision=one).rows} for one in ("bf16", "fp8-tensorwise"))
+        products = sum(seconds for row, seconds in plain.items() if row.startswith(("attention.", "mlp."))) / 3
+        saved[name] = (plain["recomputation"] - fp8["recomputation"]) / products
+    assert saved["gpt2-350m"] < 0.02 and 0.02 < saved["llama-8b"] < 0.5, saved

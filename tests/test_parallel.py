@@ -12,7 +12,7 @@ import torch
 from lpkit import files, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.parallel import ranks as rank_module
+from lpkit.parallel import meeting
 from lpkit.parallel.processes import Processes
 from lpkit.parallel.ranks import Ranks, here, joined
 from lpkit.parallel.replicas import buckets, packed, padded
@@ -176,7 +176,7 @@ def test_one_process_says_how_to_start_two(tmp_path):
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1"}, r"rank 1 .* cannot meet the others: .*timed out"),
 ], ids=["size", "word", "alone", "port in use", "nobody there"])
 def test_worlds_that_cannot_be(monkeypatch, environment, sentence):
-    monkeypatch.setattr(rank_module, "MEETING_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(meeting, "MEETING_TIMEOUT", timedelta(seconds=0.5))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for name, value in environment.items():
             monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lpkit.contracts import Batch, DataPolicy
-from lpkit.measure import parity
 from lpkit.techniques.layouts import GATHERED
 from lpkit.techniques.recipes import RECIPES
+from tests import parity
 
 
 @pytest.mark.dist

@@ -11,20 +11,22 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpkit import cli
-from lpkit.bench import fused, losses
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast_blocks, cast_nvfp4, cast_tensor
 from lpkit.kernels.jit import INTERPRETED, tl
-from lpkit.kernels.kernel import far, gradients_of
+from lpkit.kernels.kernel import gradients_of
 from lpkit.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from lpkit.kernels.rotary import rotate
 from lpkit.kernels.swiglu import swiglu
 from lpkit.techniques.kernels import KERNELS
+from tests.bench import fused, losses, sizes
+from tests.bench.peers import far
 
 CPU = torch.device("cpu")
-PAIRS = [(name, peer) for name, kernel in fused.kernels().items() for peer in kernel.peers]
+PAIRS = [(name, peer) for name, peers in fused.PEERS.items() for peer in peers]
 LIGER = importlib.util.find_spec("liger_kernel")
 
 
@@ -43,7 +45,7 @@ def test_liger_computes_what_the_definition_says(name):
     mend()
     kernel = fused.kernels()[name]
     try:
-        said = judged(kernel, kernel.peers["liger"], torch.bfloat16 if name == "linear-cross-entropy" else torch.float32)
+        said = judged(kernel, fused.PEERS[name]["liger"], torch.bfloat16 if name == "linear-cross-entropy" else torch.float32)
     except InterpreterError as error:
         if "'float' object has no attribute 'to'" in str(error):
             pytest.skip("the interpreter passes a float as Python's, where a GPU has Triton's")
@@ -108,7 +110,7 @@ def test_quack_is_called_as_it_says(name, monkeypatch):
     for module in ("rmsnorm", "cross_entropy", "linear_cross_entropy", "rotary"):
         monkeypatch.setitem(sys.modules, f"quack.{module}", Doubles)
     kernel = fused.kernels()[name]
-    assert not judged(kernel, kernel.peers["quack"], torch.bfloat16)
+    assert not judged(kernel, fused.PEERS[name]["quack"], torch.bfloat16)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -123,10 +125,10 @@ def test_torchao_computes_what_the_definition_says(name, peer, monkeypatch):
     share = {"cast-rows": 0, "cast-mx": 0, "cast-nvfp4": 0.01, "adamw": 1}.get(name, 1e-3)     # adamw: its noise is its own
     rtol, atol = (1e-5, 1e-7) if name == "adamw" else (2.0**-23, 0)     # adamw: rounded at other places
     kernel, ran = fused.kernels()[name], 0
-    monkeypatch.setattr(fused, "timed_rows", lambda device: ((256, 384),))
-    for _, arguments in fused._timed(kernel, 0, CPU):
+    monkeypatch.setattr(sizes, "rows", lambda device: ((256, 384),))
+    for _, arguments in fused._timed(name, kernel, 0, CPU):
         try:
-            got = kernel.peers[peer](*arguments)
+            got = fused.PEERS[name][peer](*arguments)
         except ConfigError as error:
             assert str(error).startswith("it has no ")
             continue
@@ -304,10 +306,10 @@ def test_transformer_engine_is_called_as_it_says(name, monkeypatch):
         for key, value in names.items():
             if not key.startswith("__"):
                 setattr(double, key, getattr(Tex, key, value))
-    monkeypatch.setattr(fused, "timed_rows", lambda device: ((256, 384),))
+    monkeypatch.setattr(sizes, "rows", lambda device: ((256, 384),))
     kernel = fused.kernels()[name]
-    for _, arguments in fused._timed(kernel, 0, CPU):
-        assert not far(gradients_of(kernel, kernel.peers["transformer-engine"], arguments), gradients_of(kernel, kernel.definition, arguments))
+    for _, arguments in fused._timed(name, kernel, 0, CPU):
+        assert not far(gradients_of(kernel, fused.PEERS[name]["transformer-engine"], arguments), gradients_of(kernel, kernel.definition, arguments))
 
 
 def test_what_is_not_the_definition_s_is_no_peer():
@@ -318,7 +320,7 @@ def test_what_is_not_the_definition_s_is_no_peer():
 
 
 def test_the_loss_in_pieces_and_pytorch_s_are_the_loss():
-    for call in (losses.KERNEL.versions["cpu"], losses.KERNEL.peers["F.linear_cross_entropy"]):
+    for call in (losses.KERNEL.versions["cpu"], losses.PEERS["F.linear_cross_entropy"]):
         assert not judged(losses.KERNEL, call, torch.bfloat16)
 
 
@@ -331,6 +333,52 @@ def test_linear_and_cross_entropy_are_raced_beside_their_products(monkeypatch):
     assert {"quack", "liger, cutedsl"} <= results[0].provenance["missing"].keys() and results[0].provenance["kernel"] == "linear-cross-entropy"
     assert ("quack left out", "ModuleNotFoundError: No module named 'quack' (linear-cross-entropy)") in results[0].provenance["breakdown"]
     assert {name for name, _ in PAIRS} == KERNELS.keys() - {"add-layer-norm", "lion"} | {"linear-cross-entropy"}
+
+
+def test_cross_entropy_is_timed_without_a_copy_of_its_logits(monkeypatch):
+    """Ours and Liger's write the gradient over the logits: a copy would be half of what moves, and is none of what is counted. They are judged
+    on one, so that those who come after them are judged on logits."""
+    kernel, copied, real, logits = KERNELS["cross-entropy"].load(), {}, fused.race, []
+
+    def forward(x, targets, *others):
+        assert x.requires_grad
+        nats, gradient = kernel.definition(x.detach(), targets)
+        x.detach().copy_(gradient)
+        return nats, None, None, None, x
+
+    def contenders(name, kernel, arguments):
+        logits.append((arguments[0], arguments[0].clone()))
+        return found(name, kernel, arguments)
+
+    def race(*, ours, peers, over, **more):
+        assert all(torch.equal(*pair) for pair in logits), "what was judged has spoiled nothing"
+        for name, call in {"ours": ours, **peers}.items():
+            with Copies(over[0][0].numel()) as mode:
+                call(*over[0])
+            copied[name] = mode.count
+        return real(ours=ours, peers=peers, over=over, **more)
+
+    found = fused._contenders
+    monkeypatch.setattr(fused, "_contenders", contenders)
+    monkeypatch.setattr(fused, "candidates", lambda kernel: {"reference": kernel.definition, "cpu": kernel.versions["cpu"]})
+    monkeypatch.setattr(fused, "race", race)
+    monkeypatch.setattr(fused, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr("tests.bench.peers.liger", lambda *what: forward)
+    results = fused.of("cross-entropy", kernel, CPU, 1, {})
+    assert results[0].case == "cross-entropy, 512x8192 bfloat16, cpu, forward"
+    assert copied["ours"] == 0 and copied["liger"] == 1, "the double's own; Liger's kernel has none"
+
+
+class Copies(TorchDispatchMode):
+    """Counts clones of, and copies into, tensors of so many elements."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_) and args[0].numel() == self.numel
+        return function(*args, **(kwargs or {}))
 
 
 def test_one_kernel_is_asked_for_by_name(capsys):

@@ -42,14 +42,15 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     
     (LLAMA, Layout(pipeline=3), None, "model.layers=80 does not split over pipeline=3 stages, not even with one layer "
      "fewer in the first and the last; pipeline may be 2 or 4"),
     (LLAMA, Layout(pipeline=4, interleave=3), None, "pipeline=4 x interleave=3 stages"),
-    (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set interleave=1, or pipeline"),
+    (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set parallel.interleave=1 (pipeline"),
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces (zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
+    # "to 510 or 516" was said, and neither splits into this config's 512 micro-batches
     (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 x shard=2 = 6 ranks; set global_batch "
-     "to 510 or 516, or data x shard may be 4 or 8"),
+     "to 1536, or data x shard may be 4 or 8"),
     (LLAMA, Layout(shard=1024), None, "set global_batch to 1024, or data x shard may be 512"),
     (LLAMA, Layout(shard=8, tensor=8), 128, "data=1 x shard=8 x tensor=8 x pipeline=1 x context=1 is 64 devices, not 128; "
-     "set data=2 or shard=16"),
+     "set parallel.data=2 or parallel.shard=16"),
     (LLAMA, Layout(shard=8, tensor=8), 100, "is 64 devices, not 100; use 64 devices"),
 ])
 def test_a_layout_that_cannot_exist_says_why_and_what_can(config, layout, devices, said):

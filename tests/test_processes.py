@@ -2,12 +2,16 @@
 tests/attack/processes.py."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -78,6 +82,92 @@ def test_half_an_order_is_none(tmp_path):
 
 def start(*command: str, children: processes.Children | None = None, **options) -> subprocess.Popen:
     return (children or processes.Children()).start(command, processes.new_folder(), **options)
+
+
+def abandoned(place: Path, monkeypatch, kill_child: bool = True) -> Path:
+    """The folder of a keeper that was killed, in `place`."""
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = processes.new_folder()
+    command = ["bash", "-c", f"echo $$ > {place}/pid; exec sleep 600"]
+    with processes.Children().start(command, folder, files={"secret": "x"}) as keeper:
+        until((place / "pid").exists)
+        until(lambda: (place / "pid").read_text().strip())
+        keeper.kill()
+    if kill_child:
+        pid = int((place / "pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{pid}/fd").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+    assert (folder / "secret").exists()
+    return folder
+
+
+def test_the_folder_of_a_killed_keeper_goes_when_the_next_one_begins(tmp_path, monkeypatch):
+    folder = abandoned(tmp_path, monkeypatch)
+    with start("sleep", "600") as other:        # lives, and so does its folder
+        until(lambda: not folder.exists())
+        until(lambda: len(list(tmp_path.glob(f"lpkit-*/{processes.HELD}"))) == 1)
+        with start("true") as keeper:
+            assert keeper.wait(10) == 0
+        assert len(list(tmp_path.glob("lpkit-*"))) == 1
+        processes.end(other)
+
+
+def test_what_somebody_may_still_use_stays(tmp_path, monkeypatch):
+    """Its child lives; it belongs to another; it is a link; another machine of the same name for TMPDIR holds it; nobody says who."""
+    folder = abandoned(tmp_path, monkeypatch, kill_child=False)
+    far, strange, other = (tmp_path / f"lpkit-{letter * 16}" for letter in "abc")
+    far.mkdir()
+    (far / ".held-on-another-machine").touch()
+    strange.mkdir()
+    (tmp_path / "aim").mkdir()
+    (tmp_path / "aim" / processes.HELD).touch()
+    other.symlink_to("aim")
+    kept = [folder, far, strange, other, tmp_path / "aim"]
+    if os.geteuid() == 0:
+        theirs = tmp_path / f"lpkit-{'d' * 16}"
+        theirs.mkdir()
+        (theirs / processes.HELD).touch()
+        os.chown(theirs, 12345, -1)
+        kept.append(theirs)
+    try:
+        with start("true") as keeper:
+            assert keeper.wait(10) == 0
+        assert all(path.exists() for path in kept)
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_a_folder_that_is_taken_away_before_it_is_held_is_made_again(tmp_path, monkeypatch):
+    """Between its making and its lock it looks like an abandoned one."""
+    lock, taken = fcntl.flock, []
+
+    def late(handle, how):
+        if not taken:
+            taken.append(1)
+            shutil.rmtree(tmp_path / "folder")
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    held = processes.make_and_hold(tmp_path / "folder")
+    assert taken and (tmp_path / "folder" / processes.HELD).exists()
+    os.close(held)
+
+
+def test_a_temporary_folder_without_flock_is_named_before_ranks_begin(tmp_path, monkeypatch):
+    """They meet by a file that PyTorch locks; a keeper alone does without."""
+    from lpkit.errors import ConfigError
+    from lpkit.parallel.processes import WarmParent
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(ConfigError, match=rf"nothing can be locked in {tmp_path} \(No locks available\); set TMPDIR to a folder on a local disk"):
+        WarmParent()
+    os.close(processes.make_and_hold(tmp_path / "folder"))
 
 
 @pytest.mark.parametrize("script, code", [("exit 7", 7), ("kill -9 $$", 137)])

@@ -8,18 +8,28 @@ from collections import Counter
 
 import pytest
 
-from lpkit.bench import fit
-from lpkit.bench import published as bench
 from lpkit.cli import main
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
-from lpkit.predict.peaks import by_layout
 from lpkit.predict.plan import plan
-from lpkit.predict.published import FOLDER, SHOWN, published, row, runs, seconds, sources, step
+from lpkit.predict.published import (
+    FOLDER,
+    SHOWN,
+    _flat_mfu,
+    published,
+    row,
+    runs,
+    seconds,
+    sources,
+    step,
+)
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
+from tests.bench import fit
+from tests.bench import published as bench
+from tests.bench.peaks import by_layout
 
 RUNS = runs()
 ROW = {"model": "GPT 1B", "layers": "2", "width": "64", "heads": "2", "kv_heads": "2", "mlp_width": "256", "vocab": "256", "context": "32", "global_batch": "4",
@@ -170,7 +180,7 @@ def record():
 
 
 def test_the_record_is_what_the_formula_says_now(record):
-    """Else: lpkit bench published --out data/measured, then python -m lpkit.bench.published > the page."""
+    """Else: lpkit bench published --out data/measured, then python -m tests.bench.published > the page."""
     taken, left_out = bench.table()
     assert len(taken) + len(left_out) == len(RUNS) and record["not_taken"] == left_out
     assert [(one["source"], one["at"]) for one in record["table"]] == [(one["source"], one["at"]) for one in taken]
@@ -195,7 +205,7 @@ def test_a_flat_mfu_and_the_errors_by_hand():
     some = [{"error": error, "published_mfu": mfu, "held_out": held, "precision": "16 bits", "generation": "h100", "inside": held}
             for error, mfu, held in ((0.5, 0.3, True), (-0.1, 0.4, True), (0.2, 0.5, False), (0.1, 0.4, False), (0, 0.1, False))]
     for one in some:
-        one["flat_error"] = bench._flat_mfu(one, some) / one["published_mfu"] - 1       # 0.4, of those that are not held out
+        one["flat_error"] = _flat_mfu(one, some) / one["published_mfu"] - 1       # 0.4, of those that are not held out
     assert bench._line(some[:3]) == ["3", "1.20", "20%", "15% to 35%", "+50%", "20%", "67%"]   # 0.4 is off by 1/3, 0 and 1/5
 
 

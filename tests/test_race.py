@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import lpkit
-from lpkit.bench.harness import paired
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
@@ -22,6 +21,7 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
 from lpkit.ui import LiveRuns, gap_figure, html_table, race_figure, telemetry_of_runs
 from lpkit.ui.figure import plain
+from tests.bench.harness import paired
 
 CASTING = [name for name, recipe in RECIPES.items() if recipe.products]
 SMALL = Config().replace({"model.layers": 2, "model.width": 128, "model.context": 64, "global_batch": 8, "system.device": "cpu"})

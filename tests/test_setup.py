@@ -4,11 +4,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -132,7 +134,7 @@ def test_binder_takes_a_torch_without_cuda_within_the_projects_versions():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The content of a wheel that was built from the files under version control."""
+    """Built from the files under version control."""
     pytest.importorskip("setuptools", minversion="77")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("setup.py", "pyproject.toml", "README.md"):
@@ -141,29 +143,98 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index",
                     "--quiet", "-w", built, source], check=True, capture_output=True)
-    (packed,) = built.glob("lpkit-*.whl")
-    zipfile.ZipFile(packed).extractall(built / "content")
-    return built / "content"
+    return next(built.glob("lpkit-*.whl"))
 
 
-def test_a_wheel_holds_all_that_the_package_reads(wheel):
-    names = {path.relative_to(wheel / "lpkit").as_posix() for path in (wheel / "lpkit").rglob("*.*")}
-    assert {path.relative_to(ROOT / "lpkit").as_posix() for path in (ROOT / "lpkit").rglob("*.*")
-            if path.suffix in (".py", ".c", ".js")} <= names
-    for folder, pattern in (("notebooks", "*.ipynb"), ("data/measured", "*.json"), ("data/published", "*.csv"), ("data/published", "*.toml")):
-        assert {f"{folder}/{path.name}" for path in (ROOT / folder).glob(pattern)} <= names
+def test_a_wheel_holds_every_file_of_the_package_and_of_the_folders_beside_it(wheel):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lpkit/")}
+    beside = [ROOT / name for name in ("notebooks", "data/measured", "data/published")]      # what lpkit.files.resource finds
+    files = [path.relative_to(ROOT / "lpkit" if ROOT / "lpkit" in path.parents else ROOT).as_posix()
+             for folder in (ROOT / "lpkit", *beside) for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
+    assert held - {"lpkit/notebooks/__init__.py"} == {f"lpkit/{name}" for name in files}
 
 
-def test_an_installed_wheel_finds_the_course_and_the_measured_figures(wheel, tmp_path):
-    def python(*words):
-        env = {**os.environ, "PYTHONPATH": str(wheel)}
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def test_every_folder_that_the_package_asks_for_travels():
+    asked = {name for path in (ROOT / "lpkit").rglob("*.py") for name in re.findall(r"\bresource\(\"(.+?)\"\)", path.read_text())}
+    assert asked == {"notebooks", "data/measured", "data/published"}
 
-    listed = json.loads(python("-m", "lpkit", "notebook", "--list", "--json"))["notebooks"]
-    assert [book["name"] for book in listed] == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-    found = python("-c", "from lpkit.studies.advice import MEASURED; from lpkit.files import resource; "
-                         "print(MEASURED, len(list(MEASURED.glob('*.json'))), resource('notebooks'))").split()
-    assert found == [str(wheel / "lpkit/data/measured"), str(len(list((ROOT / "data/measured").glob("*.json")))),
-                     str(wheel / "lpkit/notebooks")]
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The wheel in an environment of its own, which has the dependencies of this one, and not the checkout. A function runs its `lpkit`
+    with some words, or else its Python with some code, in a folder that is empty at first."""
+    venv, folder = tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("elsewhere")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "--no-deps", "--no-index", "--quiet", wheel], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))))
+    shutil.rmtree(venv / "share", ignore_errors=True)
+    (venv / "share").symlink_to(Path(sys.prefix) / "share")     # JupyterLab's pages
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    env |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "XDG_DATA_HOME": str(folder / "home")}
+
+    def run(*words: str, code: str = "") -> subprocess.Popen:
+        command = [venv / "bin/python", "-c", code] if code else [venv / "bin/lpkit", *words]
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    run.site, run.folder = site, folder
+    return run
+
+
+def answer(started: subprocess.Popen) -> dict:
+    with started:
+        out, err = started.communicate()
+    assert started.returncode == 0, err
+    return json.loads(out)
+
+
+def test_what_is_installed_is_not_the_checkout(installed):
+    where = answer(installed(code="import json, lpkit.files as f; print(json.dumps([f.__file__, str(f.resource('data/published'))]))"))
+    assert where == [str(installed.site / "lpkit/files.py"), str(installed.site / "lpkit/data/published")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)       # a minute, where nobody else computes
+def test_every_command_of_an_installed_wheel_runs(installed):
+    from lpkit.cli import COMMANDS
+
+    def lpkit(words: str) -> dict:
+        ran.add(words.split()[0])
+        return answer(installed(*words.split(), "--json"))
+
+    ran = {"lab", "bench"}      # below
+    assert lpkit("predict gpt2-124m")["fits"]
+    assert lpkit("plan --model llama-8b --tokens 1e9 --devices 8")["plans"]
+    assert lpkit("advise gpt2-124m")["claims"]
+    assert len(lpkit("claims")["claims"]) > 10
+    assert lpkit("doctor")["probes"]
+    assert lpkit("train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run")["status"] == "complete"
+    assert lpkit("warm cpu-3m global_batch=4")["chosen"]
+    assert lpkit("sample run --tokens 4")["texts"]
+    assert Path(installed.folder, lpkit("export run --out weights")["out"], "model.safetensors").is_file()
+    assert lpkit("data prepare python-stdlib --out corpus")["splits"].keys() == {"train", "val"}
+    assert lpkit("notebook 01 --tier smoke")["status"] == "done"
+    assert ran == set(COMMANDS), "a command that no wheel was tried with"
+    assert [book["name"] for book in lpkit("notebook --list")["notebooks"]] == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("words", [[], ["import", "--rounds", "1"], ["nothing"]], ids=" ".join)
+def test_benches_are_the_checkouts_and_an_installed_wheel_says_so(installed, words):
+    with installed("bench", *words) as started:
+        err = started.communicate()[1]
+    [sentence] = [line for line in err.splitlines() if line.startswith("lpkit: ")]
+    assert started.returncode == 2 and "clone of the repository" in sentence
+
+
+@pytest.mark.slow
+def test_the_lab_of_an_installed_wheel_starts_and_stops(installed):
+    with installed("lab", "--no-browser", "--port", "0", "--json") as lab:
+        try:
+            told = json.loads(lab.stdout.readline())
+            with urlopen(told["url"], timeout=60) as page:
+                assert b"JupyterLab" in page.read()
+            assert len(told["changes"]) == len(list((ROOT / "notebooks").glob("*.ipynb")))
+        finally:
+            lab.send_signal(signal.SIGINT)
+        err = lab.communicate()[1]
+    assert lab.returncode == 0 and "stopped" in err, err

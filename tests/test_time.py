@@ -86,8 +86,12 @@ def test_a_recipe_makes_its_linears_faster_and_pays_for_casts():
     plain, low = (step_time(LLAMA, H100, precision=name) for name in ("bf16", "fp8-tensorwise"))
     assert low["head"] == plain["head"] and low["attention"] == plain["attention"]
     assert 1.1 < plain.step_seconds / low.step_seconds < 1.5     # torchao's README: 1.25 for Llama 3 8B
-    with pytest.raises(ConfigError, match="has no fp8"):
-        step_time(SMALL, "a100-80", precision="fp8-tensorwise")
+    # it was refused, and `advise` and a run emulate it: one answer
+    emulated = step_time(SMALL, "a100-80", precision="fp8-tensorwise")
+    assert emulated.emulated == "NVIDIA A100 80GB SXM has no fp8" and emulated.dtype == "bf16"
+    assert emulated.step_seconds > step_time(SMALL, "a100-80", precision="bf16").step_seconds
+    with pytest.raises(ConfigError, match="has no fp8"):       # a backend that is asked for by name does not emulate
+        step_time(SMALL.replace({"precision.backend": "scaled_mm"}), "a100-80", precision="fp8-tensorwise")
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=4), Layout(tensor=2, context=4), Layout(shard=8, tensor=8),
@@ -248,8 +252,9 @@ def test_attention_has_the_time_of_its_backend():
     assert seconds("plain") == pytest.approx(plain)
     blocks = (1 + 128 / m.T) / 2        # of the square, at blocks of 128 queries
     assert seconds("blocked") == pytest.approx(blocks * (3.5 * flops / (989.4e12 * 0.78) + 24 * scores / (3.35e12 * 0.92)))
-    cpu = replace(H100, kind="cpu")
-    assert seconds("auto", cpu) == seconds("blocked", cpu)      # as lpkit.nn chooses in bf16
+    for bf16, used in ((2e12, "blocked"), (8e12, "sdpa")):      # as lpkit.nn chooses in bf16, without AMX and with it
+        cpu = replace(H100, kind="cpu", flops={"fp32": 1e12, "bf16": bf16})
+        assert seconds("auto", cpu) == seconds(used, cpu)
     with pytest.raises(ConfigError, match=r"there is no system\.attention 'flsh'"):
         seconds("flsh")
 

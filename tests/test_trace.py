@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit import hardware, measure, preset
-from lpkit.bench import ledger
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
 from lpkit.predict import memory, parameter_count
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.memory import RECOMPUTE, Recompute
+from tests.bench import ledger
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "global_batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
@@ -134,13 +134,20 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
         predict_trace(SMALL, 2)
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch traces CUDA's operations")
-def test_a_build_without_cuda_says_so():
-    with pytest.raises(ConfigError, match="built without CUDA"):
+@pytest.mark.parametrize("built", [False, True])
+def test_without_a_gpu_a_trace_of_one_says_so(built, monkeypatch):
+    """Whatever PyTorch was built for: its autograd asks the GPU for a stream, under fake tensors too. And nothing begins to use CUDA."""
+    def begins(*_):
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", begins)
+    with pytest.raises(ConfigError, match=r"^PyTorch sees no GPU here, .*; use device=cpu, which keeps the same tensors but for RMSNorm's$"):
         predict_trace(SMALL, device="cuda")
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch is built without CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch sees")
 def test_operations_of_a_gpu_are_traced_with_its_blocks_of_512_bytes():
     found = predict_trace(SMALL.replace(LLAMA | {"precision.recipe": "bf16"}), device="cuda")
     assert found.rows["allocator"] > 0 and found.peak_bytes % 512 == 0

@@ -7,12 +7,11 @@ import re
 
 import pytest
 
-from lpkit.bench.published import table
 from lpkit.predict import CATALOGUE
 from lpkit.predict.frontier import frontier, grid, triangle
 from lpkit.predict.ledger import memory
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
-from lpkit.predict.published import calibrated, published, runs
+from lpkit.predict.published import calibrated, published, runs, table
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
 from lpkit.ui import (

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_arguments_are_read_as_settings_are():
     def g(run: Config | Place):
         return run
 
-    assert f("a", "1_000") == ("a", 1000, None) and g(Config()) == Config() and g("a") == "a"
+    assert f("a", "1_000") == (Path("a"), 1000, None) and g(Config()) == Config() and g("a") == Path("a")
     for wrong, sentence in ((("",), "place is empty"), (("a", 0), "count must be positive"), ((5,), "place must be text or a path"),
                             (("x" * 300,), "part of more than 255 bytes")):
         with pytest.raises(ConfigError, match=sentence):

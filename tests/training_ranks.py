@@ -9,17 +9,22 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from lpkit import measure
 from lpkit.config import Config
-from lpkit.contracts import Batch
+from lpkit.contracts import Batch, Choice
+from lpkit.errors import ConfigError
+from lpkit.kernels.choose import choose
+from lpkit.measure import ranks as doctor_ranks
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Tracker
 from lpkit.parallel.processes import Place
@@ -29,18 +34,37 @@ from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint
 from lpkit.training.training import RandomTokens, Training
+from tests.fake_gpus import gpus, nccl
 
 
 def _meet(place: Place, config: Config):
     torch.set_num_threads(1)
-    return joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
-                  local_world=place.local_world, init_method=place.store)
+    return joined(config, local_rank=place.local_rank, **place.among)
 
 
 def chain(place: Place, told: dict) -> None:
     """A run that goes on."""
     torch.set_num_threads(1)
     train(place, told)
+
+
+def on_gpus(place: Place, told: dict) -> dict:
+    """As a rank of several GPUs trains: the losses, and what it did with its GPU."""
+    config = Config.from_dict(told["config"])
+    with gpus(told["gpus"]) as fake, nccl() as asked, _meet(place, config) as ranks:
+        begun = list(fake.told)
+        training = Training.build(config, ranks=ranks)
+        losses = [training.update(step).loss.item() for step in range(3)]
+        devices = {str(p.device) for p in training.sharding.owned.values()}
+        return {"losses": losses, "backends": asked, "mesh": ranks.mesh.device_type, "set": [index for _, index in fake.told], "first": begun[0][1],
+                "devices": sorted(devices), "races": fake.races}
+
+
+def doctors(place: Place, told: dict) -> list:
+    """A program of the doctor's over NCCL."""
+    with gpus(place.world) as fake, nccl() as asked:
+        doctor_ranks.run(place, {"program": told["program"], "backend": "nccl"})
+        return [fake.current_device(), *asked]
 
 
 def beside_ddp(place: Place, told: dict) -> float:
@@ -236,16 +260,52 @@ def inf_in_a_row(place: Place, told: dict) -> list:
 
 
 def compiled(place: Place, told: dict) -> list[list[float]]:
-    """Losses and gradient norms of two updates: traced, without code, and not."""
+    """Losses and gradient norms of two updates, and gradients in full: traced, without code, and not. And how often a graph broke."""
     config, plain, found = Config.from_dict(told["config"]), torch.compile, []
     torch.compile = lambda f, **options: plain(f, **options | {"backend": "aot_eager"})
+    counters.clear()
     for compile in (True, False):
         place.store += "-next"
         with _meet(place, config) as ranks:
             training = Training.build(config.replace({"system.compile": compile}), ranks=ranks)
             done = [training.update(step) for step in range(2)]
+            training.forward_backward(training.batch(0))
+            grads = [p.grad.flatten() for p in training.sharding.owned.values()]
             found.append([number.item() for one in done for number in (one.loss, one.grad_norm)])
-    return found
+            found.append(torch.cat(grads).tolist())
+    return [*found, sum(counters["graph_break"].values())]
+
+
+def races(place: Place, told: dict) -> dict:
+    """Of what this rank was asked to choose, what a layer then calls, and what it raised where the first one cannot choose."""
+    config, asked = Config.from_dict(told["config"]), []
+    with _meet(place, config) as ranks:
+        def watched(name: str, *given, **how):
+            asked.append(name)
+            return choose(name, *given, **how)
+
+        with patch("lpkit.training.kernels.choose", watched):
+            training = Training.build(config, data=RandomTokens(config), ranks=ranks)
+        used = ["rms-norm", training.decisions.choices["kernel:rms-norm"].used, training.model.blocks[0].norm1.normalise.__name__]
+        with patch("lpkit.training.kernels.choose", side_effect=ConfigError("planted")):
+            try:
+                Training.build(config, data=RandomTokens(config), ranks=ranks)
+            except ConfigError as error:
+                return {"asked": asked, "used": used, "raised": f"ConfigError: {error}"}
+
+
+def optimizers_race(place: Place, told: dict) -> list:
+    """What of the optimizer this rank raced, and what it runs, where each would find another version the fastest."""
+    config, asked = Config.from_dict(told["config"]), []
+
+    def found(name: str, *_, **__):
+        asked.append(name)
+        used = ("reference", "triton")[place.among["rank"]]
+        return SimpleNamespace(choice=Choice(asked="auto", used=used, why="the fastest here"))
+
+    with _meet(place, config) as ranks, patch("lpkit.optim.one_pass.choose", found):
+        optimizer = Training.build(config, data=RandomTokens(config), ranks=ranks).optimizer
+        return [asked, optimizer.choices["kernel:lion"].used, optimizer.one_pass is None]
 
 
 def counted(place: Place, told: dict) -> list:

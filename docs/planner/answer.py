@@ -116,6 +116,7 @@ def _said(found: Prediction) -> dict[str, Any]:
                           "hidden": getattr(row, "hidden_seconds", 0)} for row, size, text in rows]
     phases = ", ".join(f"{name} {seconds / step.step_seconds:.0%}" for name, seconds in step.phases.items()
                        if seconds > 0.005 * step.step_seconds)
+    emulated = f"; {step.precision} is emulated: {step.emulated}" if step.emulated else ""
     return {
         "level": level, "verdict": verdict, "facts": facts,
         "title": f"{quantity(found.parameters)} parameters on {found.devices:,} x {on.title}: {found.layout}; "
@@ -123,6 +124,6 @@ def _said(found: Prediction) -> dict[str, Any]:
                  f"{quantity(step.tokens)} tokens",
         "bytes": {"title": f"A device at its peak: {quantity(held.peak_bytes, 'bytes')} of {quantity(on.memory_bytes, 'bytes')}",
                   "beside": f"the moment: {held.peak_moment}", "whole": held.peak_bytes, "limit": on.memory_bytes, "rows": bars(of_device)},
-        "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": f"{phases}; {between(step.seconds_range, duration)}: {step.spread.words}", "whole": step.step_seconds,
+        "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": f"{phases}; {between(step.seconds_range, duration)}: {step.spread.words}{emulated}", "whole": step.step_seconds,
                     "limit": step.step_seconds, "rows": bars(of_step)},
     }

@@ -4,7 +4,8 @@
     run(args) -> dict    do it, and return one JSON-ready object; progress goes to standard error
     text(result) -> str  the same object for a person
 
-A command imports what needs torch inside `run`, so that `--help` is fast.
+A command imports what needs torch inside `run`, after all that can be refused without it:
+`--help` and a wrong word are answered at once.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.errors import ConfigError
+from lpkit.files import expanded
 from lpkit.techniques import machines
 from lpkit.values import folder
 
@@ -43,7 +45,16 @@ def a_folder(text: str) -> Path:
         folder("it", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
+    return expanded(text)
+
+
+def opened(path: Path) -> Any:
+    """The run in a folder, when its own files agree. Raises ConfigError."""
+    from lpkit.training.runs import Run
+
+    run = Run.open(path)
+    _ = run.identity        # reads them
+    return run
 
 
 def settings(parser: argparse.ArgumentParser, what: str = "change a setting") -> None:

@@ -9,8 +9,11 @@ import argparse
 from typing import Any
 
 from lpkit.commands import asked, machine, settings_and_machine
+from lpkit.errors import pick
 from lpkit.predict.units import duration, quantity
+from lpkit.presets import resolve
 from lpkit.tables import text_table
+from lpkit.techniques.recipes import RECIPES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +24,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.presets import resolve
-    from lpkit.studies.advice import advise, claims
-
     config = resolve(args.target, asked(args))
-    on = _here() if args.machine == "this" else machine(args.machine)
-    advice = advise(config, on, recipes=args.recipe)
+    on = None if args.machine == "this" else machine(args.machine)
+    casting = {name: row for name, row in RECIPES.items() if row.products}
+    for name in args.recipe or ():
+        pick(casting, name, "recipe that casts")
+    from lpkit.studies.advice import advise, claims  # imports torch
+
+    advice = advise(config, on or _here(), recipes=args.recipe)
     return {"target": args.target, **advice.to_dict(), "claims": claims().to_dict()}
 
 
@@ -35,7 +40,7 @@ def _here():
     import torch
 
     from lpkit import hardware
-    from lpkit.studies.advice import catalogued
+    from lpkit.predict.evidence import catalogued
 
     return ((torch.cuda.is_available() and catalogued(torch.cuda.get_device_name()))
             or hardware.machine())

@@ -1,5 +1,6 @@
 """Every performance figure that the project claims, measured beside its peer in one process.
 
+    lpkit bench                 what there is
     lpkit bench loader
     lpkit bench import loader --rounds 25 --out data/measured
     lpkit bench --all
@@ -8,9 +9,11 @@ A ratio is the median over interleaved rounds of the paired ratio, with its quar
 a result, not a failure: the exit code stays 0, and the row says by how much the target was missed.
 With --json, `ratio`, `quartiles` and `peer` are those of the case that does worst against its
 target, and `cases` has them all; several benchmarks make one object with a list `benches`.
+The benches lie in tests/bench of a checkout.
 """
 
 import argparse
+import importlib
 import json
 import pkgutil
 import re
@@ -20,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder
-from lpkit.errors import ConfigError, pick
-from lpkit.files import write_atomically
-from lpkit.tables import text_table
+from lpkit.errors import ConfigError, named, pick
+from lpkit.files import PACKAGE, write_atomically
+from lpkit.tables import beside, text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    from lpkit.bench import BENCHES
-
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="without one, all are listed")
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
                         help="interleaved rounds (%(default)s)")
@@ -37,33 +38,46 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", metavar="NAME", help="of kernels, this one alone")
     parser.add_argument("--seconds", type=int, metavar="N",
                         help="of evidence: end after these; the same command goes on")
+    parser.add_argument("--pieces", metavar="NAME,NAME",
+                        help="of evidence or reliability: these alone, such as smoke,linear")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="also keep each result there, as NAME-DEVICE.json")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.bench import BENCHES
-    from lpkit.bench.harness import summary
+def table() -> dict[str, tuple[str, str]]:
+    """tests.bench.BENCHES. Raises ConfigError where lpkit is installed without its tests."""
+    root = PACKAGE.parent
+    if not (root / "tests" / "bench").is_dir():
+        raise ConfigError("the benches lie in tests/bench of a checkout, and this lpkit is installed "
+                          "without them; run this in a clone of the repository")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module("tests.bench").BENCHES
 
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    BENCHES = table()
     names = [name for name in BENCHES if name != "evidence"] if args.all else args.names
-    if not names:
-        raise ConfigError(f"name a benchmark ({', '.join(BENCHES)}), or use --all")
+    rows, told = [pick(BENCHES, name, "benchmark") for name in names], {}
     if args.rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
-    rows = [pick(BENCHES, name, "benchmark") for name in names]
+    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence"),
+                              ("kernel", "kernel", "kernels"),
+                              ("pieces", "pieces", "evidence or reliability")):
+        if (given := getattr(args, option)) is not None:
+            if " ".join(names) not in what.split(" or ") or (isinstance(given, int) and given < 1):
+                raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
+                                  f"with {', '.join(names) or 'none'}")
+            told[key] = given
+    if not names:
+        return {"known": {name: why for name, (_, why) in BENCHES.items()}}
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
-    benches = [pkgutil.resolve_name(f"lpkit.bench.{row}") for row in rows]
-    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence"),
-                              ("kernel", "kernel", "kernels")):
-        if (given := getattr(args, option)) is not None:
-            if names != [what] or (isinstance(given, int) and given < 1):
-                raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
-                                  f"with {', '.join(names)}")
-            benches = [partial(benches[0], **{key: given})]
-    if args.out and names == ["evidence"]:
-        benches = [partial(benches[0], out=args.out)]    # it writes as it goes
+        if names == ["evidence"]:
+            told["out"] = args.out      # it writes as it goes
+    summary = pkgutil.resolve_name("tests.bench.harness:summary")       # imports torch
+    benches = [partial(pkgutil.resolve_name(f"tests.bench.{where}"), **told) for where, _ in rows]
     done, left_out = [], {}
     for name, bench in zip(names, benches, strict=True):
         print(f"bench {name} ...", file=sys.stderr)
@@ -76,11 +90,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             left_out[name] = str(error)
             continue
         if args.out:
-            _keep(args.out, done[-1])
+            keep(args.out, done[-1])
     return done[0] if len(done) == 1 and not args.all else {"benches": done, "left_out": left_out}
 
 
 def text(result: dict[str, Any]) -> str:
+    if "known" in result:
+        return "\n".join([*(beside(name, why, 24, 100) for name, why in result["known"].items()),
+                          "", "`lpkit bench NAME` measures one, --all every one."])
     left_out = [f"{name} left out: {why}" for name, why in result.get("left_out", {}).items()]
     return "\n\n".join([*map(_table, result.get("benches", [result])), *left_out])
 
@@ -108,12 +125,12 @@ def _amount(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _keep(folder: Path, bench: dict[str, Any]) -> None:
+def keep(folder: Path, bench: dict[str, Any]) -> None:
     device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{bench['name']}-{device}.json",
                          json.dumps(bench, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with "
+        raise ConfigError(f"cannot write to {named(folder)}: {error.strerror}; choose another folder with "
                           f"--out") from None

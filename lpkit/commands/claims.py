@@ -6,12 +6,11 @@ kit predicts and measures, and a verdict.
 """
 
 import argparse
-from textwrap import wrap
 from typing import Any
 
 from lpkit.errors import pick
 from lpkit.predict import folklore
-from lpkit.tables import text_table
+from lpkit.tables import beside, text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +27,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     if "claims" in result:
         return text_table([folklore.HEADS, *map(folklore.line, result["claims"])])
-    return "\n".join(line for what, words in (("says", result["says"]), *folklore.opened(result))
-                     for line in wrap(words, 100, initial_indent=f"{what:<12}", subsequent_indent=
-                                      " " * 12, break_long_words=False, break_on_hyphens=False))
+    return "\n".join(beside(what, words, 12, 100)
+                     for what, words in (("says", result["says"]), *folklore.opened(result)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from lpkit.commands import a_folder
 from lpkit.config import DataConfig
+from lpkit.errors import named
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def text(result: dict[str, Any]) -> str:
     source = result["source"]
     about = ", ".join(f"{source[key]} {key}" if key == "files" else f"{key} {source[key]}"
                       for key in source if key != "name")
-    lines = [f"{result['folder']}", f"  source      {source['name']}"
+    lines = [named(result['folder']), f"  source      {named(source['name'])}"
              + (f" ({about})" if about else ""),
              f"  tokenizer   {result['tokenizer']}, {result['vocab']} entries, {result['dtype']}"]
     for split, facts in result["splits"].items():

@@ -2,10 +2,9 @@
 
 import argparse
 from itertools import groupby
-from textwrap import fill
 from typing import Any
 
-from lpkit.tables import text_table
+from lpkit.tables import beside, text_table
 
 GIB = 2**30
 
@@ -33,7 +32,8 @@ def text(result: dict[str, Any]) -> str:
     extensions = " ".join(found["cpu_features"]) or "no known extensions"
     rows = {"System": f"{found['os']}, Python {found['python']}",
             "CPU": f"{found['cpu']}, {found['cores']} cores, {extensions}", "Memory": memory,
-            "GPU": "; ".join(gpus) or "none that torch can use",
+            "GPU": "; ".join([*(gpus or ["none that torch can use"]),
+                              *filter(None, [found["gpu_problem"]])]),
             "Driver": found["driver"] or "none",
             "CUDA": found["cuda"] or "none: this torch is a CPU build",
             "Installed": ", ".join(installed), "Absent": ", ".join(absent) or "nothing",
@@ -61,5 +61,4 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _row(name: str, value: str, width: int = 10) -> str:
-    return fill(value, 118, initial_indent=f"  {name:<{width}}  ",
-                subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False)
+    return beside(f"  {name}", value, width + 4, 118)

@@ -8,7 +8,8 @@ checkpoint, the file is one.
 
 from argparse import ArgumentParser, Namespace
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, opened
+from lpkit.errors import named
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -17,10 +18,12 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> dict:
-    from lpkit.training.export import export
+    run = opened(args.run)
+    from lpkit.training.export import export  # imports torch
 
-    return {"run_dir": str(args.run), "out": str(export(args.run, args.out))}
+    return {"run_dir": str(args.run), "out": str(export(run, args.out))}
 
 
 def text(result: dict) -> str:
-    return f"{result['out']}: model.safetensors and config.json of {result['run_dir']}"
+    return (f"{named(result['out'])}: model.safetensors and config.json of "
+            f"{named(result['run_dir'])}")

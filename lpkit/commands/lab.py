@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from lpkit.commands import a_folder, needs
+from lpkit.errors import named
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,13 +77,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    lines = [f"Your copies of the course are in {result['root']}", *_changed(result["changes"])]
+    lines = [f"Your copies of the course are in {named(result['root'])}", *_changed(result["changes"])]
     if "url" not in result:
         return "\n".join(lines)
     lines += ["JupyterLab is open on", f"    {result['url']}"]
     lines += ["From another computer: keep this running there, then open the same URL in its "
               "browser:", f"    {result['tunnel']}"]
-    return "\n".join([*lines, f"Log: {result['log']}. Ctrl-C stops the lab."])
+    return "\n".join([*lines, f"Log: {named(result['log'])}. Ctrl-C stops the lab."])
 
 
 def _changed(changes: list[dict[str, Any]]) -> list[str]:

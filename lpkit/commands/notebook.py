@@ -8,6 +8,7 @@
 key=a,b and a repeated key make a grid; a parameter that is itself text or a tuple keeps its commas.
 """
 
+import collections
 import os
 import sys
 from pathlib import Path
@@ -89,14 +90,18 @@ def text(result: dict[str, Any]) -> str:
              run["claim"] or "-", _outcome(run)) for run in runs]
     here = f"{Path.cwd()}{os.sep}"
     files = [(run["output"].removeprefix(here), run["record"].removeprefix(here)) for run in runs]
+    counted = collections.Counter(run["result"] if run["status"] == "done"
+                                  or run["result"] == "fails" else run["status"] for run in runs)
+    counts = ", ".join(f"{n} {state or 'without a claim'}" for state, n in counted.most_common())
     return "\n".join([
-        text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows]), "",
+        text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows]),
+        f"claims: {counts}", "",
         text_table([("executed copy", "its record"), *files])])
 
 
 def _outcome(run: dict[str, Any]) -> str:
     if run["status"] == "done":
-        return "holds" if run["claim"] else "done"
+        return ": ".join(filter(None, (run["result"], run["why"]))) or "done"
     error = run["error"] or {"cell": run["cell"], "kind": run["status"], "message": ""}
     message = " ".join(str(error["message"]).split())
     words = f"{run['status']} in cell {error['cell']}: {error['kind']}"

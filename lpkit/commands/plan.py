@@ -135,7 +135,8 @@ def _with_batch(config: Config, tokens: float) -> Config:
 def text(result: dict[str, Any]) -> str:
     m, best = result["machine"], result["plans"][0]
     rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro",
-             "recompute", "precision", "memory", "step", "MFU", "time", "nine of ten", "cost")]
+             "recompute", "precision", "memory", "step", "MFU", "time", "nine of ten", "cost",
+             "lpkit")]
     for i, one in enumerate(result["plans"], 1):
         axes = ("devices", "data", "shard", "tensor", "pipeline", "context")
         rows.append((str(i), *(f"{one[axis]:,}" for axis in axes),
@@ -144,14 +145,19 @@ def text(result: dict[str, Any]) -> str:
                      one["recompute"], one["precision"], quantity(one["peak_bytes"], "bytes"),
                      duration(one["step_seconds"]), f"{one['mfu']:.2f}",
                      duration(one["run_seconds"]), between(one["run_seconds_range"], duration),
-                     "-" if one["cost"] is None else f"${one['cost']:,.0f}"))
+                     "-" if one["cost"] is None else f"${one['cost']:,.0f}",
+                     "trains" if one["trained"] else "predicts"))
     lines = [
         f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on "
         f"{quantity(result['tokens'], 'tokens')}, {quantity(result['tokens_per_step'], 'tokens')} "
         f"a step, {m['title']}", f"{result['feasible']:,} of {result['counted']:,} layouts are "
-        f"feasible; the {result['first']} first", "", text_table(rows, align=">", indent="  "), ""]
+        f"feasible; {result['order']}", "lpkit trains data and shard; layouts with other axes it predicts alone",
+        "", text_table(rows, align=">", indent="  "), ""]
     lines += [f"  {name}: {one['layouts']:,} layouts, {one['nearest']}"
               for name, one in result["refused"].items()]
+    lines += [f"  not to be trusted to the byte: {result['doubt']}"] * bool(result["doubt"])
+    if best["emulated"]:
+        lines.append(f"  {best['precision']} is emulated in wider products: {best['emulated']}")
     if best["energy_wh"] is not None:
         paid = ("" if best["cost"] is None else f", ${best['cost_per_million_tokens']:.3g} per "
                 f"million tokens")

@@ -80,9 +80,11 @@ def text(result: dict[str, Any]) -> str:
         line("reserved", quantity(result["reserved_bytes"], "bytes"),
              "by the allocator, with expandable segments")
     if result["doubt"]:
-        lines += wrap(f"The peak is within 10%: {result['doubt']}.", 150, initial_indent="  ",
+        lines += wrap(f"Not to be trusted to the byte: {result['doubt']}.", 150, initial_indent="  ",
                       subsequent_indent="  ")
     lines.append("")
+    if a["emulated"]:
+        line("", "", f"{a['precision']} is emulated in wider products: {a['emulated']}")
     phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
                        for name, seconds in result["phases"].items() if seconds)
     line("step", duration(result["step_seconds"]),

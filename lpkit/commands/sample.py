@@ -9,8 +9,10 @@ int4 a third; `lpkit.predict.decoding` has bytes and seconds.
 
 from argparse import ArgumentParser, Namespace
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, opened
+from lpkit.errors import pick
 from lpkit.techniques.caches import CACHES
+from lpkit.values import Count, PositiveOrZero, Seed, checked
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -29,13 +31,22 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> dict:
-    from lpkit.training.sampling import sample
+    settings = _checked(tokens=args.tokens, temperature=args.temperature, top_k=args.top_k,
+                        seed=args.seed, cache=args.cache)
+    run, prompts = opened(args.run), args.prompt or ["\n"]
+    from lpkit.training.sampling import sample  # imports torch
 
-    prompts = args.prompt or ["\n"]
-    texts = sample(args.run, prompt=prompts, tokens=args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, cache=args.cache)
+    texts = sample(run, prompt=prompts, **settings)
     return {"run_dir": str(args.run), "prompts": prompts, "texts": texts, "tokens": args.tokens,
             "seed": args.seed, "cache": args.cache}
+
+
+@checked
+def _checked(*, tokens: Count, temperature: PositiveOrZero, top_k: Count, seed: Seed,
+             cache: str) -> dict[str, int | float | str]:
+    pick(CACHES, cache, "cache")
+    return {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed,
+            "cache": cache}
 
 
 def text(result: dict) -> str:

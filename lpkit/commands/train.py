@@ -6,12 +6,13 @@
   lpkit train --out runs/six --resume steps=900
   lpkit train cpu-3m --processes 2
 
-Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand and keep a checkpoint;
---resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
+Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch and keep a checkpoint of the
+last whole step; --resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
 learning rate then follows the longer schedule.
 """
 
 import os
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
@@ -19,8 +20,8 @@ from pathlib import Path
 
 from lpkit.commands import a_folder, settings, target_and_asked
 from lpkit.config import parse_settings
-from lpkit.errors import ConfigError
-from lpkit.tables import text_table
+from lpkit.errors import ConfigError, in_one_line
+from lpkit.tables import beside
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
@@ -81,7 +82,7 @@ def run(args: Namespace) -> dict:
             with suppress(OSError):     # a terminal that closed
                 bar.close()
     for problem in summary["damaged"]:
-        print(f"lpkit: passed over what was damaged: {problem}", file=sys.stderr)
+        print(f"lpkit: passed over what was damaged: {in_one_line(problem)}", file=sys.stderr)
     stopped_by = summary["stopped_by"]
     return summary | ({"exit_code": EXIT_CODES[stopped_by]} if stopped_by in EXIT_CODES else {})
 
@@ -91,4 +92,6 @@ def text(summary: dict) -> str:
 
     chosen = [(key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
               for key, choice in summary["chosen"].items()]
-    return text_table([*described(summary), *chosen])
+    rows = [*described(summary), *chosen]
+    at, width = max(len(name) for name, _ in rows) + 2, shutil.get_terminal_size().columns
+    return "\n".join(beside(name, value, at, width) for name, value in rows)

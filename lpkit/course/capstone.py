@@ -1,8 +1,8 @@
-"""Runs that nobody has seen, drawn by seed: eight numbers to predict of each, and their marks.
+"""Runs that nobody has seen, drawn by seed: eleven numbers to predict of each, and their marks.
 
     case = draw(7)
     case.sheet                      # what is given: letters, choices, the machine
-    mark(case, answers)             # answers(sheet) returns numbers by name; "6 of 8"
+    mark(case, answers)             # answers(sheet) returns numbers by name; "6 of 11"
     lpkit.predict_trace(case.config)        # settles the bytes
 
 Bytes are those of PyTorch's kernels on a CPU, so that a trace can settle them anywhere. Seconds,
@@ -21,9 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, ModelConfig
+from lpkit.course.exercises import EXERCISES
 from lpkit.course.judge import MARKS
 from lpkit.predict import published
 from lpkit.predict.activations import kept
+from lpkit.predict.decoding import cache_bytes
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import LOSS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
@@ -38,6 +40,9 @@ from lpkit.techniques.recipes import RECIPES
 
 FP8 = tuple(name for name, row in RECIPES.items() if row.dtype == "fp8" and not row.history)
 STYLES = ("gpt2", "llama")
+CASTS = {       # bytes that a cast reads and writes for each float32 number, as 10 counts them
+    "operation after operation": 35, "amax, and two casts": 14, "amax, and one cast to both": 10,
+    "one kernel, the amax of the step before": 6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,10 @@ class Case:
     config: Config
     machine: Machine
     recipe: str             # of FP8
+    ranks: int = 2          # that share a batch of `micro_batches` each, in a stage of ZeRO
+    zero: int = 0
+    micro_batches: int = 1
+    cast: str = "amax, and two casts"       # of CASTS
 
     @property
     def sheet(self) -> dict[str, Any]:
@@ -57,7 +66,9 @@ class Case:
                 "tied": config.model.tied, "precision": config.precision.recipe.name,
                 "optimizer": config.optimizer.name, "recompute": config.memory.recompute.name,
                 "machine": on.name, "bf16_flops": on.flops["bf16"], "fp8_flops": on.flops["fp8"],
-                "bytes_per_second": on.bytes_per_second, "recipe": self.recipe}
+                "bytes_per_second": on.bytes_per_second, "recipe": self.recipe,
+                "ranks": self.ranks, "zero": self.zero, "micro_batches": self.micro_batches,
+                "cast": self.cast}
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -79,7 +90,8 @@ def draw(seed: int) -> Case:
     while True:
         case = _drawn(chance)
         if case.memory.peak_moment == LOSS:
-            return case
+            return replace(case, ranks=2**chance.randint(1, 6), zero=chance.choice((0, 1, 3)),
+                           micro_batches=chance.choice((1, 2, 4)), cast=chance.choice([*CASTS]))
 
 
 def _drawn(chance: random.Random) -> Case:
@@ -142,8 +154,15 @@ def _activations(case: Case) -> float:
 
 
 def _gain(case: Case) -> float:
-    cast = step_time(case.config, case.machine, precision=case.recipe)
+    # by a backend that has it: lpkit's own emulates some of these on some of the machines
+    config = case.config.replace({"precision.backend": "transformer-engine"})
+    cast = step_time(config, case.machine, precision=case.recipe)
     return case.bf16_seconds / cast.step_seconds
+
+
+def _sent(case: Case) -> float:
+    nbytes = 4 * parameter_count(case.config.model)
+    return EXERCISES["14.sent_bytes"].spec(nbytes, case.ranks, case.zero, case.micro_batches)
 
 
 QUESTIONS = {
@@ -171,6 +190,18 @@ QUESTIONS = {
     "noise": Question(
         asked="signal over noise of a product under the FP8 recipe", unit="dB", tolerance=1.0,
         answer=lambda case: predicted_db(RECIPES[case.recipe], case.config)),
+    "moved": Question(
+        asked="what the kernels of the cast move for one tensor of B T rows and D columns, float32 "
+        "before", unit="bytes", tolerance=0.01,
+        answer=lambda case: CASTS[case.cast] * case.config.tokens_per_step * case.config.model.D),
+    "sent": Question(
+        asked="what each of the ranks sends in an update with that stage of ZeRO and so many "
+        "micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
+    "cache": Question(
+        asked="keys and values of B sequences of T tokens, of every block, in 16 bits",
+        unit="bytes", tolerance=0.01,
+        answer=lambda case: cache_bytes(case.config.model, case.config.model.T,
+                                        case.config.global_batch, itemsize=2)),
 }
 Answers = Callable[[dict[str, Any]], Mapping[str, float | None]]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lpkit import files
 from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
-from lpkit.errors import ConfigError, named, pick, shown
+from lpkit.errors import ConfigError, named, shown
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -32,7 +32,8 @@ BESIDE = "-beside"      # after the id of a cell that both had changed
 def work_folder(asked: Path | None = None) -> Path:
     """`asked`, or `course` in the user's data directory; made if need be. Raises ConfigError for a
     link, for the course's own folder, and for one that holds other things; OSError."""
-    folder = files.own_folder(asked or files.data_dir("course")).resolve()
+    folder = (files.own_folder(asked) if asked else
+              files.own_folder(files.data_dir("course"), 0o700)).resolve()
     if files.resource("notebooks").resolve() in (folder, *folder.parents):
         raise ConfigError(f"{named(folder)} is the course itself, which stays as it is; choose "
                           f"another folder for your copies")
@@ -53,7 +54,7 @@ def update(folder: Path) -> list[dict[str, Any]]:
 def reset(folder: Path, name: str) -> dict[str, Any]:
     """Put the course's notebook `name` (03_number_formats, 03, number_formats) where the copy is.
     Exercises keep their answers, and the old file stays beside it, as `backup`."""
-    path = pick(by_name(_course()), Path(name).stem, "notebook")
+    path = by_name(_course(), Path(name).stem)
     mine, new, notes = folder / path.name, parse(text := path.read_text(), path.name), []
     with _alone(folder):
         if not _is_there(mine):

@@ -8,6 +8,7 @@ and what to say to who did.
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -167,7 +168,8 @@ def shared_by(rows: int, columns: int, block_rows: int, block_columns: int) -> i
     return (block_rows or rows) * (block_columns or columns)
 
 
-@exercise("04.int8_db", (4.5,), (12.0,), (50.0,), draw=lambda r: (r.uniform(1.1, 60),),
+# 52.9 dB less the crest, as notebook 03 rounds it, is right
+@exercise("04.int8_db", (4.5,), (12.0,), draw=lambda r: (r.uniform(1.1, 12),), tolerance=0.0012,
           mistakes={"the noise is a twelfth of the spacing's square":
                         lambda crest: 20 * math.log10(127 / crest)})
 def int8_db(crest: float) -> float:
@@ -241,13 +243,11 @@ def _by_mean_decibel(samples: Sequence[tuple[str, float]], budget: int) -> list[
 
 def _samples(r: Random) -> tuple[list[tuple[str, float]], int]:
     layers = ["q", "k", "v", "o", "up", "down", "head"][:r.randint(2, 7)]
-    return [(layer, r.uniform(10, 40)) for layer in layers for _ in range(3)], r.randint(0, 3)
+    samples = [(layer, r.uniform(10, 40)) for layer in layers for _ in range(r.randint(1, 4))]
+    return samples, r.randint(0, 3)
 
 
-@exercise("06.keep", ([("head", 30.0), ("up", 20.0)], 1),
-          ([("up", 31.0), ("down", 24.0), ("up", 31.0), ("down", 24.0), ("head", 36.0),
-            ("head", 12.0)], 2),
-          ([("q", 30.0), ("k", 31.0), ("v", 29.0)], 0), draw=_samples, minutes=8, stars=2,
+@exercise("06.keep", ([("head", 30.0), ("up", 20.0)], 1), draw=_samples, minutes=8, stars=2,
           mistakes={"average the noise, not its decibels": _by_mean_decibel})
 def keep(samples: Sequence[tuple[str, float]], budget: int) -> list[str]:
     noise: dict[str, list[float]] = {}
@@ -257,9 +257,9 @@ def keep(samples: Sequence[tuple[str, float]], budget: int) -> list[str]:
 
 
 def _losses(r: Random) -> tuple[list[float], float, list[float], float]:
-    ours, theirs = ([9 - sum(falls[:i]) for i in range(len(falls))]
-                    for falls in ([0.0] + [r.uniform(0.1, 0.9) for _ in range(r.randint(3, 9))]
-                                  for _ in range(2)))
+    ours, theirs = (list(accumulate([r.uniform(8, 9)] + [-r.uniform(0.1, 0.9)
+                                                         for _ in range(r.randint(0, 9))]))
+                    for _ in range(2))
     return ours, r.uniform(0.2, 2), theirs, r.uniform(0.2, 2)
 
 
@@ -274,9 +274,7 @@ def _whole_steps(losses: Sequence[float], seconds: float, base_losses: Sequence[
     return len(base_losses) * base_seconds / (steps * seconds)
 
 
-@exercise("06.speedup", ([4.0, 3.0, 2.0, 1.0], 0.5, [4.0, 3.0, 2.0], 1.0),
-          ([4.0, 3.5, 3.0, 2.5, 2.0], 0.8, [4.0, 3.0, 2.8], 1.0),
-          ([4.0, 3.5, 3.4], 0.5, [4.0, 3.0], 1.0), draw=_losses, minutes=10, stars=2,
+@exercise("06.speedup", ([4.0, 3.0], 0.5, [4.0, 3.0], 1.0), draw=_losses, minutes=10, stars=2,
           mistakes={"compare times at an equal loss": _at_equal_steps,
                     "it gets there between two steps": _whole_steps})
 def speedup(losses: Sequence[float], seconds: float, base_losses: Sequence[float],
@@ -311,7 +309,7 @@ def sqnr_db(x: Sequence[float], y: Sequence[float]) -> float:
 
 def _grown(r: Random) -> tuple[tuple[float, ...], float]:
     amax = r.uniform(0.5, 4)
-    beyond = (0.0, 0.5, 1.0, 1.02, 1.03, 1.05, 2.0, -1.02, -1.5)
+    beyond = (0.0, 0.5, 1.0, 1.0345, 1.037, 1.05, 2.0, -1.0345, -1.5)
     return (amax / 3, *(amax * r.choice(beyond) for _ in range(6))), amax
 
 
@@ -342,8 +340,7 @@ def _without_the_block(layers: int, block: int, kept: int, budget: int) -> int:
     return max(fits, default=0)
 
 
-@exercise("08.every", (4, 10, 1, 12), (4, 10, 1, 22), (4, 10, 1, 25), (12, 34, 2, 60),
-          (12, 34, 2, 250), (3, 5, 1, 100), minutes=10, stars=2,
+@exercise("08.every", (4, 10, 1, 12), (4, 10, 1, 22), (4, 10, 1, 25), minutes=10, stars=2,
           draw=lambda r: (r.randint(1, 40), r.randint(4, 40), r.randint(1, 3), r.randint(5, 900)),
           mistakes={"at the peak the last block is there whole": _without_the_block})
 def every(layers: int, block: int, kept: int, budget: int) -> int:
@@ -361,8 +358,8 @@ def moment_bytes(parameters: int, block: int) -> int:
     return 2 * (parameters + 4 * math.ceil(parameters / block))
 
 
-@exercise("08.segment", (64, 1, 1), (64, 16, 1), (32, 4, 2), (96, 34, 2), (10, 3, 2), minutes=6,
-          stars=2, draw=lambda r: (r.randint(1, 128), r.randint(1, 40), r.randint(1, 6)),
+@exercise("08.segment", (64, 1, 1), (64, 16, 1), (10, 3, 2), minutes=6, stars=2,
+          draw=lambda r: (r.randint(1, r.choice((4, 128))), r.randint(1, 40), r.randint(1, 6)),
           mistakes={"a checkpoint is smaller than a block":
                         lambda layers, block, kept: round(math.sqrt(layers)),
                     "segments are whole: try each number of blocks": lambda layers, block, kept:
@@ -400,8 +397,7 @@ def _powers_of_two(states: float, device: float, kv_heads: int) -> int:
     return min(fits, default=0)
 
 
-@exercise("09.tensor_ranks", (60e9, 80e9, 8), (141e9, 72e9, 8), (200e9, 72e9, 8),
-          (1.13e12, 130e9, 8), (200e9, 72e9, 12),
+@exercise("09.tensor_ranks", (60e9, 80e9, 8), (160e9, 80e9, 8),
           draw=lambda r: (10 ** r.uniform(9, 12.5), r.choice((24e9, 80e9, 141e9, 192e9)),
                           r.choice((1, 4, 6, 8, 10, 12, 16))),
           mistakes={"the heads must come out even":
@@ -437,8 +433,7 @@ def _causal(T: int, tile: int) -> int:
     return math.ceil(T / tile) * (math.ceil(T / tile) + 1) // 2
 
 
-@exercise("12.tiles", (128, 128, 128), (256, 128, 256), (300, 128, 300), (512, 128, 128),
-          (512, 128, 129), (512, 128, 1),
+@exercise("12.tiles", (128, 128, 128), (256, 128, 256), (300, 128, 300), (512, 128, 129),
           draw=lambda r: (r.randint(1, 3000), r.choice((16, 64, 128)), r.randint(1, 3000)),
           minutes=8, stars=2,
           mistakes={"the window is that of the tile's first query, and its last sees more keys":
@@ -473,8 +468,7 @@ def window_pairs(T: int, window: int) -> int:
 
 # 14, data parallel and ZeRO. Bytes that a rank sends, rows that it has, messages.
 
-@exercise("14.sent_bytes", (4_000, 2, 0, 1), (4_000, 4, 3, 1), (4_000, 4, 2, 4), (4_000, 4, 1, 4),
-          (32e9, 64, 3, 8),
+@exercise("14.sent_bytes", (4_000, 2, 0, 1), (4_000, 4, 3, 1), (4_000, 4, 2, 4),
           draw=lambda r: (10 ** r.uniform(3, 12), r.choice((2, 3, 8, 64)), r.randrange(4),
                           r.randint(1, 16)), minutes=8, stars=2,
           mistakes={"a rank does not send its own part to itself":
@@ -485,6 +479,10 @@ def window_pairs(T: int, window: int) -> int:
                         sent_bytes(nbytes, ranks, max(stage, 2), pieces),
                     "ZeRO 2 and 3 send in every micro-batch": lambda nbytes, ranks, stage, pieces:
                         sent_bytes(nbytes, ranks, stage, 1),
+                    "that is the paper's ZeRO 2, whose weights stay whole; FSDP2 gathers them in "
+                    "each micro-batch": lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, stage, pieces)
+                        * ((pieces + 1) / (2 * pieces) if stage == 2 else 1),
                     "ZeRO 3 gathers once for forward and once for backward":
                         lambda nbytes, ranks, stage, pieces:
                         sent_bytes(nbytes, ranks, min(stage, 2), pieces)})
@@ -567,7 +565,6 @@ def _others_in_bf16(shapes: list[tuple[int, int]], cast: list[bool], ranks: int)
 
 
 @exercise("15.gathered_bytes", ([(4, 8)], [True], 2), ([(4, 8), (8, 1)], [True, False], 2),
-          ([(5, 8)], [True], 2), ([(1024, 4096), (4096, 1)], [True, False], 8),
           draw=_shapes, minutes=8, stars=2,
           mistakes={"a rank does not send its own part to itself":
                         lambda shapes, cast, ranks: gathered_bytes(shapes, cast, ranks)
@@ -608,8 +605,7 @@ def _from_its_first(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[
             for writer, first, last in pieces(rows, wrote, reads, rank)]
 
 
-@exercise("15.pieces", (4, 2, 1, 0), (4, 1, 2, 1), (5, 2, 3, 1), (7, 4, 3, 1), (2, 4, 1, 0),
-          (2, 1, 4, 3),
+@exercise("15.pieces", (4, 2, 1, 0), (4, 1, 2, 1), (5, 2, 3, 1),
           draw=lambda r: (r.randint(1, 40), r.randint(1, 6), (reads := r.randint(1, 6)),
                           r.randrange(reads)), minutes=10, stars=2,
           mistakes={"leave out files that have nothing for it": _of_every_file,

@@ -18,13 +18,23 @@ import random
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lpkit.course.attempts import SECONDS, Answer, Attempt, Parcel, asked, limit_memory, load
 from lpkit.errors import ConfigError
+from lpkit.predict.units import quantity
 
 DRAWN = 200             # random cases, after those that are written down
 RECOGNISED = 30         # cases in which an attempt agrees with a known mistake
-TOLERANCE = 1e-6        # relative; of a tensor, to its largest magnitude
+TOLERANCE = 1e-6        # relative; a tensor's is relative to the size of its terms
+ROUNDING = 2.0**-20     # by which each operation is disturbed to find that size
+DISTURBED = 4           # times
 MARKS = {"to do": ("#6b7280", "○"), "right": ("#15803d", "✓"), "wrong": ("#b91c1c", "✗")}
 
 
@@ -42,6 +52,7 @@ class Exercise:
     minutes: int = 3
     name: str = ""                  # as the learner's file has it: "03.cast"
     drawn: int = DRAWN
+    most_bytes: Callable[..., int] | None = None    # of a case: what tensors may take at once
 
     def __post_init__(self):
         if not self.cases:
@@ -65,7 +76,32 @@ class Exercise:
         return source_of(self.answer)
 
     def judged(self, attempt: Callable[..., Any]) -> "Verdict":
-        return check(self, attempt)
+        """Never raises, whatever the attempt does, and does not wait for ever. An exercise without
+        a name is its caller's own, and its attempt runs in this process."""
+        if not self.name:
+            return check(self, attempt)
+        try:
+            parcel = Parcel.of(attempt)
+            found = None if parcel.is_stub else asked(self.name, SECONDS, parcel=vars(parcel))
+        except ConfigError as error:
+            return Verdict("to do", str(error), self.solution)
+        if not found or found["status"] == "to do":
+            return to_do(self)
+        return Verdict(found["status"], found["detail"], self.solution)
+
+    def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
+        """In the judge: the status, and what else there is to say."""
+        with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
+            said = verdict(self, iter(attempt))
+            printed = attempt.printed if said.status == "wrong" else ""
+        return {"status": said.status, "detail": said.detail + printed}
+
+
+def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
+    limit_memory()
+    attempt = load(Parcel(**job["parcel"]))
+    for case in exercise.all_cases():
+        yield answer(exercise, attempt, case)
 
 
 def source_of(function: Callable) -> str:
@@ -114,24 +150,115 @@ class Verdict:
         return said
 
 
+ENDED = Answer(why="it ended its process")
+
+
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Try `attempt` on every case. Never raises for what the attempt does, so that a notebook runs
-    to its end."""
+    """The verdict on a function that is trusted: it runs in this process."""
+    return verdict(exercise, (answer(exercise, attempt, case) for case in
+                              exercise.all_cases()))
+
+
+def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answer:
+    """The attempt's part: what it returns for a copy of the case, into which it may write; or that
+    its tensors were too large, where the exercise limits them."""
+    try:
+        given = copy.deepcopy(case)
+        if exercise.most_bytes is None:
+            with Unsaturated():
+                return Answer(attempt(*given))
+        from lpkit.measure.tracking import Tracker  # seconds to import, for few exercises
+        with Tracker(nn.Module()) as tracker:
+            got = attempt(*given)
+        peak = max(itertools.accumulate(change for _, change, *_ in tracker.log), default=0)
+        most = exercise.most_bytes(*case)
+        return Answer(got, "" if peak <= most else (
+            f"its tensors take {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are "
+            f"the limit"))
+    except Exception as error:      # whatever it is, it is the learner's: show it
+        return Answer.raised(error)
+
+
+def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
+    """The judge's part: no code of the attempt runs here. `answers` are to all cases, in order."""
+    seen: list[Answer] = []
     for case in exercise.all_cases():
-        want = exercise.spec(*copy.deepcopy(case))
-        try:
-            # a copy: whatever it writes into its arguments
-            why = difference(attempt(*copy.deepcopy(case)), want, exercise.tolerance)
-        except NotImplementedError:
+        seen.append(one := next(answers, ENDED))
+        if one.to_do:
             return to_do(exercise)
-        except Exception as error:      # whatever it is, it is the learner's: show it
-            why = f"it raised {type(error).__name__}: {error}"
-        if why:
+        if why := one.why or unlike(exercise, case, one.value):
+            seen += itertools.islice(answers, max(0, RECOGNISED - len(seen)))
             named = zip(inspect.signature(exercise.spec).parameters, case, strict=True)
             given = ", ".join(f"{name}={short(value)}" for name, value in named)
-            hint = _hint(exercise, attempt)
-            return Verdict("wrong", f"for {given} {why}{hint and f'; {hint}'}", exercise.solution)
+            hint = _hint(exercise, seen)
+            return Verdict("wrong", f"for {given} {why}{one.line}{hint and f'; {hint}'}",
+                           exercise.solution)
     return Verdict("right", "", exercise.solution)
+
+
+def unlike(exercise: Exercise, case: tuple, got: Any) -> str:
+    """The judge's part: why `got` is no answer to the case, in half a sentence; empty when it is
+    one."""
+    given = partial(copy.deepcopy, case)
+    want = expected(exercise, given)
+    return difference(got, want, exercise.tolerance) and difference(
+        got, want, exercise.tolerance, disturbed(exercise, given))
+
+
+def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
+    """The definition's answer. Numbers that need not agree to the bit are calculated in float64, so
+    that it is the same on every processor."""
+    return exercise.spec(*(_widened(given()) if exercise.tolerance else given()))
+
+
+def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
+    """What the definition answers when each of its operations is off by up to ROUNDING of its
+    result (Monte Carlo arithmetic: Parker 1997). An answer that is a difference of large terms
+    moves by these terms, however near to 0 it is itself."""
+    found = []
+    for seed in range(DISTURBED if exercise.tolerance else 0):
+        case = given()
+        with Disturbed(seed):
+            found.append(exercise.spec(*_widened(case)))
+    return found
+
+
+class Disturbed(TorchDispatchMode):
+    """Within, each result of an operation is off by up to `size` of itself."""
+
+    def __init__(self, seed: int, size: float = ROUNDING):
+        super().__init__()
+        self.size, self.chance = size, torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace == "aten":
+            for one in tree_leaves(made):
+                if isinstance(one, Tensor) and one.dtype in (torch.float32, torch.float64):
+                    off = 2 * torch.rand(one.shape, generator=self.chance, dtype=one.dtype) - 1
+                    one.mul_(1 + self.size * off)
+        return made
+
+
+class Unsaturated(TorchDispatchMode):
+    """Within, what is too large for E4M3 is cast to NaN, as PyTorch did up to 2.11: that it
+    saturates since then hides a clamp that is missing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in CASTS and made.dtype == torch.float8_e4m3fn:
+            source = args[CASTS[func]].float()      # up to 464 it is rounded to 448
+            made.view(torch.uint8).masked_fill_(source.abs() > 464, 0x7F)
+        return made
+
+
+CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}   # what is cast
+
+
+def _widened(case: tuple) -> tuple:
+    return tree_map_only(Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, case)
 
 
 def to_do(exercise: Exercise) -> Verdict:
@@ -139,23 +266,27 @@ def to_do(exercise: Exercise) -> Verdict:
                             f"{exercise.minutes} minutes)", exercise.solution)
 
 
-def _hint(exercise: Exercise, attempt: Callable[..., Any]) -> str:
-    """What to say to who makes a known mistake: `attempt` agrees with it in every case."""
-    cases = list(itertools.islice(exercise.all_cases(), RECOGNISED))
+def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
+    """What to say to who makes a known mistake: all `answers` are the mistake's."""
+    both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
-        with contextlib.suppress(Exception):
-            if not any(difference(attempt(*copy.deepcopy(case)), mistake(*copy.deepcopy(case)),
-                                  exercise.tolerance) for case in cases):
+        with contextlib.suppress(Exception), Unsaturated():
+            if not any(one.value is None or difference(one.value, mistake(*copy.deepcopy(case)),
+                                                       exercise.tolerance) for case, one in both):
                 return hint
     return ""
 
 
-def difference(got: Any, want: Any, tolerance: float = TOLERANCE, where: str = "",
-               scale: float = 0.0) -> str:
+def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
+               where: str = "", scale: float = 0.0) -> str:
     """Why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count as
-    nested lists, whose numbers may be off by `tolerance` of the largest magnitude, `scale`."""
-    if hasattr(want, "tolist"):
-        scale = max((abs(one) for one in _numbers(want.tolist()) if math.isfinite(one)), default=0)
+    nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude, or
+    of what they are off by in `others`, the answers of `disturbed`."""
+    if tolerance and hasattr(want, "tolist"):
+        want = torch.as_tensor(want)
+        sizes = [want, *((one.double() - want.double()) / ROUNDING for one in others)]
+        scale = max((float(abs(one[one.isfinite()]).max()) for one in sizes if one.isfinite().any()),
+                    default=0.0)
     got, want = (value.tolist() if hasattr(value, "tolist") else value for value in (got, want))
     unlike = f"expected {short(want)}{where}, got {short(got)}"
     if got is None and want is not None:
@@ -178,18 +309,11 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, where: str = "
     if kind is Mapping and got.keys() != want.keys():
         return unlike
     for key in want if kind is Mapping else range(len(want)):
-        why = difference(got[key], want[key], tolerance, f"{where} at [{key!r}]", scale)
+        why = difference(got[key], want[key], tolerance, [one[key] for one in others],
+                         f"{where} at [{key!r}]", scale)
         if why:
             return why
     return ""
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, list):
-        for one in value:
-            yield from _numbers(one)
-    else:
-        yield value
 
 
 def short(value: Any) -> str:

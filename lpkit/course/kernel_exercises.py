@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lpkit.course.puzzles import Launch, Puzzle, blank
+from lpkit.course.tensor_exercises import FP8, LARGEST, normal
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
 
 PUZZLES: dict[str, Puzzle] = {}
-FP8, LARGEST = torch.float8_e4m3fn, 448.0
 EPS = 1e-6
 
 
@@ -38,12 +38,12 @@ def puzzle(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callab
 
 
 def cdiv(a: int, b: int) -> int:
-    return max(1, -(-a // b))       # a program runs also where there is nothing to do
+    return -(-a // b)
 
 
 def block(n: int, small: int = 16) -> int:
     """Several for a small n, which the interpreter runs; a GPU's for a large one."""
-    return 1024 if n >= 1 << 16 else small
+    return 1024 if n >= 1 << 16 else 4 * small if n >= 1 << 12 else small
 
 
 def by_blocks(x: Tensor, out: Mapping[str, Tensor], small: int = 16, **given: Tensor) -> Launch:
@@ -68,14 +68,9 @@ def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte:
                   x=x, x_stride=x.stride(0), columns=C, **more)
 
 
-def normal(r: Random, *shape: int, size: float = 1.0) -> Tensor:
-    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(r.getrandbits(32)))
-
-
 def rows(r: Random, *, most: int = 40, size: float = 1.0) -> Tensor:
-    """A matrix whose rows lie further apart than they are long."""
-    n, columns, gap = r.randint(1, 5), r.randint(1, most), r.choice((0, 1, 3))
-    return normal(r, n, columns + gap, size=size)[:, :columns]
+    """A matrix, some with rows further apart than they are long."""
+    return normal(r, r.randint(1, 5), r.randint(1, most), size=size)
 
 
 def vector(n: int) -> tuple[Tensor]:
@@ -95,16 +90,20 @@ def value_of(codes: Tensor) -> Tensor:
     return codes.view(FP8).float()
 
 
-AWKWARD = tuple(torch.arange(n) / 4 - 3 for n in (5, 123, 1, 0))
+AWKWARD = tuple(torch.arange(n) / 4 - 3 for n in (5, 123, 1))
 EXTREME = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-38, 448.0, -449.0, 464.0, 0.0009765625,
-                        0.00146484375, 17.0, 19.0, float("inf")])
+                        0.00146484375, 1.9999999, 17.0, 19.0, float("inf")])
 MATRICES = ((torch.arange(10.0) / 4 - 1).view(2, 5), (torch.arange(24.0) - 7).view(3, 8)[:, :5],
-            torch.sin(torch.arange(123.0))[None], torch.ones(4, 1), torch.ones(2, 0))
+            torch.sin(torch.arange(123.0))[None], torch.ones(4, 1))
+# beyond float16 and below; more rows, longer rows and more blocks than are usually tried by hand
+HUGE, TINY = 2.0**17, 2.0**-20
+MANY, LONG = normal(Random(1), 70, 3), normal(Random(2), 14, 5000)
+BLOCKS = HUGE * normal(Random(3), 1200), TINY * normal(Random(4), 8389)
 
 
 # 10, custom kernels: elementwise, reductions, casts.
 
-@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME)), spec=lambda x: x.clone(),
+@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME, *BLOCKS)), spec=lambda x: x.clone(),
         minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector,
         launch=lambda x: by_blocks(x, {"y": blank(len(x))}),
         mistakes={"mask the last block: n need not be a multiple of BLOCK":
@@ -121,7 +120,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 @puzzle("10.amax", *((x,) for x in AWKWARD), (torch.tensor([-9.0, 2.0, 3.0]),), (-AWKWARD[1],),
-        (EXTREME,), spec=_amax, minutes=8, stars=2, large=vector,
+        (EXTREME,), *((x,) for x in BLOCKS), spec=_amax, minutes=8, stars=2, large=vector,
         draw=lambda r: (normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9)),),
         launch=lambda x: by_blocks(x, {"out": torch.zeros(1)}),
         mistakes={"the largest magnitude: a negative number has one, too":
@@ -140,8 +139,12 @@ def _softmax(x: Tensor) -> Tensor:
     return x.softmax(-1)
 
 
-@puzzle("10.softmax", *((x,) for x in MATRICES), (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
-        (-100 - MATRICES[0],), spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
+ROWS = [(x,) for x in (*MATRICES, torch.tensor([[1e4, 1e4 - 1, -1e4]]), -200 - MATRICES[0],
+                      torch.linspace(-90, 90, 40)[None], torch.linspace(90, -90, 40)[None],
+                      HUGE * MATRICES[2], TINY * MATRICES[2], MANY, LONG[:1, :200], LONG)]
+
+
+@puzzle("10.softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
         draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
         mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
                   "what lies outside is -inf, so that its exp is nothing":
@@ -162,8 +165,8 @@ def _with_weights(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.arange(x.shape[-1]) / 8 + 0.5
 
 
-@puzzle("10.rms_norm", *map(_with_weights, MATRICES[:4]), _with_weights(1e-4 * MATRICES[0]),
-        _with_weights(torch.zeros(1, 5)), _with_weights(1e15 * MATRICES[0]),
+@puzzle("10.rms_norm", *map(_with_weights, (*MATRICES, 1e-4 * MATRICES[0], torch.zeros(1, 5),
+                                            1e15 * MATRICES[0], HUGE * MANY, TINY * MANY, LONG)),
         spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2,
         draw=lambda r: _with_weights(rows(r, size=r.choice((0.01, 1, 100)))),
         large=lambda n: _with_weights(*matrix(n)),
@@ -189,11 +192,12 @@ def _add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _residual(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x, torch.cos(x).contiguous(), _with_weights(x)[1]
+    return x, torch.cos(x).mul(x.abs().amax()).contiguous(), _with_weights(x)[1]
 
 
-@puzzle("10.add_norm", *map(_residual, MATRICES[:4]), spec=_add_norm, tolerance=1e-5, minutes=10,
-        stars=2, once=("x", "r"), draw=lambda r: _residual(rows(r, size=r.choice((0.01, 1, 100)))),
+@puzzle("10.add_norm", *map(_residual, (*MATRICES, 1e-4 * MATRICES[0], HUGE * MANY, LONG)),
+        spec=_add_norm, tolerance=1e-5, minutes=10, stars=2, once=("x", "r"),
+        draw=lambda r: _residual(rows(r, size=r.choice((0.01, 1, 100)))),
         large=lambda n: _residual(*matrix(n)),
         launch=lambda x, r, w: by_rows(x, "hy", r=r, w=w, eps=EPS),
         mistakes={"the norm is of the sum": ("tl.sum(v * v, 0)", "tl.sum((v - b) * (v - b), 0)"),
@@ -227,7 +231,8 @@ BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
 
 @puzzle("10.scaled_cast", *((x, ONE) for x in AWKWARD), (EXTREME, ONE), (BETWEEN, ONE),
         (torch.tensor([1.0, -2.0, float("nan")]), torch.tensor([0.5])),
-        (-BETWEEN, torch.tensor([2.0])), spec=lambda x, scale: codes_of(x * scale),
+        (-BETWEEN, torch.tensor([2.0])), (BLOCKS[0], ONE / HUGE), (BLOCKS[1], ONE / TINY),
+        spec=lambda x, scale: codes_of(x * scale),
         minutes=25, stars=3, draw=_with_scale, large=lambda n: (*vector(n), ONE),
         launch=lambda x, scale: by_blocks(x, {"codes": blank(len(x), dtype=torch.uint8)}, 32,
                                           scale=scale),
@@ -270,6 +275,7 @@ def _both_launch(x: Tensor, scale: Tensor) -> Launch:
 
 
 @puzzle("10.cast_both", *((x, ONE) for x in MATRICES), (10 * MATRICES[1], torch.tensor([30.0])),
+        (HUGE * normal(Random(5), 150, 190), ONE / HUGE), (TINY * LONG[:7, :300], ONE / TINY),
         spec=_cast_both, minutes=15, stars=3, launch=_both_launch,
         draw=lambda r: (rows(r, size=10), torch.tensor([r.choice((1.0, 0.3, 7.0))])),
         large=lambda n: (*matrix(n), ONE),
@@ -294,14 +300,17 @@ def cast_both(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constex
 
 # 11, FP8 products: what stands before, in and behind them.
 
-def _few_bits(r: Random, *shape: int) -> Tensor:
-    """Multiples of 1/4 in [-4, 4]: TF32 holds them, and their sums are exact in any order."""
-    return torch.tensor([r.randint(-16, 16) / 4 for _ in range(shape[0] * shape[1])]).view(shape)
+def _few_bits(r: Random, *shape: int, most: int = 16) -> Tensor:
+    """Multiples of 4 / most in [-4, 4]: TF32 holds them (with 512 bf16 does not), and sums of their
+    products are exact in any order."""
+    chance = torch.Generator().manual_seed(r.getrandbits(32))
+    return torch.randint(-most, most + 1, shape, generator=chance) * 4 / most
 
 
-def _factors(r: Random) -> tuple[Tensor, Tensor]:
-    M, N, K, gap = r.randint(1, 40), r.randint(1, 40), r.randint(1, 40), r.choice((0, 3))
-    return _few_bits(r, M, K + gap)[:, :K], _few_bits(r, K, N)
+def _factors(r: Random, M: int = 0, N: int = 0, K: int = 0) -> tuple[Tensor, Tensor]:
+    M, N, K = M or r.randint(1, 40), N or r.randint(1, 40), K or r.randint(1, 40)
+    gap, size = r.choice((0, 3)), r.choice((1, HUGE, TINY))
+    return (size * _few_bits(r, M, K + gap, most=512))[:, :K], _few_bits(r, K, N)
 
 
 def _matmul_launch(a: Tensor, b: Tensor) -> Launch:
@@ -317,7 +326,9 @@ _SOME = Random(0)
         (_few_bits(_SOME, 17, 20)[:, :18], _few_bits(_SOME, 18, 35)),
         (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)),
         (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
-        (torch.ones(2, 0), torch.ones(0, 3)),
+        (torch.ones(2, 0), torch.ones(0, 3)), (HUGE * _few_bits(_SOME, 3, 20, most=512),
+                                               TINY * _few_bits(_SOME, 20, 4)),
+        _factors(_SOME, 600, 3, 5), _factors(_SOME, 3, 200, 5), _factors(_SOME, 3, 40, 200),
         spec=lambda a, b: a @ b, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
         large=lambda n: (torch.randn(isqrt(n), isqrt(n)), torch.randn(isqrt(n), isqrt(n))),
         flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
@@ -352,8 +363,9 @@ def _block_scale(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
 
 
-@puzzle("11.block_scale", *((x, 16) for x in MATRICES[:4]), (torch.zeros(1, 20), 16),
-        (torch.tensor([[1e30, 1.0] + 30 * [1e-30]]), 16), spec=_block_scale, minutes=12,
+@puzzle("11.block_scale", *((x, 16) for x in MATRICES), (torch.zeros(1, 20), 16),
+        (torch.tensor([[1e30, 1.0] + 30 * [1e-30]]), 16), (HUGE * MANY, 16),
+        (TINY * LONG[:1, :400], 16), (LONG[:2, :1000], 128), spec=_block_scale, minutes=12,
         stars=2, launch=lambda x, block: by_scales(x, block, torch.float32, BLOCK=block),
         draw=lambda r: (rows(r, size=10 ** r.uniform(-9, 9)), r.choice((8, 16))),
         mistakes={"a block of zeros has the scale 0, and 0 / 0 is NaN":
@@ -381,10 +393,10 @@ def _e8m0(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales.to(torch.uint8)
 
 
-@puzzle("11.e8m0", *((x,) for x in MATRICES[:4]), (torch.zeros(1, 40),),
+@puzzle("11.e8m0", *((x,) for x in MATRICES), (torch.zeros(1, 40),),
         (torch.tensor([[2.0**127, 1.0, -480.0]]),), (torch.tensor([[1e-36, -3e-36]]),),
-        (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), spec=_e8m0, minutes=12,
-        stars=2, launch=lambda x: by_scales(x, 32),
+        (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), (HUGE * MANY,), (TINY * LONG[:1, :800],),
+        spec=_e8m0, minutes=12, stars=2, launch=lambda x: by_scales(x, 32),
         draw=lambda r: (rows(r, most=80, size=10 ** r.uniform(-9, 9)),),
         mistakes={"the exponent of E4M3's largest value, 8, is taken off": ("- 8, 0)", "- 0, 0)"),
                   "the exponent is cut, not rounded: some of the largest saturate":
@@ -427,13 +439,15 @@ def _with_top(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sixteens(r: Random) -> tuple[Tensor, Tensor]:
     R, C = r.randint(1, 2), 16 * r.randint(1, 2)
-    return _with_top(normal(r, R, C + 5, size=10 ** r.uniform(-6, 6))[:, :C])
+    return _with_top(normal(r, R, C, size=10 ** r.uniform(-6, 6)))
 
 
 @puzzle("11.nvfp4", _with_top(torch.arange(16.0)[None] - 8), _with_top(torch.zeros(1, 16)),
         _with_top(torch.cat([torch.full((1, 16), 2688.0), E2M1[None], -E2M1[None]], 1)),
+        _with_top(torch.cat([torch.full((1, 16), 2688.0), torch.full((1, 16), -1e-3)], 1)),
         (torch.cat([E2M1[None], torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]])], 1),
-         ONE), spec=_nvfp4, minutes=20, stars=3, draw=_sixteens,
+         ONE), _with_top(HUGE * LONG[:1, :400]), _with_top(TINY * normal(Random(5), 40, 16)),
+        spec=_nvfp4, minutes=20, stars=3, draw=_sixteens,
         launch=lambda x, top: by_scales(x, 16, in_byte=2, top=top),
         mistakes={"elements are divided by the scale as it is stored, in E4M3":
                       ("e4m3_value(s) * tl.load(top)", "tl.div_rn(most, 6.0)"),
@@ -457,12 +471,14 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
 
 
 def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.tensor([r.randrange(1 << 16) for _ in range(len(x))], dtype=torch.int32)
+    chance = torch.Generator().manual_seed(r.getrandbits(32))
+    return x, torch.randint(1 << 16, (len(x),), generator=chance, dtype=torch.int32)
 
 
 @puzzle("11.stochastic", *(_thrown(Random(n), x) for n, x in enumerate((*AWKWARD, EXTREME[4:]))),
         (torch.tensor([1.001953125] * 4), torch.tensor([0, 49_151, 49_152, 65_535]).int()),
         (torch.tensor([float("inf"), float("-inf"), 2.0]), torch.tensor([65_535] * 3).int()),
+        *(_thrown(Random(9), x) for x in BLOCKS),
         spec=lambda x, dice: ((x.view(torch.int32) + dice) >> 16).to(torch.int16),
         minutes=10, stars=2, once=("x", "dice"),
         draw=lambda r: _thrown(r, normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9))),
@@ -490,10 +506,11 @@ def _few_codes(r: Random, N: int, K: int) -> Tensor:
     return codes_of(torch.tensor([r.randint(-8, 8) / 4 for _ in range(N * K)]).view(N, K))
 
 
-def _quantised(r: Random, M: int = 0, N: int = 0, K: int = 0) -> tuple[Tensor, Tensor, Tensor, int]:
+def _quantised(r: Random, M: int = 0, N: int = 0, K: int = 0,
+               size: float = 1.0) -> tuple[Tensor, Tensor, Tensor, int]:
     M, N, K = M or r.randint(1, 20), N or r.randint(1, 20), K or r.randint(1, 50)
     scales = torch.tensor([2.0 ** r.randint(-2, 2) for _ in range(N * -(-K // 16))]).view(N, -1)
-    return _few_bits(r, M, K), _few_codes(r, N, K), scales, 16
+    return size * _few_bits(r, M, K, most=512), _few_codes(r, N, K), scales, 16
 
 
 def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Launch:
@@ -503,8 +520,9 @@ def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Lau
 
 
 @puzzle("11.dequant_matmul", _quantised(_SOME, 2, 3, 5), _quantised(_SOME, 17, 18, 33),
-        _quantised(_SOME, 1, 1, 1), spec=_dequant_matmul, minutes=15, stars=3,
-        draw=_quantised, launch=_dequant_launch,
+        _quantised(_SOME, 1, 1, 1), _quantised(_SOME, 150, 3, 5, HUGE),
+        _quantised(_SOME, 3, 150, 5, TINY), _quantised(_SOME, 2, 3, 300), spec=_dequant_matmul,
+        minutes=15, stars=3, draw=_quantised, launch=_dequant_launch,
         mistakes={"each block along K has a scale of its own":
                       ("s = tl.load(scales + n * tl.cdiv(K, B) + k // B",
                        "s = tl.load(scales + n * tl.cdiv(K, B)"),
@@ -526,12 +544,8 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
     tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@puzzle("11.online_softmax", *((x,) for x in MATRICES[:4]),
-        (torch.tensor([[1e4, 1e4 - 1, -1e4]]),),
-        (torch.linspace(-90, 90, 40)[None],), (torch.linspace(90, -90, 40)[None],),
-        (-200 - MATRICES[0],),
-        spec=_softmax, tolerance=1e-6, minutes=20, stars=3, large=matrix, once=(),
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),),
+@puzzle("11.online_softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=20, stars=3,
+        large=matrix, once=(), draw=lambda r: (rows(r, size=r.choice((1, 100))),),
         launch=lambda x: by_rows(x, BLOCK=block(x.numel(), 8)),
         mistakes={"when the largest grows, what was added so far shrinks":
                       ("total * tl.exp(most - new)", "total"),

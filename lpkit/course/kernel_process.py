@@ -1,60 +1,41 @@
-"""The process in which a learner's kernels run: each in a fork of its own, which may loop, crash,
-exit or eat memory, and is then a sentence.
-
-    python -m lpkit.course.kernel_process JOB.json      # beside it the sources are written
+"""How a learner's kernel runs, in the process of its attempt (`lpkit.course.attempts`).
 
 Every tensor lies inside a larger one, whose margins are NaN (or very large) and are looked at
 afterwards. Triton's interpreter reads and writes through `Memory`, which knows whose element each
 address is, counts bytes, and sees the races that an interpreter hides, because it runs one program
-after the other. The last line of standard output is JSON: a finding for each attempt.
+after the other.
 """
 
 import ast
 import contextlib
-import importlib.util
-import inspect
-import json
 import math
-import os
-import resource
-import signal
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
-from lpkit.course.judge import short
+from lpkit.course import attempts
+from lpkit.course.attempts import Answer, Parcel, line_of
 from lpkit.course.kernel_exercises import PUZZLES
-from lpkit.course.puzzles import UNTOUCHED, Launch, Puzzle, bits, heard
-
-PRELUDE = """\
-import triton
-import triton.language as tl
-
 from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
+from lpkit.course.puzzles import UNTOUCHED, Launch, Puzzle, bits
+from lpkit.kernels.interpreter import mend_calls
 
-"""
 LARGE = 1 << 27                 # elements on which a GPU is timed
 TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU
 MARGIN = 64                     # elements around a tensor
 NEAR_BYTES = 1 << 20            # within which a tensor is blamed for an address
-MEMORY_BYTES = 1 << 30          # that an attempt may take
-FILE_BYTES = 1 << 26            # that it may write: what it prints
-SHOWN = 300                     # characters of what it printed
+LONG_BYTES = 1 << 11            # from which on what is read twice is no edge, wrapped around
 
 
 class FaultError(Exception):
@@ -150,8 +131,8 @@ class Memory:
 
     def load(self, ptrs: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
         if found := self._find(ptrs, mask, np.dtype(dtype).itemsize, "reads"):
-            held, used, at = found
-            held.loaded_bytes += used.size * held.whole.itemsize
+            held, _, at = found
+            held.loaded_bytes += np.unique(at).size * held.whole.itemsize
             self._race(held, at, "reads")
         return self._own.load(ptrs, mask, other, dtype)
 
@@ -183,65 +164,60 @@ class Memory:
                              f"another program wrote: on a GPU they run at the same time")
 
 
-@dataclass
-class Outcome:
-    """Of one launch: what it left, or what was wrong with how it ran."""
-
-    left: Mapping[str, Tensor] = field(default_factory=dict)
-    fault: str = ""
-    line: str = ""              # of the attempt, where it happened
-    moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)     # bytes read, written
-
-    def same(self, other: "Outcome", tolerance: float) -> bool:
-        if self.fault or other.fault:
-            return self.fault == other.fault
-        return not any(_wrong(self.left[name], other.left[name], tolerance).any()
-                       for name in self.left)
-
-
-def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "cpu") -> Outcome:
+def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "cpu") -> Answer:
     """One launch. What is outside of a tensor is NaN in one turn and very large in the next."""
+    np.seterr(all="ignore")
+    warnings.simplefilter("ignore")
     launch = puzzle.launch(*case)
     outside = (math.nan, 3e38)[turn % 2]
     held = [hold(name, x, outside=outside, device=device, is_output=name in launch.out)
             for name, x in launch.tensors.items()]
     arguments = launch.arguments | {one.name: one.tensor for one in held}
     try:
-        with watched(held) if device == "cpu" else contextlib.nullcontext():
+        with watched(held, outside) if device == "cpu" else contextlib.nullcontext():
             kernel[launch.grid](**arguments)
         if device != "cpu":
             torch.cuda.synchronize()
     except Exception as error:
-        if isinstance(cause := _cause(error), NotImplementedError):
-            raise cause from None
-        if isinstance(cause, MemoryError):
-            cause = FaultError(f"it took more than {MEMORY_BYTES >> 20} MB of memory")
-        said = str(cause) if isinstance(cause, FaultError) else f"it raised {_words(cause)}"
-        return Outcome(fault=said, line=_line(error))
+        return _raised(error)
     for one in held:
         changed = (bits(one.whole) != bits(one.kept)).cpu()
         changed &= ~torch.from_numpy(one.inside) if one.is_output else True
         if changed.any():
             element = one.element(int(changed.nonzero()[0]))
             why = "which is outside" if one.is_output else f"and {one.name} is not its to write"
-            return Outcome(fault=f"it wrote to {element}, {why}")
+            return Answer(why=f"it wrote to {element}, {why}")
     moved = {one.name: (one.loaded_bytes, one.stored_bytes) for one in held}
     for one in held:
         least = one.tensor.numel() * one.whole.itemsize
-        if one.name in puzzle.once and one.loaded_bytes > least:
-            return Outcome(fault=f"it reads {one.name} {one.loaded_bytes / least:.3g} times, and "
-                                 f"once is enough")
-    return Outcome({one.name: one.tensor.cpu() for one in held if one.is_output}, moved=moved)
+        if one.name in puzzle.once and least > LONG_BYTES and one.loaded_bytes > 1.5 * least:
+            return Answer(why=f"it reads {one.name} {one.loaded_bytes / least:.3g} times, and "
+                              f"once is enough")
+    left = {one.name: one.tensor.cpu() for one in held if one.is_output}
+    return Answer({"left": left, "moved": moved})
 
 
 @contextlib.contextmanager
-def watched(held: Sequence[Held]) -> Iterator[None]:
-    own = interpreter._interpreter
-    interpreter._interpreter = Memory(own, held, interpreter.interpreter_builder)
+def watched(held: Sequence[Held], outside: float) -> Iterator[None]:
+    mend_calls()
+    own, builder = interpreter._interpreter, interpreter.interpreter_builder
+    load = builder.create_masked_load
+
+    def masked(ptrs: Any, mask: Any, other: Any, *more: Any) -> Any:
+        """What is masked and has no `other` is undefined on a GPU: here it is `outside`, not 0."""
+        if other is None:
+            dtype = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
+            fill = outside if dtype.kind == "f" else np.iinfo(dtype).max
+            other = interpreter.TensorHandle(np.full(ptrs.data.shape, fill, dtype),
+                                             ptrs.get_element_ty())
+        return load(ptrs, mask, other, *more)
+
+    interpreter._interpreter, builder.create_masked_load = Memory(own, held, builder), masked
     try:
         yield
     finally:
         interpreter._interpreter = own
+        del builder.create_masked_load      # the class's own again
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -251,112 +227,43 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _words(error: BaseException) -> str:
-    """The line that says it: a compiler shows the source before."""
-    lines = str(error).strip().splitlines() or ["no words"]
-    return f"{type(error).__name__}: {lines[-1 if isinstance(error, CompilationError) else 0]}"
+def _raised(error: BaseException) -> Answer:
+    cause = _cause(error)
+    lines = str(cause).strip().splitlines() or ["no words"]
+    # a compiler shows the source before it says what is wrong
+    words = f"{type(cause).__name__}: {lines[-1 if isinstance(cause, CompilationError) else 0]}"
+    return replace(Answer.raised(cause, str(cause) if isinstance(cause, FaultError) else
+                                 f"it raised {words}"), line=line_of(error))
 
 
-def _line(error: BaseException) -> str:
-    """The line of the attempt in which it happened."""
-    while error is not None:
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if Path(frame.filename).name.startswith("attempt_") and frame.line:
-                return f", in `{frame.line.strip()}`"
-        error = error.__cause__
-    return ""
+def load(source: str) -> Any:
+    name = ast.parse(source).body[0].name
+    known = {"triton": triton, "tl": tl, "e2m1": e2m1, "e4m3": e4m3, "e4m3_value": e4m3_value}
+    return triton.jit(attempts.load(Parcel(entry=name, texts={name: source}), **known))
 
 
-def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
-    """Where they differ. A tolerance of 0, or whole numbers: the same bits."""
-    if not tolerance or not want.is_floating_point():
-        return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
-    finite = want[want.isfinite()]
-    near = tolerance * (finite.abs().max() if finite.numel() else 0)
-    return ~got.isclose(want, rtol=tolerance, atol=float(near), equal_nan=True)
-
-
-def difference(outcome: Outcome, puzzle: Puzzle, case: tuple) -> str:
-    """The first coordinate that is wrong, what is there, what should be."""
-    want = puzzle.spec(*case)
-    wanted = want if isinstance(want, tuple) else (want,)
-    for (name, got), want in zip(outcome.left.items(), wanted, strict=True):
-        if (wrong := _wrong(got, want, puzzle.tolerance)).any():
-            at = tuple(wrong.nonzero()[0].tolist())
-            said = _value(got[at])
-            if bits(got[at]).item() == UNTOUCHED[got.dtype]:
-                said = "as it was: was it written?" if got.dtype != torch.uint8 else \
-                    f"{said}: NaN, or never written"
-            return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {said}"
-                    f" ({int(wrong.sum())} of {wrong.numel()} are wrong)")
-    return ""
-
-
-def _value(x: Tensor) -> str:
-    if x.dtype == torch.uint8:
-        return f"0x{x.item():02X}"
-    return f"{x.item():.6g}" if x.is_floating_point() else f"{x.item()}"
-
-
-def _case(puzzle: Puzzle, case: tuple) -> str:
-    def one(value: Any) -> str:
-        if not isinstance(value, Tensor) or value.numel() <= 6:
-            return short(value)
-        strided = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
-        return f"{tuple(value.shape)}{strided}"
-
-    named = zip(inspect.signature(puzzle.spec).parameters, case, strict=True)
-    return ", ".join(f"{name}={one(value)}" for name, value in named)
-
-
-def load(source: str, path: Path) -> Any:
-    """The kernel: Triton wants its source in a file."""
-    path.write_text(f"{PRELUDE}\n@triton.jit\n{source}\n")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, ast.parse(source).body[0].name)
-
-
-def examine(attempt: Mapping[str, Any], folder: Path, number: int, compiled: bool) -> dict:
-    """The finding on one attempt: status, detail. What moved is counted where it is interpreted;
-    compiled, it says how fast it is on a GPU, and without one that it compiles."""
-    puzzle = PUZZLES[attempt["puzzle"]]
-    cases, moved = list(puzzle.all_cases()), {}
+def answers(name: str, source: str, compiled: bool) -> Iterator[Answer]:
+    """What the kernel leaves in each case, and what moved where it is interpreted. Compiled, last
+    how fast it is on a GPU; without one alone that it compiles."""
+    puzzle = PUZZLES[name]
     try:
-        kernel = load(attempt["source"], folder / f"attempt_{number}.py")
+        kernel = load(source)
         if compiled and not torch.cuda.is_available():
-            return {"status": "right", "detail": compiles(kernel, puzzle.launch(*cases[0]))}
-        device = "cuda" if compiled else "cpu"
-        for turn, case in enumerate(cases):
-            outcome = run(kernel, puzzle, case, turn=turn, device=device)
-            if why := outcome.fault + outcome.line or difference(outcome, puzzle, case):
-                hint = "" if compiled else _hint(puzzle, kernel, cases, folder, number)
-                return {"status": "wrong",
-                        "detail": f"for {_case(puzzle, case)}: {why}{hint and f'; {hint}'}"}
-            moved[case[0].numel()] = outcome.moved
-        detail = ""
-        if not compiled and puzzle.large and not puzzle.flops:
-            most = max(moved)
-            each = sum(map(sum, moved[most].values())) / most
-            detail = f"on {most} elements its loads and stores are {each:.3g} bytes each"
-        if compiled and puzzle.large:
-            detail = speed(kernel, puzzle)
-    except NotImplementedError:
-        return {"status": "to do", "detail": ""}
+            yield Answer(compiles(kernel, puzzle.launch(*puzzle.cases[0])))
+            return
+        for turn, case in enumerate(puzzle.all_cases()):
+            yield run(kernel, puzzle, case, turn=turn, device="cuda" if compiled else "cpu")
+        yield Answer(speed(kernel, puzzle) if compiled and puzzle.large else "")
     except Exception as error:
-        return {"status": "wrong", "detail": f"it raised {_words(error)}{_line(error)}"}
-    return {"status": "right", "detail": detail}
+        yield _raised(error)
 
 
-def count(attempt: Mapping[str, Any], folder: Path, number: int, elements: int) -> dict:
+def count(name: str, source: str, elements: int) -> Iterator[Answer]:
     """By tensor the bytes read and written, for each element of the first, on a case of about so
     many."""
-    puzzle = PUZZLES[attempt["puzzle"]]
-    case = puzzle.large(elements)
-    kernel = load(attempt["source"], folder / f"attempt_{number}.py")
-    return {"moved": {name: [n / case[0].numel() for n in both]
-                      for name, both in run(kernel, puzzle, case, turn=0).moved.items()}}
+    case = PUZZLES[name].large(elements)
+    moved = run(load(source), PUZZLES[name], case, turn=0).value["moved"]
+    yield Answer({name: [n / case[0].numel() for n in both] for name, both in moved.items()})
 
 
 def compiles(kernel: Any, launch: Launch) -> str:
@@ -372,20 +279,6 @@ def compiles(kernel: Any, launch: Launch) -> str:
     except Exception as error:      # no assembler for that GPU here, for one
         return f"it was not compiled here ({type(error).__name__})"
     return f"and it compiles for {NAME}"
-
-
-def _hint(puzzle: Puzzle, kernel: Any, cases: Sequence[tuple], folder: Path, number: int) -> str:
-    """What to say to who makes a known mistake: the attempt does as it does, in every case."""
-    @cache
-    def mine(turn: int) -> Outcome:
-        return run(kernel, puzzle, cases[turn], turn=turn)
-
-    for i, (hint, source) in enumerate(puzzle.mistaken().items()):
-        mistake = load(source, folder / f"mistake_{number}_{i}.py")
-        if all(run(mistake, puzzle, case, turn=turn).same(mine(turn), puzzle.tolerance)
-               for turn, case in enumerate(cases)):
-            return hint
-    return ""
 
 
 def speed(kernel: Any, puzzle: Puzzle) -> str:
@@ -410,62 +303,3 @@ def speed(kernel: Any, puzzle: Puzzle) -> str:
         roof = max(roof, puzzle.flops(*case) * seconds(lambda: x @ x) / (2 * 4096**3))
         said = f"{puzzle.flops(*case) / took / 1e12:,.1f} TFLOP/s"
     return f"{said}, {roof / took:.0%} of the roofline"
-
-
-def limited(attempt: Mapping[str, Any], folder: Path, number: int, job: Any) -> dict:
-    """`examine` in a fork, which has `job.seconds` and MEMORY_BYTES."""
-    reader, writer = os.pipe()
-    printed = folder / f"printed_{number}"
-    child = os.fork()
-    if not child:
-        try:
-            os.setpgid(0, 0)
-            os.close(reader)
-            for stream in (1, 2):
-                os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if not job.compiled:    # a GPU's driver takes addresses by the terabyte
-                most = _address_bytes() + MEMORY_BYTES
-                resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            found = count(attempt, folder, number, job.elements) if job.elements else \
-                examine(attempt, folder, number, job.compiled)
-            told = json.dumps(found).encode()
-            while told:
-                told = told[os.write(writer, told):]
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    os.close(writer)
-    said, ended = heard(reader, job.seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if said.endswith(b"}"):
-        found = json.loads(said)
-    elif not ended:
-        found = {"status": "wrong", "detail": f"it did not end within {job.seconds:.0f} s"}
-    else:
-        how = f" ({signal.Signals(-status).name})" if status < 0 else ""
-        found = {"status": "wrong", "detail": f"it ended its process{how}"}
-    words = printed.read_text(errors="replace").strip() if printed.exists() else ""
-    if words and found.get("status") == "wrong":
-        found["detail"] += f". It printed: {words[:SHOWN]}"
-    return found
-
-
-def _address_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def main(path: str) -> None:
-    job = SimpleNamespace(**json.loads(Path(path).read_text()))
-    np.seterr(all="ignore")
-    warnings.simplefilter("ignore")
-    for number, attempt in enumerate(job.attempts):
-        found = limited(attempt, Path(path).parent, number, job)
-        os.write(job.fd, json.dumps(found).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

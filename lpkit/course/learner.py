@@ -16,7 +16,7 @@ from traitlets import TraitError
 
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.files import data_dir, locked, move_into, read_text, write_atomically
+from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
 from lpkit.ui.calibration import progress_figure
 from lpkit.ui.figure import Figure
 from lpkit.ui.questions import Question
@@ -104,7 +104,7 @@ def update(change: Callable[[Learner], Learner]) -> str:
     not written, or where a damaged file lies now."""
     path, said = file(), ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(path.parent, 0o700)
         with locked(path.with_name(".learner.lock")):
             try:
                 old = read()

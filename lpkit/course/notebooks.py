@@ -10,7 +10,8 @@ each cell begins and at the end. Seconds and bytes throughout.
 
 A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
 and the asserts within hold it. Such a cell is also tagged `raises-exception`: the cells below it
-run, and the notebook fails all the same.
+run, and the notebook fails all the same. Its card says whether the claim holds, fails, or cannot be
+decided on this machine, and the record has it from the card.
 """
 
 import ast
@@ -40,6 +41,7 @@ import psutil
 
 from lpkit import processes
 from lpkit.config import key_and_value
+from lpkit.course.claims import cards, verdict
 from lpkit.errors import ConfigError, named, nearest, pick, shown
 from lpkit.files import read_text, resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 FORMAT = "lpkit-notebook-run"
 INJECTED = "injected-parameters"
+SET = "# Parameters"        # how the cell opens that sets them, papermill's too
 TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # papermill's, too: no space in the type
 SAMPLE_SECONDS = 0.1
 UNFINISHED = ("asked", "running")
@@ -108,16 +111,19 @@ def find(name: str) -> Path:
             raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
                               f"the course")
         return Path(name).resolve()
-    return pick(by_name(course()), name, "notebook")
+    return by_name(course(), name)
 
 
-def by_name(paths: Iterable[Path]) -> dict[str, Path]:
-    """Each under its stem, the number that opens it, and the rest."""
+def by_name(paths: Iterable[Path], name: str) -> Path:
+    """The one of this stem, of the number that opens it, or of the rest. Raises ConfigError, with
+    all numbers for a number."""
     known: dict[str, Path] = {}
     for path in paths:
         number, _, rest = path.stem.partition("_")
         known |= {path.stem: path, number: path, rest or number: path}
-    return known
+    if name.isdecimal():
+        known = {number: path for number, path in known.items() if number.isdecimal()}
+    return pick(known, name, "notebook")
 
 
 def read(path: Path) -> "NotebookNode":
@@ -131,6 +137,8 @@ def read(path: Path) -> "NotebookNode":
 
 def parse(text: str, name: str) -> "NotebookNode":
     """Raises ConfigError, with the `name` of the file, for what is no notebook."""
+    # jsonschema can do without it, and it takes longer to import than all the rest
+    sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
 
     try:
@@ -154,11 +162,14 @@ def parameters(book: "NotebookNode") -> dict[str, Parameter]:
     cells = tagged(book, "parameters")
     if len(cells) > 1:
         raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
-    return declared("".join(cell.source for cell in cells))
+    found = declared("".join(cell.source for cell in cells))
+    choose(found, {name: parameter.default for name, parameter in found.items()})
+    return found
 
 
 def declared(source: str) -> dict[str, Parameter]:
-    """Parse a parameters cell. Raises ConfigError with the line that is more than a declaration."""
+    """Parse a parameters cell. Raises ConfigError with the line that is more than a declaration.
+    Whether a default is of its type is left to `choose`."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -187,7 +198,6 @@ def declared(source: str) -> dict[str, Parameter]:
         except ValueError:
             raise ConfigError(f"the default of {name} must be a literal, not "
                               f"`{ast.unparse(node.value)}`") from None
-        convert(default, kind, name)
         found[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
                                 comment=comment)
     return found
@@ -271,6 +281,24 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
     return values
 
 
+def check_parameters() -> None:
+    """Hold the parameters of the notebook that runs in this kernel against what it declares, and
+    convert text. papermill alone sets any name to anything, and so may a person. What was declared
+    and set is read from the cells that ran. Raises ConfigError."""
+    from IPython import get_ipython
+
+    shell, known, names = get_ipython(), {}, []
+    for source in shell.history_manager.input_hist_raw:
+        if source.startswith(SET):
+            names += [node.id for node in ast.walk(ast.parse(source))
+                      if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        else:
+            with contextlib.suppress(ConfigError):      # any other cell
+                known |= declared(source)
+    asked = {name: shell.user_ns[name] for name in (*names, *known) if name in shell.user_ns}
+    shell.user_ns.update(choose(known, asked))
+
+
 def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
     """['lr=1e-3,3e-4', 'steps=10', 'steps=20'] -> the four combinations. A repeated key makes a
     grid, and so do commas, unless the parameter itself is text or a tuple."""
@@ -300,7 +328,7 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
     book.cells = [cell for cell in book.cells if cell not in earlier]
     if lines:
         at = book.cells.index(tagged(book, "parameters")[0]) + 1
-        book.cells.insert(at, new_code_cell("\n".join(["# Parameters", *lines]),
+        book.cells.insert(at, new_code_cell("\n".join([SET, *lines]),
                                             id=INJECTED, metadata={"tags": [INJECTED]}))
     return book
 
@@ -360,6 +388,7 @@ class Attempt:
                      if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
         self.ran: set[str] = set()
         self.failure: dict[str, Any] = {}       # the first: cells may run after it
+        self.claims: list[dict[str, str]] = []  # as their cards say
         self.kernel, self.lock = _Kernel(folder / "kernel.json"), threading.RLock()
         self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}
 
@@ -376,7 +405,8 @@ class Attempt:
                 # without the kernel a widget's view is an error message; the figures lie beside it
                 still = self.without_widgets(_whole(self.unfinished))
                 write_atomically(self.job.output, json.dumps(still, indent=1))
-            self.update(**ending, end=_now())
+            state, why = verdict(self.claims, len(tagged(self.book, "claim")))
+            self.update(**ending, result=state, why=why, claims=self.claims, end=_now())
 
     def cell_starts(self, cell: "NotebookNode", cell_index: int) -> None:
         if cell.get("id") in self.code:
@@ -387,6 +417,8 @@ class Attempt:
     def cell_ended(self, cell: "NotebookNode", cell_index: int,
                    execute_reply: Mapping[str, Any]) -> None:
         content = execute_reply["content"]
+        if "claim" in cell.metadata.get("tags", []):
+            self.claims += cards(cell.outputs)
         if content["status"] == "ok":
             self.ran.add(cell.get("id"))
         elif not self.failure:
@@ -458,9 +490,10 @@ def _asked(job: Job) -> dict[str, Any]:
     packages = versions(("lpkit", "torch", "ipykernel", "papermill"))
     found = {name: version or "not installed" for name, version in packages.items()}
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
-            "status": "asked", "claim": "", "tier": job.values.get("tier"),
-            "asked": dict(job.asked), "parameters": dict(job.values), "start": _now(), "end": None,
-            "seconds": 0.0, "cell": 0, "cells": 0, "ran": 0, "line": "", "error": None,
+            "status": "asked", "claim": "", "claims": [], "result": "", "why": "",
+            "tier": job.values.get("tier"), "asked": dict(job.asked),
+            "parameters": dict(job.values), "start": _now(), "end": None, "seconds": 0.0,
+            "cell": 0, "cells": 0, "ran": 0, "line": "", "error": None,
             "peak_rss_bytes": 0, "peak_rss_how": PEAK_HOW, "output": str(job.output),
             "record": str(job.record), "pid": os.getpid(),
             "versions": {"python": platform.python_version(), **found}}
@@ -519,9 +552,8 @@ def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
     job.output.unlink(missing_ok=True)      # of an earlier run: this record is not about it
     told = {field: str(value) if isinstance(value, Path) else value
             for field, value in dataclasses.asdict(job).items()}
-    # The modules are looked for where this process finds them, and not in the current folder. What
-    # jsonschema can do without takes longer to import than all the rest.
-    code = (f"import sys; sys.path[:] = {sys.path!r}; sys.modules['rfc3987_syntax'] = None; "
+    # The modules are looked for where this process finds them, and not in the current folder.
+    code = (f"import sys; sys.path[:] = {sys.path!r}; "
             f"from lpkit.course import notebooks; sys.exit(notebooks.work({str(folder)!r}))")
     with children.start(
             [sys.executable, "-P", "-c", code], folder, files={"job": repr(told)},

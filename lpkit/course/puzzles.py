@@ -2,34 +2,33 @@
 
 A puzzle is a definition in PyTorch, a kernel that is right, and how it is launched. The learner's
 kernel is text: what stands in the cell goes into a file, is made a kernel there (`triton.jit` where
-it was not said) and runs in a process of its own (`lpkit.course.kernel_process`), in Triton's
+it was not said) and runs in a process of its own (`lpkit.course.attempts`), in Triton's
 interpreter, and where there is a GPU compiled as well. Nothing else of the notebook goes with it:
 a kernel sees `tl` and the functions of `lpkit.course.kernel_parts`.
 """
 
 import ast
 import importlib
-import json
+import inspect
 import os
-import select
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lpkit import processes
-from lpkit.course.judge import Exercise, Verdict, source_of, to_do
-from lpkit.kernels.defects import defects
+from lpkit.course.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
+from lpkit.course.judge import Exercise, Verdict, short, source_of, to_do
+from lpkit.kernels.defects import DOES_NOT_RUN, defects
 from lpkit.machine_facts import versions
 
 SECONDS = 30.0          # for one attempt
 COMPILED_SECONDS = 120.0    # the same on a GPU, where each block size is compiled
-START_SECONDS = 60.0    # until torch and Triton are there, on a busy machine
 ELEMENTS = 1 << 16      # on which bytes are counted
 DRAWN = 4               # random cases: an interpreter takes a millisecond for each operation
 # what no kernel has written yet, as bits: a NaN where there is one
@@ -98,7 +97,6 @@ class Puzzle(Exercise):
         return {hint: self.solution.replace(*edit) for hint, edit in self.mistakes.items()}
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
-        """Never raises, whatever the attempt does, and does not wait for ever."""
         source = as_text(self, getattr(attempt, "fn", attempt))
         if isinstance(source, Verdict):
             return source
@@ -110,27 +108,85 @@ class Puzzle(Exercise):
             found = run([(self.name, source)], compiled=True, seconds=COMPILED_SECONDS)[0]
             said = [DIFFERS, found["detail"]] if found["status"] == "wrong" else \
                 [", ".join(filter(None, (*said, found["detail"])))]
-        if found["status"] == "to do":
+        if found["status"] == "to do" and not found["detail"]:
             return to_do(self)
         if found["status"] == "wrong":
-            said += [f"Not your fault, perhaps: {sentence}." for word, about in TOUCHED.items()
-                     if word in source for sentence in defects()
-                     if any(one in sentence for one in about)]
+            touched = [one for word, about in TOUCHED.items() if word in source for one in about]
+            for sentence in defects():
+                why = sentence.partition(DOES_NOT_RUN)[2]
+                if any(one in sentence for one in touched) or (why and why in found["detail"]):
+                    said.append(f"Not your fault, perhaps: {sentence}.")
         return Verdict(found["status"], " ".join(said), self.solution)
+
+    def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
+        """In the judge; `compiled` and `elements` as `run` says."""
+        work = partial(_by_triton, self.name, job["source"], job["compiled"], job["elements"])
+        with Attempt(work, job["seconds"], hung_up) as attempt:
+            answers = list(attempt)
+            printed = attempt.printed
+        if job["elements"]:
+            return {"moved": answers[0].value or {}}
+        cases = list(self.all_cases())
+        if any(one.to_do for one in answers):
+            return {"status": "to do", "detail": ""}
+        if job["compiled"] and isinstance(answers[0].value, str):     # for a GPU that is not here
+            return {"status": "right", "detail": answers[0].value}
+        both = zip_longest(cases, answers[:len(cases)], fillvalue=answers[-1])
+        for turn, (case, one) in enumerate(both):
+            if why := self._why_not(one, case):
+                if not job["compiled"] and (mine := self._solution_fails(case, turn)):
+                    return {"status": "to do", "detail": f"Triton's interpreter failed, not your "
+                            f"kernel: a solution fails, too, for {_case(self, case)}: {mine}"}
+                hint = "" if job["compiled"] else self._hint(answers)
+                return {"status": "wrong", "detail": f"for {_case(self, case)}: {why}"
+                                                     f"{hint and f'; {hint}'}{printed}"}
+        if job["compiled"]:
+            return {"status": "right", "detail": answers[len(cases)].value or ""}
+        if not self.large or self.flops:
+            return {"status": "right", "detail": ""}
+        most = max(range(len(cases)), key=lambda number: cases[number][0].numel())
+        each = sum(map(sum, answers[most].value["moved"].values())) / cases[most][0].numel()
+        return {"status": "right", "detail": f"on {cases[most][0].numel()} elements its loads and "
+                                             f"stores are {each:.3g} bytes each"}
+
+    def _why_not(self, answer: Answer, case: tuple) -> str:
+        return answer.why + answer.line or difference(answer.value["left"], self, case)
+
+    def _solution_fails(self, case: tuple, turn: int) -> str:
+        """Why: then the interpreter is wrong."""
+        from lpkit.course import kernel_process  # it needs Triton
+
+        kernel = kernel_process.load(self.solution)
+        return self._why_not(kernel_process.run(kernel, self, case, turn=turn), case)
+
+    def _hint(self, answers: Sequence[Answer]) -> str:
+        """What to say to who makes a known mistake: the attempt does as it does, in every case."""
+        from lpkit.course import kernel_process  # it needs Triton
+
+        cases = list(self.all_cases())
+        for hint, source in self.mistaken().items():
+            theirs = kernel_process.answers(self.name, source, False)
+            if len(answers) >= len(cases) and all(
+                    same(one, other, self.tolerance) for _, one, other in zip(cases, answers, theirs)):
+                return hint
+        return ""
 
 
 def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
-    """The source of an attempt that leaves this process; or why it does not."""
+    """The source of an attempt whose text alone leaves this process, at the lines of its cell and
+    without decorators; or why it does not."""
     try:
-        source = source_of(attempt)
-        function, = ast.parse(source).body
+        text, function = text_of(attempt)
         if not isinstance(function, ast.FunctionDef):
             raise TypeError("it is no function")
+        defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
+        if any(not isinstance(one, ast.Constant) for one in defaults):
+            raise TypeError("a default is a number, since nothing else of the notebook is there")
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         return Verdict("wrong", f"write it as a function in a cell: {error}", exercise.solution)
-    body = [node for node in function.body if not isinstance(node, ast.Expr)]   # its docstring
-    stub = len(body) == 1 and isinstance(body[0], ast.Raise)
-    return to_do(exercise) if stub else source
+    lines, first = text.splitlines(), len(text) - len(text.lstrip("\n"))
+    ahead = first + function.lineno - 1
+    return to_do(exercise) if is_stub(function) else "\n" * ahead + "\n".join(lines[ahead:])
 
 
 def moved(kernels: Sequence[tuple[str, Callable]],
@@ -148,34 +204,70 @@ def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds:
         elements: int = 0) -> list[dict[str, Any]]:
     """What became of each (name of the puzzle, source of a kernel): `status` and `detail`; where
     `elements` are asked for, `moved`, as above. `seconds` are for each of them."""
-    reader, writer = os.pipe()
-    job = {"attempts": [{"puzzle": name, "source": source} for name, source in attempts],
-           "compiled": compiled, "seconds": seconds, "elements": elements, "fd": writer}
-    folder = processes.new_folder()
-    env = {**os.environ, "TRITON_INTERPRET": "0" if compiled else "1", "OMP_NUM_THREADS": "1",
-           "TRITON_CACHE_DIR": str(folder / "cache")}
-    keeper = processes.Children().start(
-        [sys.executable, "-P", "-m", "lpkit.course.kernel_process", folder / "job.json"], folder,
-        files={"job.json": job}, log="log", env=env, fds=[writer])
-    os.close(writer)
-    with keeper:
-        said, _ = heard(reader, START_SECONDS + (seconds + 1) * len(attempts))
-        processes.end(keeper)
-        log = keeper.stdout.read()
-    found = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
-    why = (log.strip() or "nothing").splitlines()[-1]
-    missing = {"status": "wrong", "detail": f"its process did not start; it said: {why}"}
-    return found + [missing] * (len(attempts) - len(found))
+    env = {"TRITON_INTERPRET": "0" if compiled else "1"}
+    return [asked(name, seconds, env, source=source, compiled=compiled, elements=elements)
+            for name, source in attempts]
 
 
-def heard(reader: int, seconds: float) -> tuple[bytes, bool]:
-    """What a pipe says until its other end closes, and whether it did within `seconds`; closes
-    it."""
-    said, deadline = b"", time.monotonic() + seconds
-    with open(reader, "rb", buffering=0) as pipe:
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([pipe], [], [], left)[0]:
-                if not (more := pipe.read(1 << 16)):
-                    return said, True
-                said += more
-    return said, False
+def _by_triton(name: str, source: str, compiled: bool, elements: int) -> Iterator[Answer]:
+    """In the attempt's process."""
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+    from lpkit.course import kernel_process
+
+    if not compiled:                # a GPU's driver takes addresses by the terabyte
+        limit_memory()
+    yield from kernel_process.count(name, source, elements) if elements else \
+        kernel_process.answers(name, source, compiled)
+
+
+# What the judge looks at: tensors that a kernel has left.
+
+def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
+    """Where they differ. A tolerance of 0, or whole numbers: the same bits."""
+    if not tolerance or not want.is_floating_point():
+        return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
+    finite = want[want.isfinite()]
+    near = tolerance * (finite.abs().max() if finite.numel() else 0)
+    return ~got.isclose(want, rtol=tolerance, atol=float(near), equal_nan=True)
+
+
+def same(one: Answer, other: Answer, tolerance: float) -> bool:
+    if one.why or other.why:
+        return one.why == other.why
+    left, others = one.value["left"], other.value["left"]
+    return not any(_wrong(left[name], others[name], tolerance).any() for name in left)
+
+
+def difference(left: Mapping[str, Tensor], puzzle: Puzzle, case: tuple) -> str:
+    """The first coordinate that is wrong, what is there, what should be."""
+    want = puzzle.spec(*case)
+    wanted = want if isinstance(want, tuple) else (want,)
+    for (name, got), want in zip(left.items(), wanted, strict=True):
+        if (got.shape, got.dtype) != (want.shape, want.dtype):
+            return f"{name} is no tensor of {tuple(want.shape)}"
+        if (wrong := _wrong(got, want, puzzle.tolerance)).any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            said = _value(got[at])
+            if bits(got[at]).item() == UNTOUCHED[got.dtype]:
+                said = "as it was: was it written?" if got.dtype != torch.uint8 else \
+                    f"{said}: NaN, or never written"
+            return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {said}"
+                    f" ({int(wrong.sum())} of {wrong.numel()} are wrong)")
+    return ""
+
+
+def _value(x: Tensor) -> str:
+    if x.dtype == torch.uint8:
+        return f"0x{x.item():02X}"
+    return f"{x.item():.6g}" if x.is_floating_point() else f"{x.item()}"
+
+
+def _case(puzzle: Puzzle, case: tuple) -> str:
+    def one(value: Any) -> str:
+        if not isinstance(value, Tensor) or value.numel() <= 6:
+            return short(value)
+        strided = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
+        return f"{tuple(value.shape)}{strided}"
+
+    named = zip(inspect.signature(puzzle.spec).parameters, case, strict=True)
+    return ", ".join(f"{name}={one(value)}" for name, value in named)

@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sysconfig
 import tempfile
 import zlib
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from lpkit.errors import ConfigError, named, shown
-from lpkit.files import check_regular
+from lpkit.files import check_regular, expanded
 
 PIECE_CHARS = 1 << 18       # of a text file, read at once
 BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
@@ -55,13 +56,14 @@ class Piece(NamedTuple):
 def is_validation(key: str, val_fraction: float) -> bool:
     """The split of one document: a hash of its key, as a number in [0, 1). A larger fraction only
     adds documents."""
-    digest = hashlib.sha256(key.encode()).digest()
+    # the name of a file may be no UTF-8
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
 def find(source: str) -> "Source":
     """The source of that name. Raises ConfigError when there is nothing to read under it."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if source == "python-stdlib":
         return python_stdlib()
     if source.startswith("hf:"):
@@ -121,6 +123,11 @@ class Files:
                 facts.append([key, str(path.resolve()), stat.st_size, stat.st_mtime_ns])
         return facts
 
+    def mode(self) -> int:
+        """Who may read a copy at most: others where all files are open to them."""
+        open_to_all = all(path.stat().st_mode & stat.S_IROTH for _, path in self.files)
+        return 0o666 if open_to_all else 0o600
+
     def total_bytes(self) -> int | None:
         """Of text, for the progress bar; None: not known."""
         kinds = {_kind(path) for _, path in self.files}
@@ -160,6 +167,9 @@ class HubSource:
 
     def fingerprint(self) -> list[Any]:
         return [self.name]      # what the hub holds is not asked: prepare again with --out to renew
+
+    def mode(self) -> int:
+        return 0o666
 
     def total_bytes(self) -> None:
         return None

@@ -9,14 +9,17 @@ characters.
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from lpkit import records
 from lpkit.contracts import Tokenizer
 from lpkit.errors import ConfigError, pick
 from lpkit.files import PACKAGE, write_atomically
@@ -99,14 +102,20 @@ class BPE:
             raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which "
                               f"starts from 256 bytes and {END_OF_TEXT}; use at least 257 (8192 is "
                               f"usual), or data.tokenizer=bytes")
-        digest = hashlib.sha256(f"bpe 2 {vocab}\n".encode())
+        digest = hashlib.sha256(f"bpe 3 {vocab}\n".encode())
         for text in _first(texts(), BPE_TRAINING_CHARS):
             digest.update(text.encode())
         cached = cache_dir / f"bpe-{vocab}-{digest.hexdigest()[:32]}.json"
-        if not cached.is_file():
+        try:
+            model = records.read(cached)["model"]
+        except ConfigError as error:
+            if os.path.lexists(cached):
+                warnings.warn(f"{error}. Its entries are learned again", stacklevel=2)
+            model = _train(_first(texts(), BPE_TRAINING_CHARS), vocab)
             cache_dir.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, _train(_first(texts(), BPE_TRAINING_CHARS), vocab))
-        return cls(cached.read_text(encoding="utf-8"))
+            # whose texts were private, has entries that are
+            write_atomically(cached, records.sealed({"model": model}), 0o600)
+        return cls(model)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text).ids

@@ -14,7 +14,9 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -80,9 +82,8 @@ def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
                  cache_dir: Folder | None = None) -> TokenFiles:
     """The same in a folder of your choice, which must be new or empty. It can be moved, and used as
     a data.source."""
-    folder = Path(folder).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} already holds something; choose a new or empty folder, or "
+        raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, or "
                           f"remove it first")
     if is_prepared(data.source):
         raise ConfigError(f"{data.source} is prepared already; use it as data.source, or copy the "
@@ -90,32 +91,51 @@ def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
     return _prepare(data, vocab, cache_dir, folder)
 
 
-def _prepare(data: DataConfig, vocab: int, cache_dir: Path | str | None,
-             folder: Path | None = None) -> TokenFiles:
-    """Written by whichever process comes first; the others wait for it."""
+def _prepare(data: DataConfig, vocab: int, cache_dir: Path | None,
+             asked: Path | None = None) -> TokenFiles:
+    """Written by whichever process comes first; the others wait for it. What was damaged in the
+    cache is made again; nobody may read there what was closed to him."""
     pick(TOKENIZERS, data.tokenizer, "tokenizer")
     source = sources.find(data.source)
-    cache = Path(cache_dir or files.cache_dir("tokens")).expanduser()
-    folder = folder or cache / _name(source, data, vocab)
-    lock = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    cache = cache_dir or files.cache_dir("tokens")
+    folder = asked or cache / _name(source, data, vocab)
+    lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with _disk_sentences(folder):
-        if not is_prepared(folder):     # whose cache it is, need not let us write
+        found, _ = _opened(folder)      # whose cache it is, need not let us write
+        if found is None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with files.locked(files.own_folder(cache / "locks") / lock):
-                if not is_prepared(folder):
+                found, damage = _opened(folder)
+                if found is None:
+                    if damage:
+                        warnings.warn(f"{damage}. It is made again", stacklevel=4)
+                    if asked is None:
+                        files.remove(folder)
                     with files.whole_folder(folder) as temporary:
                         _write(source, data, vocab, temporary, cache)
-    return _fits(open_tokens(folder), vocab)
+                    found = open_tokens(folder)
+        if asked is None and (mode := source.mode()) != 0o666:
+            for path in folder.iterdir():       # it may have been closed since
+                with contextlib.suppress(PermissionError):      # then somebody else had it read
+                    path.chmod(path.stat().st_mode & mode)
+    return _fits(found, vocab)
+
+
+def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
+    """What is whole there, or None and what is damaged. Raises ConfigError."""
+    try:
+        return (open_tokens(folder) if is_prepared(folder) else None), ""
+    except DamagedError as error:
+        return None, str(error)
 
 
 def is_prepared(folder: Path | str) -> bool:
-    return (Path(folder).expanduser() / "header.json").is_file()
+    return (files.expanded(folder) / "header.json").is_file()
 
 
 @checked
 def open_tokens(folder: Place) -> TokenFiles:
     """Open a prepared folder, after checking its sizes and checksums. Raises ConfigError."""
-    folder = Path(folder).expanduser()
     path = folder / "header.json"
     if not is_prepared(folder):
         raise ConfigError(f"{named(folder)} is not a prepared corpus (it has no file header.json); "
@@ -125,7 +145,7 @@ def open_tokens(folder: Place) -> TokenFiles:
         if header["format"] != FORMAT:
             raise ValueError(header["format"])
         if header["version"] > VERSION:
-            raise ConfigError(f"{path} has version {header['version']}, newer than this lpkit "
+            raise ConfigError(f"{named(path)} has version {header['version']}, newer than this lpkit "
                               f"understands ({VERSION}); upgrade lpkit, or prepare the corpus "
                               f"again")
         dtype = _DTYPES[header["dtype"]]
@@ -134,28 +154,28 @@ def open_tokens(folder: Place) -> TokenFiles:
         return TokenFiles(folder=folder, header=header,
                           tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
     except DamagedError as error:
-        raise ConfigError(f"{folder} is not a prepared corpus, or not whole: {error}; make one "
-                          f"with `lpkit data prepare`") from None
+        raise DamagedError(f"{named(folder)} is not a prepared corpus, or not whole: {error}; make "
+                           f"one with `lpkit data prepare`") from None
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{path} is not the header of a prepared corpus; make one with "
-                          f"`lpkit data prepare`") from None
+        raise DamagedError(f"{named(path)} is not the header of a prepared corpus; make one with "
+                           f"`lpkit data prepare`") from None
 
 
 def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
     try:
         size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
         if size != due:
-            raise ConfigError(f"{path} has {size} bytes where its header says {due}: it was "
-                              f"truncated or altered; remove the folder and prepare it again")
+            raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it was "
+                               f"truncated or altered; remove the folder and prepare it again")
         if files.sha256(path) != facts["sha256"]:
-            raise ConfigError(f"{path} does not have the checksum of its header: it was altered; "
-                              f"remove the folder and prepare it again")
+            raise DamagedError(f"{named(path)} does not have the checksum of its header: it was altered; "
+                               f"remove the folder and prepare it again")
         return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; remove the folder and prepare "
-                          f"it again") from None
+        raise DamagedError(f"cannot read {named(path)}: {error.strerror}; remove the folder and prepare "
+                           f"it again") from None
 
 
 def byte_unigram_entropy(opened: TokenFiles) -> float:
@@ -208,7 +228,9 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
     with bar, contextlib.ExitStack() as stack:
         writers = {}
         for split in SPLITS:
-            file = stack.enter_context((folder / f"{split}.bin").open("wb"))
+            path = folder / f"{split}.bin"
+            path.touch(source.mode())
+            file = stack.enter_context(path.open("wb"))
             writers[split] = _Writer(file, _DTYPES[kind], tokenizer.end)
         unfinished = None
         for piece in source.pieces():
@@ -228,7 +250,7 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
               "val_fraction": data.val_fraction, "splits": facts,
               "date": datetime.now(UTC).isoformat(timespec="seconds"),
               "tokenizer": tokenizer.to_dict()}
-    records.write(folder / "header.json", header)
+    files.write_atomically(folder / "header.json", records.sealed(header), source.mode())
 
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:
@@ -273,8 +295,8 @@ def _disk_sentences(folder: Path):
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError(f"the disk of {folder} is full, and nothing was kept; free some "
+            raise ConfigError(f"the disk of {named(folder)} is full, and nothing was kept; free some "
                               f"space (2 bytes per token are needed), or choose another folder "
                               f"with --out") from None
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}; choose another "
+        raise ConfigError(f"cannot write {named(folder)}: {error.strerror or error}; choose another "
                           f"folder with --out, or set XDG_CACHE_HOME for the cache") from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpkit.kernels import peers
 from lpkit.kernels.cast import reference_amax
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, matrix
@@ -91,7 +90,6 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
-    peers={"torchao": peers.torchao_amax, "transformer-engine": peers.te_amax},
     typical=lambda: {"": (matrix(),)},
     moved_bytes=lambda x: x.nbytes,
     builds=(Build(kernel=_amax, warps=WARPS, constants={"HISTORY": False, "BLOCK": BLOCK},

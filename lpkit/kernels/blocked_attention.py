@@ -1,10 +1,10 @@
 """Attention for CPUs: blocks of queries, so that what a rule leaves out is skipped, not masked.
 
-PyTorch's CPU flash kernel computes in float32 whatever it is given, and visits masked blocks too.
-Here a block of queries meets only the keys that it may see, as whole batched products: in the
-inputs' own dtype, so that bf16 hardware is used, or widened to float32 where a CPU would multiply
-them in a loop (`wide_product.in_a_loop`). All scores of a query are there at once, so their
-softmax is one pass (`rows.attention_`). As a flash kernel (Dao et al. 2022,
+PyTorch's CPU flash kernel visits masked blocks too. Here a block of queries meets only the keys
+that it may see, as whole batched products: in the inputs' own dtype, so that bf16 hardware is used,
+or, if `wide`, widened to float32, which CPUs without bf16 products have faster; a CPU that would
+multiply in a loop (`wide_product.in_a_loop`) always widens. All scores of a query are there at
+once, so their softmax is one pass (`rows.attention_`). As a flash kernel (Dao et al. 2022,
 https://arxiv.org/abs/2205.14135) it keeps a log-sum for each query and makes the scores anew in
 backward: memory is linear in T.
 
@@ -17,7 +17,6 @@ import functools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -28,14 +27,6 @@ from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import at_once, masked, query_blocks
-
-_encoded = functools.lru_cache(lambda rule: json.dumps(asdict(rule)))
-
-
-@torch.compiler.assume_constant_result
-def _words(rule: Rule) -> str:
-    """An operator takes words."""
-    return _encoded(rule)
 
 
 @functools.lru_cache
@@ -49,7 +40,7 @@ def _rule(words: str) -> Rule:
 class _Pieces:
     """Sequences and heads whose scores fit a core's cache, and their blocks of queries."""
 
-    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
+    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule, wide: bool):
         (B, H, self.T, self.E), G = q.shape, k.shape[1]
         self.repeats, self.rule, self.documents, self.device = H // G, rule, documents, q.device
         self.sequence, self.near = -1, query_blocks(rule, self.T)
@@ -57,9 +48,9 @@ class _Pieces:
         self.slices = [(slice(i, min(i + b, B)), slice(j, min(j + g, G)))
                        for i in range(0, B, b) for j in range(0, G, g)]
         self.work = q.dtype
-        if q.device.type == "cpu" and (q.dtype == torch.float16 or (
-                q.dtype == torch.bfloat16 and wide_product.in_a_loop())):
-            self.work = torch.float32
+        if wide or (q.device.type == "cpu" and (q.dtype == torch.float16 or (
+                q.dtype == torch.bfloat16 and wide_product.in_a_loop()))):
+            self.work = torch.promote_types(q.dtype, torch.float32)
         self.scale, self.cap = 1 / math.sqrt(self.E), rule.soft_cap or 0.0
         self.masks: dict[int, Tensor | None] = {}
 
@@ -140,13 +131,26 @@ def _flops(count: int):
     return flops
 
 
+def _shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """For any sizes: blocks are of sizes that are known."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
+
+
+def _shapes_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+                     sinks: Tensor | None, sums: Tensor, *_: object) -> tuple[Tensor, ...]:
+    d_sinks = sums.new_empty(0 if sinks is None else q.shape[1])
+    return *map(torch.empty_like, (q, k, v)), d_sinks
+
+
 @operator("blocked_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, "
-          "str rule) -> (Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(2))
+          "str rule, bool wide) -> (Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(2),
+          fake=_shapes, inside=True)
 @torch.autocast("cpu", enabled=False)
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
-           rule: str) -> tuple[Tensor, Tensor]:
+           rule: str, wide: bool) -> tuple[Tensor, Tensor]:
     """The output, and log-sums (B, H, T) of the exponentials of each query's scores."""
-    p = _Pieces(q, k, documents, _rule(rule))
+    p = _Pieces(q, k, documents, _rule(rule), wide)
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
                        device=q.device)
@@ -165,14 +169,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 
 
 @operator("blocked_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, "
-          "Tensor? documents, Tensor? sinks, Tensor sums, str rule) "
-          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(5))
+          "Tensor? documents, Tensor? sinks, Tensor sums, str rule, bool wide) "
+          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(5),
+          fake=_shapes_backward, inside=True)
 @torch.autocast("cpu", enabled=False)
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
               sinks: Tensor | None, sums: Tensor,
-              rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+              rule: str, wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of q, k, v and the sinks, which is empty where there are none."""
-    p = _Pieces(q, k, documents, _rule(rule))
+    p = _Pieces(q, k, documents, _rule(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])
     for b, g in p.slices:
@@ -203,7 +208,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
 
 
 class BlockedAttention(torch.autograd.Function):
-    """`BlockedAttention.apply(q, k, v, documents, sinks, rule)`.
+    """`BlockedAttention.apply(q, k, v, documents, sinks, rule, wide)`.
 
     Not `torch.library.register_autograd`, for which the log-sums would be an output that needs a
     gradient of its own.
@@ -211,14 +216,14 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-                sinks: Tensor | None, rule: Rule) -> Tensor:
-        ctx.rule = _words(rule)
-        out, sums = attend(q, k, v, documents, sinks, ctx.rule)
+                sinks: Tensor | None, rule: Rule, wide: bool) -> Tensor:
+        ctx.told = rule.words, wide
+        out, sums = attend(q, k, v, documents, sinks, *ctx.told)
         ctx.save_for_backward(q, k, v, documents, sinks, sums)
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, sinks, sums = ctx.saved_tensors
-        *found, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, ctx.rule)
-        return *found, None, None if sinks is None else d_sinks.type_as(sinks), None
+        *found, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, *ctx.told)
+        return *found, None, None if sinks is None else d_sinks.type_as(sinks), None, None

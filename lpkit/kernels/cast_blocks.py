@@ -16,7 +16,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from lpkit.kernels import peers, scales
+from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
@@ -236,7 +236,6 @@ def _build(function, shape: dict[str, int] = ONE, **how) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": operation}, examples=_blocks_examples, exact=True,
-    peers={"torchao": peers.torchao_blocks, "transformer-engine": peers.te_blocks},
     typical=lambda: {
         f"{rows} x 128, both ways": (matrix(), "e4m3fn", "float32", 128, rows > 1, True, True,
                                      False, None) for rows in (1, 128)},
@@ -262,8 +261,6 @@ def _mx_examples(rng: torch.Generator, device: torch.device):
 
 MX_KERNEL = Kernel(
     definition=definition, versions={"triton": operation}, examples=_mx_examples, exact=True,
-    peers={"torchao": peers.torchao_mx, "torchao, cuda": peers.torchao_mx_cuda,
-           "transformer-engine": peers.te_mx},
     typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_SIDE, False,
                                            True, True, True, None)},
     moved_bytes=_moved, builds=() if tl is None else tuple(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels import amax as kernel
-from lpkit.kernels import peers, scales
+from lpkit.kernels import scales
 from lpkit.kernels.cast import SIGNS, Noise, reference_hadamard
 from lpkit.kernels.jit import jit, tiles, tl
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
@@ -283,7 +283,6 @@ def _build(function, shape: dict[str, int], **how) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
-    peers={"torchao": peers.torchao_nvfp4, "transformer-engine": peers.te_nvfp4},
     typical=lambda: {
         "1 x 16": (matrix(), "e4m3", False, True, False, False, True, None),
         "1 x 16 of x.T, transformed": (matrix(), "e4m3", False, False, True, True, True, None),

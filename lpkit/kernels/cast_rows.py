@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from lpkit.kernels import peers, scales
+from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tiles, tl, triton
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
@@ -167,7 +167,6 @@ def _build(function, shape: dict[str, int], *, NOISE: bool = False) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": operation}, examples=_examples, exact=True,
-    peers={"torchao": peers.torchao_rows},
     typical=lambda: {"rows": (matrix(), "e4m3fn", "power-of-two", False, None),
                      "rows of x.T": (matrix(), "e4m3fn", "power-of-two", True, None)},
     moved_bytes=lambda x, fmt, rule, columns, noise: (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lpkit.kernels import amax as kernel
-from lpkit.kernels import peers, scales
+from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tiles, tl
 from lpkit.kernels.kernel import Build, Kernel, build, matrix
@@ -139,8 +139,6 @@ def _build(**how: bool) -> Build:
 
 KERNEL = Kernel(
     definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
-    peers={"torchao": peers.torchao_tensor, "torchao, triton": peers.torchao_tensor_triton,
-           "transformer-engine": peers.te_tensor},
     typical=lambda: {
         "current scaling": (matrix(), "e4m3fn", "float32", True, True, None, None),
         "delayed scaling": (matrix(), "e4m3fn", "float32", True, True, matrix(1, 1), None)},

@@ -3,10 +3,13 @@
 First each candidate is held against the definition on this machine, forward and backward, on the
 kernel's own examples and on the tensors at hand. One that differs is refused, and is named. Those
 that pass are raced forward and backward, with the definition among them. What was found is kept in
-the user's cache, under the machine, its driver, the versions of PyTorch and Triton, the kernel's
-source and the shapes at hand; another of any of these, and it is found out anew.
+a folder of this user alone, under the machine, its driver, the versions of PyTorch and Triton, the
+kernel's source and the shapes at hand; another of any of these, and it is found out anew. That takes
+up to a minute on a GPU, so what is compiled for each shape is compiled for as few as can be.
 
-A wrong backend is worse than a slow one, and its numbers look like numbers.
+A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
+where it could have been written now: it names the candidates that there are, and its winner is
+right on an example and at hand. Any other is passed over, and the choice says why.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import inspect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +31,11 @@ import torch
 
 from lpkit import records
 from lpkit.contracts import Choice
-from lpkit.errors import ConfigError, pick
-from lpkit.files import cache_dir
-from lpkit.kernels.jit import INTERPRETED, why_no_triton
-from lpkit.kernels.kernel import Kernel, Version, difference, gradients_of
+from lpkit.errors import ConfigError, DamagedError, out_of_memory, pick, printable, shown
+from lpkit.files import own_cache, private_folder, read_private, write_atomically
+from lpkit.kernels import jit
+from lpkit.kernels.jit import INTERPRETED, why_no_compiler, why_no_triton
+from lpkit.kernels.kernel import Kernel, Version, apart, difference, gradients_of
 from lpkit.machine_facts import cpu_flags, cpu_name, versions
 from lpkit.timing import interleaved_seconds
 
@@ -39,7 +44,10 @@ TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in bet
 ROUNDS, WARM_UP = 7, 1
 HOPELESS = 3.0      # times the fastest, after one call each: raced no further
 LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash_attn_3", "transformer-engine")
+RACED, MOST_BYTES = "raced", 1 << 20
 WRONG = ("differs from its definition", "fails")
+LACKS = "lacks memory now"      # is of the moment, and not kept
+CALLS = 32          # of a version at hand: some go wrong once in a while
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,42 +61,68 @@ class Chosen:
 
 def candidates(kernel: Kernel) -> dict[str, Version]:
     return {REFERENCE: kernel.definition, **kernel.versions,
-            COMPILE: lambda *arguments: compiled(kernel.definition)(*arguments)}
+            COMPILE: functools.partial(compiled, kernel.definition)}
 
 
-@functools.cache        # to compile imports much, and not before it is called
-def compiled(definition: Version) -> Version:
-    return torch.compile(definition, dynamic=False)
+def compiled(definition: Version, *arguments: Any, only: Collection[tuple] = ()) -> Any:
+    """The definition, compiled for these shapes; where it is for `only` some, as it is for others,
+    since each takes seconds to compile. Within what is compiled around it, it is a part of that."""
+    if torch.compiler.is_compiling():
+        return definition(*arguments)
+    key = shapes(arguments)
+    return (definition if only and key not in only else _compiled(definition, key))(*arguments)
 
 
-def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
-           offered: Mapping[str, Version] | None = None, raced: tuple | None = None,
+compiled.by_shape = True
+
+
+@functools.cache
+def _compiled(definition: Version, _: tuple) -> Version:
+    return jit.compiled(jit.fresh(definition), dynamic=False)
+
+
+def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
+           offered: Mapping[str, Version] | None = None, raced: Sequence[tuple] | None = None,
            within_seconds: float = math.inf, setting: str = "system.kernels",
            definition: str = "", cache: Path | None = None) -> Chosen:
-    """The version for `arguments`, tensors like those of a step. asked: "auto" or a version's name,
-    by `setting`, where `definition` is the definition's.
+    """The version for calls like those `at_hand`, each a tuple of arguments. asked: "auto" or a
+    version's name, by `setting`, where `definition` is the definition's.
 
     offered:  the candidates, the definition first; None: the kernel's.
-    raced:    arguments of the race, which takes `within_seconds` or one round; None: `arguments`.
+    raced:    the calls of the race, at a step's size; None: those at hand. It takes
+              `within_seconds` or one round.
     Raises ConfigError for an unknown version, and for one that differs or cannot run here.
     """
     offered = offered or candidates(kernel)
-    raced = arguments if raced is None else raced
+    raced = at_hand if raced is None else raced
     if asked != "auto":
         call = pick(offered, asked, f"version of the kernel {name}")
-        why = why_not(asked, arguments)
-        if why or (asked not in TRUSTED and (why := wrong(kernel, call, arguments))):
+        why = why_not(asked, at_hand)
+        if why or (asked not in TRUSTED and (why := wrong(kernel, call, at_hand))):
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{definition or next(iter(offered))}")
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
-    path = (cache or cache_dir("kernels-raced")) / f"{_key(name, kernel, offered, raced)}.json"
-    found = _kept(path)
+    path = (cache or own_cache(RACED)) / f"{_key(name, kernel, offered, raced)}.json"
+    found, passed_over = None, ""
+    try:
+        private_folder(path.parent)
+        found = _kept(path)
+        _check(found, kernel, offered, at_hand)
+    except FileNotFoundError:       # none yet
+        pass
+    except (OSError, ConfigError) as error:
+        found, passed_over = None, f"; a record of an earlier race is passed over: {error}"
     if found is None:
-        found = _find(kernel, offered, arguments, raced, within_seconds)
-        with contextlib.suppress(OSError):      # no room, or read-only: found out anew next time
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            records.write(path, found)
+        if _device(at_hand).type == "cuda":
+            print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
+                  f"machine", file=sys.stderr, flush=True)
+        found = _find(kernel, offered, at_hand, raced, within_seconds)
+        # a lack of memory is of this moment; no room, no right to write: anew next time
+        if not any(why.startswith(LACKS) for why in found["refused"].values()):
+            with contextlib.suppress(OSError, ConfigError):
+                private_folder(path.parent)
+                write_atomically(path, records.sealed(found), 0o600)
     seconds: dict[str, float] = found["seconds"]
     used = min(seconds, key=seconds.__getitem__)
     why = f"the fastest of {', '.join(seconds)} here, and verified"
@@ -96,28 +130,38 @@ def choose(name: str, kernel: Kernel, asked: str, arguments: tuple, *,
         why = "nothing else runs here"
     if found["refused"]:
         why += "; not " + "; not ".join(f"{key}: {said}" for key, said in found["refused"].items())
-    return Chosen(call=offered[used], refused=found["refused"],
-                  choice=Choice(asked=asked, used=used, why=why))
+    return Chosen(call=version(offered, used, raced), refused=found["refused"],
+                  choice=Choice(asked=asked, used=used, why=why + passed_over))
 
 
-def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple, raced: tuple,
-          within_seconds: float) -> dict:
+def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -> Version:
+    """What is called where `used` was chosen; compiled, for calls like those `raced` alone."""
+    call = offered[used]
+    return functools.partial(call, only=frozenset(map(shapes, raced))) if used == COMPILE else call
+
+
+def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tuple],
+          raced: Sequence[tuple], within_seconds: float) -> dict:
     refused, right = {}, {}
     for key, call in offered.items():
-        why = why_not(key, arguments)
-        if not why and key not in TRUSTED and call is not kernel.definition:
-            why = wrong(kernel, call, arguments)
+        why = why_not(key, at_hand)
+        if not why and key == COMPILE and kernel.exact:
+            why = "takes seconds for each operand, and so is taken by name alone"
+        if not why and key not in (*TRUSTED, COMPILE) and call is not kernel.definition:
+            why = wrong(kernel, call, at_hand)
         if why:
             refused[key] = why
         else:
             right[key] = call
     if len(right) == 1:
         return {"seconds": dict.fromkeys(right, 0.0), "refused": refused}
-    runners, seconds = {}, {}
+    runners, seconds, known = {}, {}, (kernel.definition, *right.values())
     for key, call in right.items():
         runners[key] = functools.partial(_step, kernel, call, raced)
-        try:        # what is right on small tensors may not fit
-            runners[key]()
+        try:
+            if said := next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), ""):
+                refused[key] = f"{WRONG[0]}: {said}"
+                continue
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
             refused[key] = _failed(error)
@@ -128,77 +172,139 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], arguments: tuple, race
     return {"seconds": seconds, "refused": refused}
 
 
-def why_not(version: str, arguments: tuple) -> str:
+def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: tuple) -> str:
+    """Where it differs, at a step's size, from the first of `known` that this device has room
+    for."""
+    for other in known:
+        if other is call:
+            break
+        try:
+            want = gradients_of(kernel, other, arguments)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            continue
+        return apart(kernel, gradients_of(kernel, call, arguments), want)
+    return ""
+
+
+def why_not(version: str, at_hand: Sequence[tuple]) -> str:
     """Why `version` is no candidate on this device, in one clause, or empty."""
-    on_cpu = _device(arguments).type == "cpu"
-    if version == "triton":
-        return why_no_triton() or ("needs a GPU" if on_cpu and not INTERPRETED else "")
+    on_cpu = _device(at_hand).type == "cpu"
+    if version == "triton" and (why := why_no_triton()):
+        return why
+    if version in ("triton", COMPILE) and not on_cpu:
+        return why_no_compiler("cuda")
     if version == "cpu" and not on_cpu:
         return "is for a CPU"
     if version == COMPILE and on_cpu:
         return "a CPU fuses little, and compiling takes seconds"
-    return "needs a GPU" if version == "cuda" and on_cpu else ""
+    needs = version == "cuda" or (version == "triton" and not INTERPRETED)
+    return "needs a GPU" if needs and on_cpu else ""
 
 
-def wrong(kernel: Kernel, call: Version, arguments: tuple) -> str:
-    """What is wrong with it on the examples and at hand; whatever it raises is wrong."""
-    device = _device(arguments)
-    examples: Iterable[tuple] = kernel.examples(torch.Generator().manual_seed(0), device)
-    for example in itertools.chain(examples, [arguments]):
-        try:
-            if said := difference(kernel, call, example):
-                return f"{WRONG[0]}: {said}"
-        except Exception as error:
-            return _failed(error)
+def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
+          examples: int | None = None) -> str:
+    """Why not, on so many examples (None: all, and at hand CALLS calls of each). An example that it
+    says not to take, by a ConfigError, is passed over. Another shape compiled is another program,
+    so what is compiled by shape is held to what is at hand alone."""
+    draw = torch.Generator().manual_seed(0)
+    drawn: Iterable[tuple] = kernel.examples(draw, _device(at_hand))
+    if getattr(getattr(call, "func", call), "by_shape", False):
+        drawn = ()
+    calls = CALLS if examples is None else 1
+    for times, some in ((1, itertools.islice(drawn, examples)), (calls, at_hand)):
+        for arguments in some:
+            try:
+                if said := difference(kernel, call, arguments, times):
+                    return f"{WRONG[0]}: {said}"
+            except Exception as error:
+                if some is at_hand or not isinstance(error, ConfigError):
+                    return _failed(error)
     return ""
 
 
 def _failed(error: Exception) -> str:
-    return f"{WRONG[1]}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    what = str(error).partition("\n")[0][:200]
+    if isinstance(error, ConfigError):
+        return f"cannot: {what}"
+    return f"{LACKS if out_of_memory(error) else WRONG[1]}: {type(error).__name__}: {what}"
 
 
-def _step(kernel: Kernel, call: Version, arguments: tuple) -> None:
-    gradients_of(kernel, call, arguments)
-    if _device(arguments).type == "cuda":
+def _step(kernel: Kernel, call: Version, raced: Sequence[tuple]) -> None:
+    for arguments in raced:
+        gradients_of(kernel, call, arguments)
+    if _device(raced).type == "cuda":
         torch.cuda.synchronize()
 
 
-def _device(arguments: tuple) -> torch.device:
-    return next(a.device for a in arguments if torch.is_tensor(a))
+def _device(calls: Sequence[tuple]) -> torch.device:
+    return next(a.device for a in calls[0] if torch.is_tensor(a))
 
 
-def _kept(path: Path) -> dict | None:
-    try:
-        found = records.read(path)
-    except (OSError, ConfigError):
-        return None
-    return found if {"seconds", "refused"} <= found.keys() else None
-
-
-def refused_here() -> dict[str, dict[str, str]]:
-    """Why, by kernel and version, of all that were tried on this machine and found wrong."""
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted(cache_dir("kernels-raced").glob(f"*-{_machine()}-*.json")):
-        for version, why in (_kept(path) or {"refused": {}})["refused"].items():
-            if why.startswith(WRONG):
-                found.setdefault(path.name.partition(f"-{_machine()}-")[0], {})[version] = why
+def _kept(path: Path) -> dict:
+    """A record of the form that this module writes. Raises ConfigError, OSError."""
+    found = records.unsealed(read_private(path, MOST_BYTES), path)
+    forms = {"seconds": lambda s: isinstance(s, float) and 0 <= s < math.inf,
+             "refused": lambda why: isinstance(why, str) and why == printable(why)}
+    for part, of_form in forms.items():
+        if not isinstance(found.get(part), dict) or not all(map(of_form, found[part].values())):
+            raise DamagedError(f"its part {part!r} is {shown(found.get(part))}")
     return found
 
 
-def _key(name: str, kernel: Kernel, offered: Mapping[str, Version], arguments: tuple) -> str:
-    shapes = [(tuple(a.shape), str(a.dtype), a.stride(), a.device.type) if torch.is_tensor(a) else a
-              for a in arguments]
-    said = (_source(kernel.definition, *offered.values()), list(offered), shapes,
+def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
+           at_hand: Sequence[tuple]) -> None:
+    """Raises DamagedError for what this machine would not have written now."""
+    raced, refused = found["seconds"], found["refused"]
+    if not raced or sorted([*raced, *refused]) != sorted(offered):
+        raise DamagedError(f"it is of {shown(', '.join([*raced, *refused]))}, and the candidates "
+                           f"are {', '.join(offered)}")
+    for key in raced:
+        if why := why_not(key, at_hand):
+            raise DamagedError(f"it has raced {key}, which {why}")
+    winner = min(raced, key=raced.__getitem__)
+    call = offered[winner]
+    if winner not in (*TRUSTED, COMPILE) and call is not kernel.definition \
+            and (why := wrong(kernel, call, at_hand, examples=1)):
+        raise DamagedError(f"its winner, {winner}, {why}")
+
+
+def refused_here() -> dict[str, dict[str, str]]:
+    """Why, by kernel and version, of all that were tried on this machine and found wrong; and why a
+    record of that is passed over."""
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(own_cache(RACED).glob(f"*-{_machine()}-*.json")):
+        name = path.name.partition(f"-{_machine()}-")[0]
+        try:
+            refused = _kept(path)["refused"]
+        except (OSError, ConfigError) as error:
+            refused = {"the record": f"{WRONG[1]}: {error}"}
+        for version, why in refused.items():
+            if why.startswith(WRONG):
+                found.setdefault(name, {})[version] = why
+    return found
+
+
+def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
+         raced: Sequence[tuple]) -> str:
+    said = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
             torch.get_num_threads())
     return f"{name}-{_machine()}-{_short(said)}"
 
 
+def shapes(arguments: tuple) -> tuple:
+    return tuple((tuple(a.shape), str(a.dtype), a.stride(), a.device.type) if torch.is_tensor(a)
+                 else shapes(a) if isinstance(a, tuple) else a for a in arguments)
+
+
 def _machine() -> str:
-    """With its libraries."""
+    """With its libraries, and whether anything can be compiled for a GPU: one may be installed."""
     machine: list[Any] = [cpu_name(), *sorted(cpu_flags())]
     if torch.cuda.is_available():
         made = torch.cuda.get_device_properties()
-        machine += [made.name, made.major, made.minor, torch.version.cuda, _driver()]
+        machine += [made.name, made.major, made.minor, torch.version.cuda, _driver(),
+                    why_no_compiler("cuda")]
     return _short((machine, versions(LIBRARIES)))
 
 

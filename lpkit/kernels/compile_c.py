@@ -10,8 +10,8 @@ is no longer what its name says, and is compiled again. It gets that name after 
 every kernel has, returned 0 in a process of its own: one that dies there harms nobody.
 
 To load a library is to run it, so one that another user could have written is refused: the file and
-its folder must belong to this user, and be writable by nobody else. Each user has a folder, so that
-many can share a cache. What was looked at is what is loaded: the open file, and not its name.
+its folder must belong to this user, and nobody else may write there or replace it. Each user has a
+folder, so that many can share a cache. What was looked at is what is loaded: the open file.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import os
 import platform
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, printable
-from lpkit.files import cache_dir, open_own, own_folder, sha256, whole_file
+from lpkit.files import open_own, own_cache, private_folder, refuse_others, sha256, whole_file
 from lpkit.machine_facts import cpu_facts
 
 COMPILERS = ("cc", "gcc", "clang")
@@ -66,11 +64,6 @@ def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
     return open_library(Path(__file__).with_name(f"{name}.c"), own_cache())
 
 
-def own_cache() -> Path:
-    """This user's, of those who share a cache."""
-    return cache_dir(f"kernels-{os.geteuid()}")
-
-
 def open_library(source: Path, cache: Path,
                  compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
     """Open the library of `source`, from `cache` or newly compiled."""
@@ -80,18 +73,18 @@ def open_library(source: Path, cache: Path,
                             f"for example gcc")
     try:
         text, version = source.read_text(), _version(compiler)
-        with _private(cache) as folder:
-            for how, more in ATTEMPTS.items():
-                key = "\0".join((text, *FLAGS, *more, version, _processor()))
-                stem = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-                why = f"compiled by {version} {how}"
-                library = _trusted(folder, cache, stem)
-                if library is None:
-                    command = [compiler, *FLAGS, *more, str(source), "-lm"]
-                    why = _compile(command, cache, stem) or why
-                    library = _trusted(folder, cache, stem)
-                if library is not None:
-                    return library, Choice(asked="native", used="native", why=why)
+        private_folder(cache)
+        for how, more in ATTEMPTS.items():
+            key = "\0".join((text, *FLAGS, *more, version, _processor()))
+            stem = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+            why = f"compiled by {version} {how}"
+            library = _trusted(cache, stem)
+            if library is None:
+                command = [compiler, *FLAGS, *more, str(source), "-lm"]
+                why = _compile(command, cache, stem) or why
+                library = _trusted(cache, stem)
+            if library is not None:
+                return library, Choice(asked="native", used="native", why=why)
     except (OSError, ConfigError) as error:
         why = str(error)
     return None, _torch(f"{compiler}: {why}")
@@ -103,38 +96,14 @@ def _torch(why: str) -> Choice:
 
 # ---- whom to trust
 
-@contextmanager
-def _private(cache: Path) -> Iterator[int]:
-    """The open folder `cache`, ours alone."""
-    if not cache.exists():
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = os.open(own_folder(cache), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        _refuse_others(folder, cache)
-        yield folder
-    finally:
-        os.close(folder)
-
-
-def _refuse_others(handle: int, path: Path) -> None:
-    status = os.fstat(handle)
-    if status.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to user {status.st_uid}, who could have planted it; "
-                              f"remove it, or set XDG_CACHE_HOME to a folder of your own")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path} may be written by others, who could have planted it; remove "
-                              f"it, or chmod go-w it if you know what is in it")
-
-
-def _trusted(folder: int, cache: Path, stem: str) -> ctypes.CDLL | None:
-    """The library of that name if it is what was compiled. Raises PermissionError, ConfigError for
-    one that may not be loaded; OSError."""
-    for name in sorted(os.listdir(folder)):
-        if name.startswith(f"{stem}-"):
-            with open_own(name, "rb", folder=folder) as file:
-                _refuse_others(file.fileno(), cache / name)
-                if name == _named(stem, hashlib.file_digest(file, "sha256").hexdigest()):
-                    return _loaded(file, cache / name)
+def _trusted(cache: Path, stem: str) -> ctypes.CDLL | None:
+    """The library of that name if it is what was compiled. Raises ConfigError for one that may not
+    be loaded; OSError."""
+    for path in sorted(cache.glob(f"{stem}-*")):
+        with open_own(path, "rb") as file:
+            refuse_others(os.fstat(file.fileno()), path)
+            if path.name == _named(stem, hashlib.file_digest(file, "sha256").hexdigest()):
+                return _loaded(file, path)
     return None
 
 
@@ -164,7 +133,7 @@ def _compile(command: list[str], cache: Path, stem: str) -> str:
         wrong, said = _ran(check, SECONDS_TO_ANSWER)
         if wrong:
             return f"its library fails its check: {' '.join([wrong, *said[-1:]])}"
-        with whole_file(cache / _named(stem, sha256(made))) as temporary:
+        with whole_file(cache / _named(stem, sha256(made)), 0o600) as temporary:
             shutil.copyfile(made, temporary)
     return ""
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels import peers, rows
+from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix
+from lpkit.kernels.kernel import Build, Kernel, floats, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PIECE, WARPS = 8192, 16
@@ -65,8 +65,9 @@ def _in_place(logits, targets, weights, nats, V, WEIGHTED: tl.constexpr, PIECE: 
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights + row)
-    for first in range(0, V, PIECE):
-        at = first + tl.arange(0, PIECE)
+    pieces = tl.cdiv(V, PIECE)
+    for piece in range(pieces):      # the last first: it was read last, and may be in a cache
+        at = (pieces - 1 - piece) * PIECE + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
         g = (tl.exp(v - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
         tl.store(start + at, g.to(logits.dtype.element_ty), mask=at < V)
@@ -126,29 +127,31 @@ def _run(kernel: Callable[..., Tensor], logits: Tensor, targets: Tensor,
     return kernel(logits, targets.to(torch.int64).contiguous(), weights)
 
 
-@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights=None) -> Tensor",
-          key=EVERY_DEVICE, fake=_nats)
-def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`cross_entropy` by the kernel that this device has: returns nats, and `logits` becomes the
-    gradient. Raises ConfigError for targets or weights that are not one for each row."""
-    return _run(_kernel_for(logits), logits, targets, weights)
+BY = {"reference": _by_definition, "cpu": _by_c, "triton": _by_triton}
 
 
-def on_cpu(logits: Tensor, targets: Tensor, weights: Tensor | None = None
-           ) -> tuple[Tensor, Tensor]:
-    gradient = logits.contiguous().clone()
-    return cross_entropy_(gradient, targets, weights), gradient
+@operator("cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor? weights=None, str by='') "
+          "-> Tensor", key=EVERY_DEVICE, fake=_nats)
+def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
+                   by: str = "") -> Tensor:
+    """`cross_entropy`: returns nats, and `logits` becomes the gradient. `by`: of BY; empty: what
+    this device has. Raises ConfigError for targets or weights that are not one for each row."""
+    return _run(BY.get(by) or _kernel_for(logits), logits, targets, weights)
 
 
-def in_triton(logits: Tensor, targets: Tensor, weights: Tensor | None = None
+def of_a_copy(by: str, logits: Tensor, targets: Tensor, weights: Tensor | None = None
               ) -> tuple[Tensor, Tensor]:
     gradient = logits.contiguous().clone()
-    return _run(_by_triton, gradient, targets, weights), gradient
+    return cross_entropy_(gradient, targets, weights, by), gradient
+
+
+on_cpu, in_triton = partial(of_a_copy, ""), partial(of_a_copy, "triton")
+OFFERED = {by: partial(of_a_copy, by) for by in BY}
 
 
 def _examples(rng: torch.Generator, device: torch.device):
     for dtype in (torch.float32, torch.bfloat16):
-        for M, V in ((5, 123), (3, 1), (0, 8), (4, 8192), (3, 8200)):
+        for M, V in ((5, 123), (3, 1), (0, 8), (4, 8192), (3, 8200), (2, 2 * PIECE + 9)):
             logits = (3 * torch.randn(M, V, generator=rng)).to(device, dtype)
             targets = torch.randint(V, (M,), generator=rng).to(device)
             yield logits, targets
@@ -165,33 +168,10 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield bad, targets
 
 
-def _timed(rng: torch.Generator, device: torch.device):
-    sizes = ((512, 8192),) if device.type == "cpu" else ((16_384, 50_304), (8192, 128_256))
-    for M, V in sizes:
-        logits = torch.randn(M, V, generator=rng).to(device, torch.bfloat16)
-        yield logits, torch.randint(V, (M,), generator=rng).to(device)
-
-
-def _liger(logits: Tensor, targets: Tensor, implementation: str = "") -> tuple[Tensor, Tensor]:
-    forward = liger("cross_entropy:cross_entropy_forward", implementation)
-    # without requires_grad it makes no gradient
-    nats, *_, gradient = forward(logits.clone().requires_grad_(), targets, None, -100, 0.0, 0.0,
-                                 "none", None, False)
-    return nats.float(), gradient.detach()
-
-
-def _quack(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from quack.cross_entropy import cross_entropy_fwd
-
-    return cross_entropy_fwd(logits, targets, return_dx=True)
-
-
 CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"cpu": on_cpu, "triton": in_triton},
-    examples=_examples, timed=_timed,
+    examples=_examples,
     typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-    peers={"liger": _liger, "liger, cutedsl": partial(_liger, implementation="cutedsl"),
-           "quack": _quack, "transformer-engine": peers.te_cross_entropy},
     moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
     builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
                   signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels.compile_c import own_cache
+from lpkit.files import own_cache, private_folder
 from lpkit.kernels.kernel import row_length
 from lpkit.kernels.norm import backward_op
 
@@ -61,8 +61,7 @@ def _library() -> Any:
         raise ConfigError(f"the CUDA kernel cannot be compiled: {why}")
     from torch.utils import cpp_extension
 
-    folder = own_cache() / f"cuda-{torch.__version__}"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = private_folder(own_cache(f"cuda-{torch.__version__}"))
     return cpp_extension.load(
         name="lpkit_add_rms_norm", sources=[str(SOURCE)], build_directory=str(folder),
         extra_cuda_cflags=["-O3", "-DLPKIT_WITH_ATEN"])
@@ -77,7 +76,11 @@ def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
         return None, f"there is no C++ compiler here ({', '.join(COMPILERS)})"
     # memory of the launch is one array
     kernel = SOURCE.read_text().replace("extern __shared__ float row[];", "")
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        cache = private_folder(own_cache())
+    except (OSError, ConfigError) as error:
+        return None, str(error)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder, "norm.so")
         command = [compiler, *FLAGS, f"-I{SOURCE.parent}", "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run(command, input=ON_CPU % (SHARED_BYTES // 4, kernel), text=True,

@@ -17,6 +17,7 @@ from functools import cache
 from lpkit.machine_facts import versions
 
 SECONDS = 120.0
+DOES_NOT_RUN = " does not run: "        # what is tried, and the interpreter's words
 
 
 @cache
@@ -39,6 +40,9 @@ def _probe() -> list[str]:
     import triton
     import triton.language as tl
 
+    from lpkit.kernels.interpreter import mend_calls
+
+    mend_calls()                # as where a learner's kernel runs
     globals()["tl"] = tl        # a kernel's globals are its module's
     np.seterr(all="ignore")
 
@@ -76,7 +80,7 @@ def _probe() -> list[str]:
             kernel[(1,)](x, got, *more, **numbers)
         except Exception as error:
             why = str(error.__cause__ or error).splitlines()[0]
-            found.append(f"{what} does not run: {why}")
+            found.append(what + DOES_NOT_RUN + why)
             return
         wrong = (got.float() != want.float()).flatten()
         if wrong.any():

@@ -575,23 +575,6 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield arguments(1, 1, 1, 8, 16, torch.float32, nothing)
 
 
-def _timed(rng: torch.Generator, device: torch.device):
-    """On a CPU `lpkit bench attention-cpu` has its own."""
-    for shape in ((4, 32, 4096, 128), (16, 16, 1024, 64)) if device.type == "cuda" else ():
-        q, k, v = (torch.randn(shape, generator=rng).to(device, torch.bfloat16) for _ in range(3))
-        yield q, k, v, None, None, CAUSAL
-
-
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    from flash_attn import flash_attn_func
-
-    return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True).transpose(1, 2)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
 def _typical() -> tuple:
     q, *others = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta")
                   for heads in (32, 8, 8))
@@ -630,8 +613,7 @@ def _builds(*ways: str) -> tuple[Build, ...]:
 FLASH_ATTENTION = Kernel(
     definition=attention, versions={"triton": flash_attention}, examples=_examples,
     # p and ds are rounded for their products; p is of the sum that was kept, D of a rounded output
-    gradients=(0, 1, 2, 4), slack=(4.0, 4.0), timed=_timed,
-    peers={"sdpa": _sdpa, "flash-attn": _flash_attn},
+    gradients=(0, 1, 2, 4), slack=(4.0, 4.0),
     typical=lambda: {"8 groups of 4 heads": _typical()},
     moved_bytes=lambda q, k, v, *_: 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel(),
     builds=_builds(""), more_builds=_builds(*list(WAYS)[1:]))

@@ -3,7 +3,8 @@
 As it is (3.6 to 3.9) it truncates where hardware rounds to nearest-even: float32 to bf16 loses half
 a bit, and a carry in FP8 is lost, so that 127.4 becomes 64 in E4M3. It also multiplies and adds the
 bit patterns of bf16 in `tl.dot`, and rounds `tl.fma` twice. Stores out of bounds it does not see.
-And it looks for what it must replace at every call of a function inside a kernel.
+It looks for what it must replace at every call of a function inside a kernel, and 3.6 takes no
+number of a kernel for a loop's bound from numpy 2.4 on (triton-lang/triton#9171).
 """
 
 from functools import cache
@@ -15,16 +16,40 @@ from lpkit.kernels.jit import tl
 
 
 @cache
+def mend_calls() -> None:
+    """For this process, once, what changes no number: loops and calls."""
+    from triton.runtime import interpreter
+
+    builtins: dict[object, list[str]] = {}
+    plain_tensor = interpreter._patch_lang_tensor
+
+    def patch(owner, made_by, scope):
+        if owner not in builtins:
+            builtins[owner] = [name for name in dir(owner)
+                               if tl.core.is_builtin(getattr(owner, name, None))]
+        for name in builtins[owner]:
+            member = getattr(owner, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(owner, name, member, made_by, scope)
+
+    def patch_tensor(tensor, scope):
+        plain_tensor(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_builtin, interpreter._patch_lang_tensor = patch, patch_tensor
+
+
+@cache
 def mend() -> None:
     """For this process, once. A conversion to FP8 saturates, as `cvt.rn.satfinite` does."""
     from triton.runtime import interpreter
 
+    mend_calls()
     dtypes = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32,
               tl.float64: torch.float64, tl.float8e4nv: torch.float8_e4m3fn,
               tl.float8e5: torch.float8_e5m2}
     builder, numpy_dtype = interpreter.InterpreterBuilder, interpreter._get_np_dtype
     plain_cast, plain_dot = builder.cast_impl, builder.create_dot
-    builtins: dict[object, list[str]] = {}
 
     def tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         data = np.ascontiguousarray(data).reshape(np.shape(data))
@@ -58,16 +83,6 @@ def mend() -> None:
         return interpreter.TensorHandle(np.where(np.isnan(made), np.float32(np.nan), made),
                                         z.dtype.scalar)
 
-    def patch(owner, made_by, scope):
-        if owner not in builtins:
-            builtins[owner] = [name for name in dir(owner)
-                               if tl.core.is_builtin(getattr(owner, name, None))]
-        for name in builtins[owner]:
-            member = getattr(owner, name)
-            if tl.core.is_builtin(member):
-                interpreter._patch_attr(owner, name, member, made_by, scope)
-
-    interpreter._patch_builtin = patch
     builder.cast_impl = builder.create_fp_to_fp = cast
     builder.create_fma = fma
     builder.create_dot = dot

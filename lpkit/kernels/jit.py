@@ -6,7 +6,15 @@ that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. W
 interpreter converts wrongly `lpkit.kernels.interpreter` mends, so kernels are written for a GPU.
 """
 
+import os
+import shutil
+import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lpkit.files import lockable, own_cache, private_folder
 
 try:
     import triton
@@ -17,8 +25,65 @@ except ImportError:     # the definition serves
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 
+# By device; or what the first, a variable, names
+COMPILERS = {"cuda": ("CC", "gcc", "clang"), "cpu": ("CXX", "g++", "clang++")}
+# What libraries keep to execute it again, by default in folders that everybody knows, /tmp's too.
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
+          "CUTE_DSL_CACHE_DIR": "cute"}
+
+
+def keep_privately() -> None:
+    """What PyTorch and Triton compile from now on is kept, and executed again, from folders of this
+    user alone, here and in processes that begin here. Raises ConfigError for a folder that he chose
+    and in which another user could have planted what is executed; OSError."""
+    by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")    # when it is imported
+    for variable, room in CACHES.items():
+        chosen = os.environ.get(variable)
+        if not chosen or chosen.startswith(by_torch):
+            chosen = own_cache(room)
+        folder = private_folder(Path(chosen), by=variable)
+        lockable(folder, by=variable)
+        os.environ[variable] = str(folder)
+
+
+def compiled(function: Callable, **how: Any) -> Callable:
+    """torch.compile(function, **how), whose caches are this user's."""
+    keep_privately()
+    import torch
+    from torch._inductor import codecache
+
+    # the one thing that it keeps in /tmp whatever the variable says: headers, included when it
+    # compiles for a CPU
+    codecache._HEADER_DIR = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "headers")
+    codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
+    return torch.compile(function, **how)
+
+
+def fresh(function: Callable) -> Callable:
+    """It, with a code object of its own. PyTorch compiles one for eight shapes and runs the ninth
+    eagerly, without a word; so each shape needs its own."""
+    def one(*given: Any, **how: Any) -> Any:
+        return function(*given, **how)
+
+    one.__code__ = one.__code__.replace()
+    return one
+
+
 def jit(function: Callable) -> Callable:
-    return function if triton is None else triton.jit(function)
+    """triton.jit(function), whose first launch looks after its cache."""
+    if triton is None:
+        return function
+    kernel = triton.jit(function)
+    if INTERPRETED:
+        return kernel
+
+    def first(*given: Any, **how: Any) -> Any:
+        keep_privately()
+        vars(kernel).pop("run", None)       # of two threads, one was first
+        return kernel.run(*given, **how)
+
+    kernel.run = first
+    return kernel
 
 
 def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
@@ -30,5 +95,16 @@ def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
 def why_no_triton() -> str:
     """In one clause, or empty: it is there."""
     if triton is None:
-        return "Triton is not installed (pip install triton, on Linux)"
+        return "Triton is not installed (pip install 'triton>=3.6', on Linux)"
     return ""
+
+
+def why_no_compiler(device: str) -> str:
+    """In one clause, or empty: what Triton launches on a GPU by, and all that is generated for a
+    CPU, is built where it runs."""
+    variable, *names = COMPILERS[device]
+    names = os.environ.get(variable, "").split()[:1] or names
+    if not any(map(shutil.which, names)):
+        return f"there is no compiler here ({', '.join(names)}); install gcc and g++"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.is_file() else f"there is no {header}; install python3-dev"

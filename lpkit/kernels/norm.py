@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lpkit.kernels import peers
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, Version, liger, matrix, row_length, timed_rows
+from lpkit.kernels.kernel import Build, Kernel, Version, matrix, row_length
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -243,45 +242,9 @@ def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bo
     yield arguments(bad)
 
 
-def _timed(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool):
-    for shape in timed_rows(device):
-        x, delta = (torch.randn(shape, generator=rng).to(device, torch.bfloat16) for _ in range(2))
-        w, b = (torch.randn(shape[1], generator=rng).to(device) for _ in range(2))
-        yield x, *([delta] if add else []), w, *([b] if bias else []), 1e-5
-
-
 def _typical(add: bool, bias: bool) -> tuple:
     w = matrix(1, 4096, torch.float32)[0]
     return matrix(), *([matrix()] if add else []), w, *([w] if bias else []), 1e-5
-
-
-def _liger_rms(x: Tensor, w: Tensor, eps: float, implementation: str = "") -> Tensor:
-    # all of it in float32, and dx in a place of its own
-    return liger("rms_norm:LigerRMSNormFunction", implementation).apply(x, w, eps, 0.0, "gemma",
-                                                                        False)
-
-
-def _liger_layer(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-    return liger("layer_norm:LigerLayerNormFunction").apply(x, w, b, eps)
-
-
-def _liger_add_rms(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, s = liger("fused_add_rms_norm:LigerFusedAddRMSNormFunction").apply(
-        x, delta, w, eps, 0.0, "gemma", False)
-    return s, y
-
-
-def _quack_rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    from quack.rmsnorm import rmsnorm
-
-    return rmsnorm(x, w, eps=eps)
-
-
-def _quack_add_rms(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from quack.rmsnorm import rmsnorm
-
-    y, s = rmsnorm(delta, w, residual=x, eps=eps, prenorm=True)
-    return s, y
 
 
 def _moved_bytes(x: Tensor, *others: Tensor | float | None) -> int:
@@ -301,24 +264,18 @@ def _builds(centred: bool, bias: bool, add: bool):
                   unaligned=("M",)))
 
 
-def _kernel(definition, pytorch, *, bias: bool, add: bool, beside=(), **others) -> Kernel:
+def _kernel(definition, pytorch, *, bias: bool, add: bool, **others) -> Kernel:
     return Kernel(
         definition=definition,
         versions={"pytorch": pytorch, "triton": _in_triton(bias, add), **others},
         examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
-        timed=partial(_timed, add=add, bias=bias), peers=dict(beside),
         typical=lambda: {"": _typical(add, bias)},
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
         builds=_builds(centred=bias, bias=bias, add=add))
 
 
-RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False,
-                   beside={"liger": _liger_rms, "quack": _quack_rms,
-                           "liger, cutedsl": partial(_liger_rms, implementation="cutedsl"),
-                           "transformer-engine": peers.te_rms_norm})
-LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, bias=True, add=False,
-                     beside={"liger": _liger_layer, "transformer-engine": peers.te_layer_norm})
+RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False)
+LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, bias=True, add=False)
 ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, bias=False, add=True,
-                       cuda=add_rms_norm_cuda,
-                       beside={"liger": _liger_add_rms, "quack": _quack_add_rms})
+                       cuda=add_rms_norm_cuda)
 ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, bias=True, add=True)

@@ -24,8 +24,8 @@ PRODUCTS: list[OpOverload] = []     # of matrices: what recomputation may keep
 
 
 def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
-             flops: Callable[..., int] = lambda *_, **__: 0,
-             product: bool = False) -> Callable[[Callable], OpOverload]:
+             flops: Callable[..., int] = lambda *_, **__: 0, product: bool = False,
+             inside: bool = False) -> Callable[[Callable], OpOverload]:
     """Register the decorated kernel under the name in `schema`; the operator takes its place.
 
     key: the dispatch key that the kernel serves. fake: None for a kernel that is made of PyTorch's
@@ -39,7 +39,7 @@ def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
         packet = getattr(torch.ops.lpkit, name)
         register_flop_formula(packet)(flops)
         packet.default.__wrapped__ = kernel      # where its source is
-        if fake is None:
+        if fake is None or inside:
             MADE_OF_OPERATIONS[packet.default] = kernel
         if product:
             PRODUCTS.append(packet.default)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels import peers
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix
+from lpkit.kernels.kernel import Build, Kernel, floats, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 ROWS = 16           # of E numbers, that a program turns
@@ -79,7 +78,7 @@ class _Rotate(torch.autograd.Function):
         return turn(dy.contiguous(), *ctx.saved_tensors, -1), None, None
 
 
-def _angles(T: int, E: int) -> tuple[Tensor, Tensor]:
+def angles(T: int, E: int) -> tuple[Tensor, Tensor]:
     angles = torch.outer(torch.arange(T).float(), 1e4 ** (-torch.arange(0, E, 2) / max(E, 1)))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -88,9 +87,9 @@ def _angles(T: int, E: int) -> tuple[Tensor, Tensor]:
 def _examples(rng: torch.Generator, device: torch.device):
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((2, 3, 5, 16), (1, 2, 37, 64), (1, 1, 1, 2), (0, 2, 4, 8), (2, 1, 9, 20)):
-            cos, sin = (t.to(device, dtype) for t in _angles(*shape[-2:]))
+            cos, sin = (t.to(device, dtype) for t in angles(*shape[-2:]))
             yield torch.randn(shape, generator=rng).to(device, dtype), cos, sin
-    x, (cos, sin) = torch.randn(2, 9, 4, 16, generator=rng), _angles(9, 16)
+    x, (cos, sin) = torch.randn(2, 9, 4, 16, generator=rng), angles(9, 16)
     cos, sin = cos.to(device), sin.to(device)
     yield x.to(device).transpose(1, 2), cos, sin        # heads beside tokens, as a product has them
     bad = x.transpose(1, 2).contiguous().to(device)
@@ -98,30 +97,10 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield bad, cos, sin
 
 
-def _timed(rng: torch.Generator, device: torch.device):
-    shape = (1, 4, 256, 64) if device.type == "cpu" else (4, 32, 4096, 128)
-    cos, sin = (t.to(device, torch.bfloat16) for t in _angles(*shape[-2:]))
-    yield torch.randn(shape, generator=rng).to(device, torch.bfloat16), cos, sin
-
-
-def _liger(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """It turns q and k together, in place: k is one head here."""
-    function = liger("rope:LigerRopeFunction")
-    return function.apply(x.clone(), x[:, :1].clone(), cos[None], sin[None])[0]
-
-
-def _quack(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from quack.rotary import apply_rotary_emb
-
-    half = x.shape[-1] // 2         # tokens before heads, and an angle for each pair
-    return apply_rotary_emb(x.transpose(1, 2), cos[:, :half], sin[:, :half]).transpose(1, 2)
-
-
 ROTARY = Kernel(
     definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
     examples=_examples, gradients=(0,),
-    peers={"liger": _liger, "quack": _quack, "transformer-engine": peers.te_rotary},
-    timed=_timed, typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
+    typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
     moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
     builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},
                   signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16")

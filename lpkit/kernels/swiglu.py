@@ -9,16 +9,13 @@ and dy, and writes both gradients: nothing is kept but the input. With s = sigmo
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.kernels import peers
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, liger, matrix, timed_rows
+from lpkit.kernels.kernel import Build, Kernel, floats, matrix
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 BLOCK, WARPS = 1024, 4
@@ -115,22 +112,11 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield (bad,)
 
 
-def _timed(rng: torch.Generator, device: torch.device):
-    for M, N in timed_rows(device):
-        yield (torch.randn(M, 2 * N, generator=rng).to(device, torch.bfloat16),)
-
-
-def _liger(x: Tensor, implementation: str = "") -> Tensor:
-    return liger("swiglu:LigerSiLUMulFunction", implementation).apply(*x.chunk(2, -1))
-
-
 _TYPES = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"}
 SWIGLU = Kernel(
     definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
     examples=_examples, gradients=(0,),
-    timed=_timed, typical=lambda: {"": (matrix(),)},
-    peers={"liger": _liger, "liger, cutedsl": partial(_liger, implementation="cutedsl"),
-           "transformer-engine": peers.te_swiglu},
+    typical=lambda: {"": (matrix(),)},
     moved_bytes=lambda x: 3 * x.nbytes // 2,
     builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
                  for one in (_forward, _backward)))

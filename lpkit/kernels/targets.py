@@ -2,6 +2,7 @@
 
     python -m lpkit.kernels.targets                     # docs/kernels.md
     python -m lpkit.kernels.targets --json --quick      # a list of `Compiled`, of what tests compile
+    python -m lpkit.kernels.targets --json --quick --target sm_80       # for another GPU
 
 Triton brings NVIDIA's assembler and disassembler along, so each `Build` is compiled to machine code
 and read back: registers and shared memory; stack, which spills use; the width of global loads and
@@ -16,18 +17,22 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from lpkit.kernels.jit import triton
+from lpkit.kernels.jit import keep_privately, triton
 from lpkit.kernels.kernel import Build
 from lpkit.techniques.kernels import KERNELS
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
-FLOORS = ("a copy of as many bytes", "its products alone")      # peers in `lpkit.bench.fused`
-TARGETS = {"sm_90": 90, "sm_100": 100}      # Hopper, Blackwell
+FLOORS = ("a copy of as many bytes", "its products alone")      # peers in `tests.bench.fused`
+# Ampere, Ada, Hopper, Blackwell and its GeForce: bytes of shared memory that a program may have
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+TARGETS = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+           "sm_120": 99 << 10}
+ON_PAGE, FP8_SINCE = ("sm_90", "sm_100"), 89
 WARP = 32
 
 
@@ -46,16 +51,27 @@ class Compiled:
     wide_accesses: int      # global loads and stores of 128 bits
     narrow_accesses: int    # of less than 32, where a whole row of them would be slow
     fp8_conversions: int
-    calls: int
+    calls: int              # functions that may be called
 
 
-def compiled(names: list[str] | None = None, quick: bool = False) -> Iterator[Compiled]:
+def compiled(names: list[str] | None = None, quick: bool = False,
+             targets: Collection[str] = ON_PAGE) -> Iterator[Compiled]:
     """`quick`: without `Kernel.more_builds`. Raises ImportError without Triton."""
     for name in names or KERNELS:
         kernel = KERNELS[name].load()
         for build in kernel.builds + (() if quick else kernel.more_builds):
-            for target in TARGETS:
-                yield _compile(name, build, target)
+            yield from (_compile(name, build, target) for target in targets if runs(build, target))
+
+
+def runs(build: Build, target: str) -> bool:
+    """Triton has no FP8 below 8.9, where no product takes it either (`techniques.hardware`)."""
+    kinds = (*build.signature.values(), *build.constants.values())
+    return _number(target) >= FP8_SINCE or not any(one in str(kind) for kind in kinds
+                                                   for one in ("fp8", "e4m3", "e5m2"))
+
+
+def _number(target: str) -> int:
+    return int(target.removeprefix("sm_"))
 
 
 def _compile(name: str, build: Build, target: str) -> Compiled:
@@ -67,9 +83,10 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(order)
                if arg in build.signature and arg not in build.unaligned}
     constants = {(order.index(arg),): value for arg, value in build.constants.items()}
+    keep_privately()
     made = triton.compile(
         ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=aligned),
-        target=GPUTarget("cuda", TARGETS[target], WARP),
+        target=GPUTarget("cuda", _number(target), WARP),
         options={"num_warps": build.warps, "num_stages": build.stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -91,8 +108,8 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
         wide_accesses=count(r"(LDG|STG)\b.*\.128"),
         narrow_accesses=count(r"(LDG|STG)\b.*\.[US](8|16)\b"),
         fp8_conversions=count(r"F2FP.*E[45]M[23]"),
-        # guardrails of tensor memory are there for an error alone
-        calls=count(r"CALL") - sum("guardrail" in name for name in called))
+        # a CALL within a function is a jump; guardrails of tensor memory are there for an error
+        calls=count(r"CALL\.ABS") + sum("guardrail" not in name for name in called))
 
 
 def _way(build: Build) -> str:
@@ -136,6 +153,8 @@ By Triton {version}, for Hopper (sm_90) and Blackwell (sm_100), without a GPU: r
 thread, bytes of its stack, which spills would use, shared memory of a program. `wide` counts global
 loads and stores of 128 bits, `narrow` those of 16 or less, `fp8` conversions by the hardware's
 instruction, `calls` slow paths. `way`: what is switched on, and what a program takes at a time.
+For sm_80, sm_89 and sm_120 (`--target`) tests hold them to the same, and to the shared memory that a
+program may have there; casts to FP8 begin with sm_89.
 
 {compiled}
 
@@ -189,8 +208,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="KERNEL")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--target", choices=TARGETS, action="append")
     asked = parser.parse_args()
-    rows = list(compiled(asked.names, asked.quick))
+    rows = list(compiled(asked.names, asked.quick, asked.target or ON_PAGE))
     print(json.dumps([asdict(one) for one in rows], indent=1) if asked.json else page(rows), end="")
 
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lpkit.kernels import defects
+from lpkit.kernels import defects, jit
 from lpkit.kernels.choose import refused_here
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
 from lpkit.measure import attention
@@ -146,7 +146,7 @@ def _triton(device: torch.device) -> str:
     _need(device, "cuda", "Triton compiles for GPUs; TRITON_INTERPRET=1 runs a kernel on a CPU to "
                           "check its numbers")
     _installed("triton")
-    f = torch.compile(lambda x: torch.relu(x) * 2 + 1)
+    f = jit.compiled(lambda x: torch.relu(x) * 2 + 1)
     x = torch.linspace(-1, 1, 256, device=device)
     torch.testing.assert_close(f(x), torch.relu(x) * 2 + 1)
     return "torch.compile ran a Triton kernel"
@@ -173,7 +173,7 @@ def _fp8_stores(device: torch.device) -> str:
 
 
 def fp8_stores(device: torch.device,
-               compiled: Callable[[Callable], Callable] = torch.compile) -> str:
+               compiled: Callable[[Callable], Callable] = jit.compiled) -> str:
     """A clamp and a cast, stored as it is and transposed by one compiled kernel, as FP8 training
     does, bit for bit against PyTorch. Triton miscompiles the transposed store beside instructions
     that propagate NaN, which torch generates since June 2026; whether it does depends on the launch
@@ -255,7 +255,11 @@ def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
     flags, memory = cpu_flags(), psutil.virtual_memory()
     driver = Path("/sys/module/nvidia/version")
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    from lpkit.hardware import why_no_gpu
+
+    problem = why_no_gpu()
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    gpus = map(torch.cuda.get_device_properties, range(count))
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in flags],
             "cores": cores(), "memory_bytes": memory.total,
@@ -264,6 +268,7 @@ def machine() -> dict[str, Any]:
             "gpus": [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
                       "memory_bytes": gpu.total_memory,
                       "multiprocessors": gpu.multi_processor_count} for gpu in gpus],
+            "gpu_problem": problem or None,
             "driver": driver.read_text().strip() if driver.exists() else None,
             "cuda": torch.version.cuda, "hip": torch.version.hip,
             "libraries": versions(LIBRARIES)}
@@ -294,7 +299,7 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
     from lpkit.hardware import bf16_choice
     from lpkit.measure import matrix
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(hardware.usable())
     choice, here = bf16_choice(device), hardware.machine(str(device))   # while all is quiet
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
         cells = beside.submit(matrix.probe, device) if recipes else None

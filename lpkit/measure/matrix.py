@@ -28,35 +28,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lpkit.kernels import jit
 from lpkit.measure.doctor import compare, reason
-from lpkit.precision.backends import BACKENDS, HARDWARE, Emulated, Library
+from lpkit.precision.backends import BACKENDS, Emulated, Library
 from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
 from lpkit.tables import markdown_table
-from lpkit.techniques.machines import CATALOGUE, Machine
+from lpkit.techniques.hardware import (
+    CAPABILITY,
+    FNUZ,
+    ISSUE,
+    TORCH,
+    UNTRIED,
+    Capability,
+    dotted,
+    multiplied,
+)
+from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 FEATURES = ("forward", "backward", "compile", "recompute", "accumulate")
 PROBE_SECONDS = 90.0
 SIZE = 128      # of the tiny Linear: tiles every recipe
 ERROR = 0.5     # relative, beyond which a result is not the recipe's
-TORCH = "https://github.com/pytorch/pytorch/blob/main/test/test_scaled_matmul_cuda.py"
 TE = "https://nvidia.github.io/TransformerEngine/support_matrix.html"
 AO = "https://docs.pytorch.org/ao/stable/workflows/training.html"
 HERE = "run on this machine"
-FNUZ = ("MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN",
-        "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/fp8_numbers.html")
-UNTRIED = ("no run here has seen ROCm multiply these formats", FNUZ[1])
-
-Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
-CAPABILITY: dict[str, Capability] = {   # https://developer.nvidia.com/cuda-gpus
-    "cpu": None, "v100": (7, 0), "t4": (7, 5), "a100-40": (8, 0), "a100-80": (8, 0),
-    "a10g": (8, 6), "a6000": (8, 6), "rtx-3090": (8, 6), "l4": (8, 9), "l40s": (8, 9),
-    "rtx-4090": (8, 9), "h100": (9, 0), "h100-pcie": (9, 0), "h200": (9, 0), "gh200": (9, 0),
-    "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3), "rtx-5090": (12, 0),
-    "mi300x": None, "mi325x": None, "mi355x": None,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +72,11 @@ class Cell:
 
 
 # Where a library's own list departs from its least compute capability: why not, and the source.
-ISSUE = "https://github.com/pytorch/pytorch/issues/192707"
 DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
     ("transformer-engine", "mxfp8", (12, 0)): (
         "Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0", TE),
     ("transformer-engine", "nvfp4-published", (12, 0)): (
         "Transformer Engine lists NVFP4 on 12.0 as partial", TE),
-    ("scaled_mm", "fp8-rowwise", (12, 0)): (
-        "with torch 2.10 a scale a row ends in CUBLAS_STATUS_NOT_SUPPORTED on 12.0", ISSUE),
     ("torchao", "fp8-rowwise", (12, 0)): (
         "it calls torch._scaled_mm, which with torch 2.10 has no scale a row on 12.0", ISSUE),
 }
@@ -92,14 +87,6 @@ FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it
     ("transformer-engine", "compile"): "te.Linear runs outside the graph",
     ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
 }
-
-
-def known_as(machine: Machine) -> str:
-    """Whose answers are this machine's: its own row's, or, of a GPU that was measured here, a row's
-    with the same compute capability."""
-    has = machine.details.get("capability")
-    same = (name for name, capability in CAPABILITY.items() if has and capability == tuple(has))
-    return machine.name if machine.name in CAPABILITY else next(same, "cpu")
 
 
 def backends_of(recipe: Recipe) -> tuple[str, ...]:
@@ -152,7 +139,7 @@ def _rule(machine: str, recipe: str, backend: str) -> tuple[str, str, str]:
     if backend == "pytorch":
         return _pytorch(machine, RECIPES[recipe].dtype)
     if backend == "scaled_mm":
-        return _scaled_mm(machine, RECIPES[recipe])
+        return multiplied(machine, RECIPES[recipe])
     return *_library(machine, recipe, BACKENDS[backend]), source
 
 
@@ -166,29 +153,6 @@ def _pytorch(machine: str, dtype: str) -> tuple[str, str, str]:
             CATALOGUE[machine].source)
 
 
-def _scaled_mm(machine: str, recipe: Recipe) -> tuple[str, str, str]:
-    capability = CAPABILITY[machine]
-    for product, (a, b) in recipe.products.items():
-        if (a.block, b.block) not in HARDWARE.get(a.format, {}):
-            return ("no", f"PyTorch has no product of {a.format} {a.block} and {b.format} "
-                    f"{b.block}, as {product} needs", TORCH)
-        needed, on_cpu, what = HARDWARE[a.format][a.block, b.block]
-        if machine == "cpu":
-            if not on_cpu:
-                return "no", f"{what}: PyTorch has it on GPUs alone", TORCH
-        elif capability is None:
-            eight = machine != "mi355x" and a.format in ("e4m3fn", "e5m2")
-            return "no", *(FNUZ if eight else UNTRIED)
-        elif capability < needed:
-            return "no", f"{what}: needs compute capability {_dotted(needed)}", TORCH
-        elif a.block == (1, 128) and capability >= (10, 0):
-            return ("no", f"{what}: PyTorch has them on 9.0 alone",
-                    "https://github.com/pytorch/pytorch/pull/158037")
-    if machine == "cpu":
-        return "emulated", "PyTorch's CPU kernel takes these formats and converts them", TORCH
-    return "native", f"compute capability {_dotted(capability)}", TORCH
-
-
 def _library(machine: str, recipe: str, library: Library) -> tuple[str, str]:
     if recipe not in library.rows:
         return "no", f"it has no {recipe}; it has {', '.join(library.rows)}"
@@ -200,13 +164,9 @@ def _library(machine: str, recipe: str, library: Library) -> tuple[str, str]:
     if capability is None:
         return "no", (FNUZ if machine != "mi355x" else UNTRIED)[0]
     if capability < needed:
-        return "no", f"it needs compute capability {_dotted(needed)}"
+        return "no", f"it needs compute capability {dotted(needed)}"
     return ("native", f"when {library.package} is installed; compute capability "
-            f"{_dotted(capability)}")
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+            f"{dotted(capability)}")
 
 
 # This machine: run it.
@@ -336,7 +296,7 @@ class Trial:
         all of them; the doctor's row for Triton says whether that works."""
         model, plain = self.model(), self.model()
         torch._dynamo.reset()
-        got = self.gradients(model, call=torch.compile(model, backend="aot_eager"))
+        got = self.gradients(model, call=jit.compiled(model, backend="aot_eager"))
         return f"traced, {_compare(got, self.gradients(plain), self.limit)}"
 
     def recompute(self) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lpkit.parallel.meeting import BACKENDS, meet
 from lpkit.parallel.processes import Place
 
 
@@ -58,6 +59,5 @@ def run(place: Place, told: dict[str, Any]) -> None:
     if told["backend"] == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(told["backend"], init_method=place.store, rank=place.rank,
-                            world_size=place.world)
+    meet(BACKENDS[device.type], **place.among)
     PROGRAMS[told["program"]](place, device)

@@ -49,6 +49,7 @@ from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
+from lpkit.training.runs import Run
 from lpkit.training.training import Training
 
 FILE = "telemetry.jsonl"
@@ -238,7 +239,7 @@ class Telemetry:
     roles:           of ROLES
     counterfactuals: names of recipes to compare with; None: all but fp32
     rows:            drawn of each tensor; None: every row, over 5% of a small model's step
-    path:            a JSON line per sample is appended; None: `samples` alone
+    path:            a JSON line per sample is appended, and `samples` stays empty; None: `samples`
     Raises ConfigError for an unknown name.
     """
 
@@ -252,6 +253,7 @@ class Telemetry:
     step: int = 0                                   # the one at hand, from 1
     samples: list[Sample] = field(default_factory=list)
     _amaxes: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+    _chain: records.Chain | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         if self.every < 1 or (self.rows is not None and self.rows < 1):
@@ -279,7 +281,7 @@ class Telemetry:
         if step % self.every:
             yield
             return
-        self.step, self._seen, before = step + 1, set(), len(self.samples)
+        self.step, self._seen, self._found = step + 1, set(), []
         with ExitStack() as stack:
             for name, module in self._linears.items():
                 stack.callback(module.register_forward_hook(self._forward(name)).remove)
@@ -287,7 +289,7 @@ class Telemetry:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
-        self._write(self.samples[before:])
+        self._keep(self._found)
 
     def _forward(self, name: str) -> Callable[..., None]:
         def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
@@ -310,9 +312,9 @@ class Telemetry:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             for role in self.roles:
                 if role == tensor:
-                    self.samples.append(self._look(name, module, role, x, dtype))
+                    self._found.append(self._look(name, module, role, x, dtype))
                 elif role == f"{tensor}.T":
-                    self.samples.append(self._look(name, module, role, x.T, dtype))
+                    self._found.append(self._look(name, module, role, x.T, dtype))
 
     def _look(self, name: str, module: nn.Linear, role: str, x: Tensor,
               dtype: torch.dtype) -> Sample:
@@ -361,9 +363,14 @@ class Telemetry:
         amax = HISTORY_RULES[delayed.history_rule](history[OPERANDS.index(operand), 1:])
         return amax * 2.0**delayed.margin
 
-    def _write(self, samples: Iterable[Sample]) -> None:
-        if self.path is not None:
-            append_lines(self.path, [records.line(asdict(sample)) for sample in samples])
+    def _keep(self, samples: list[Sample]) -> None:
+        """In the file alone, where there is one: a long run has more samples than memory."""
+        if self.path is None:
+            self.samples += samples
+        else:
+            if self._chain is None:
+                self._chain = records.Chain(self.path, Run.at(self.path.parent).mark)
+            append_lines(self.path, [self._chain.line(asdict(sample)) for sample in samples])
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
@@ -383,7 +390,7 @@ def read(path: str | Path) -> list[Sample]:
     if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no {FILE}; train with telemetry, every 20 steps "
                           f"for example")
-    lines, problems = records.read_lines(file)
+    lines, problems = records.read_lines(file, Run.at(path).mark if path.is_dir() else None)
     for problem in problems:
         warnings.warn(problem, stacklevel=2)
     samples = map(Sample.from_dict, lines)

@@ -62,8 +62,8 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
 
     layout: the axes data and shard, as training has them; without one the config's `parallel` on
     one device, and on more all ranks shard (ZeRO 3). device: whose operations to trace, "cpu" or
-    "cuda"; neither has to be there, but the second needs a PyTorch built with CUDA. Raises
-    ConfigError for what cannot be trained, or traced.
+    "cuda", which takes a GPU that is not used. Raises ConfigError for what cannot be trained, or
+    traced.
     """
     given = layout is not None or world_size > 1
     layout = layout or (Layout(shard=world_size) if given else config.parallel)
@@ -80,10 +80,10 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
 
 def _decide(config: Config, device: str) -> Decisions:
     """As the run decides, but without a device to ask or to race on."""
-    if device == "cuda" and not torch.backends.cuda.is_built():
-        raise ConfigError("this PyTorch is built without CUDA, whose operations it cannot trace; "
-                          "use device=cpu, which keeps the same tensors but for RMSNorm's, or "
-                          "install a CUDA build (it needs no GPU)")
+    if device == "cuda" and not torch.cuda.is_available():      # autograd asks it for a stream
+        raise ConfigError("PyTorch sees no GPU here, and without one it goes back through no GPU's "
+                          "operations, not even to trace them; use device=cpu, which keeps the "
+                          "same tensors but for RMSNorm's")
     asked = used = config.precision.recipe.name
     if asked == "auto":
         used = "bf16"       # a run decides by a race, which a trace cannot hold
@@ -97,7 +97,8 @@ def _decide(config: Config, device: str) -> Decisions:
                                      why="assumed: a run decides by a race where it runs")
     attention = config.system.attention
     used, why = choose_attention(attention, device=device, model=config.model,
-                                 low_precision=decisions.recipe.compute == "bfloat16")
+                                 low_precision=decisions.recipe.compute == "bfloat16",
+                                 tiles=torch.cpu._is_amx_tile_supported())
     chosen["attention"] = Choice(asked=attention, used=used, why=why)
     if device == "cuda" and config.precision.backend == "auto":
         chosen["backend"] = Choice(asked="auto",

@@ -9,7 +9,8 @@ and keep the logits out of memory altogether.
 A piece of n tokens holds n V c bytes, c those of a number in the head's product: its logits become
 their gradient in place, by the kernel that the device has (`kernels.cross_entropy`).
 The head's own forward runs, so whatever it is (tied, cast to low precision) stays what it is; a
-plain Linear's gradients are two products, the weight's in float32 without a tensor beside the sum.
+plain Linear's gradients are two products. The weight's adds to a float32 sum of pieces, in 16 bits
+on a GPU within the product: 8 bytes a weight and piece, where a product beside the sum moves 12.
 Gradients are those of the sum over tokens, divided by their number in backward:
 in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to
 float32 rounding: of the exponential, and of the head's gradient, a sum over pieces.
@@ -28,6 +29,7 @@ from torch.nn import functional
 
 from lpkit.contracts import Batch, Loss
 from lpkit.kernels.cross_entropy import cross_entropy_
+from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.transformer import cross_entropy
 from lpkit.techniques.memory import Chunked
@@ -56,22 +58,23 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
-                          chunk: int) -> Tensor:
-    """The same from `model.hidden` and `model.head`, `chunk` tokens at a time."""
+                          chunk: int, by: str = "") -> Tensor:
+    """The same from `model.hidden` and `model.head`, `chunk` tokens at a time. `by`: the version of
+    the kernel; empty: what the device has."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
     with autocast:
         h = model.hidden(batch.tokens, **batch.beside).flatten(0, 1)
-        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights)
+        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights, by)
 
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
-                         weights: Tensor | None = None) -> Tensor:
+                         weights: Tensor | None = None, by: str = "") -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, *head.parameters())
+        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, by, *head.parameters())
     nats = _nats(h)
     for each, part, at, w in _pieces(nats, h, y, weights, chunk):
-        each.copy_(cross_entropy_(head(part), at, w))
+        each.copy_(cross_entropy_(head(part), at, w, by))
     return _mean(nats, weights)
 
 
@@ -79,19 +82,19 @@ def gradients_in_pieces(h: Tensor, w: Tensor, y: Tensor, chunk: int) -> Tensor:
     """`linear_cross_entropy` under a head that is no module, w (V, D)."""
     head = nn.Linear(*w.T.shape, bias=False, device="meta")
     head.weight = nn.Parameter(w.detach(), requires_grad=False)
-    return _LinearCrossEntropy.apply(h, y, None, head, chunk, w)
+    return _LinearCrossEntropy.apply(h, y, None, head, chunk, "", w)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
-                *parameters: Tensor) -> Tensor:
+                by: str, *parameters: Tensor) -> Tensor:
         # all that outlives a piece is there before the first: else the allocator finds no room for
         # the next piece's logits where the last one's were
         nats, dh = _nats(h), torch.empty_like(h)
         dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
-            d_part.copy_(_gradients(head, part, each, at, w, dp))
+            d_part.copy_(_gradients(head, part, each, at, w, dp, by))
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
         return _mean(nats, weights)
@@ -102,20 +105,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, *dp = ctx.saved_tensors
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
-        return dh.mul_(g), None, None, None, None, *scaled
+        return dh.mul_(g), None, None, None, None, None, *scaled
 
 
 def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
-               dp: list[Tensor]) -> Tensor:
+               dp: list[Tensor], by: str) -> Tensor:
     """The gradient of `part`. Those of the head are added to `dp`, each token's nats go to
     `nats`."""
     with torch.enable_grad():
         part = part.detach().requires_grad_()
         logits = head(part)
     g = logits.detach()
-    nats.copy_(cross_entropy_(g, y, weights))
+    nats.copy_(cross_entropy_(g, y, weights, by))
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
-        d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
+        # as any backward: under autocast the gradients' products would be cast once more
+        with torch.autocast(g.device.type, enabled=False):
+            d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
         torch._foreach_add_(dp, d)
         return d_part
     for hook in (logits._backward_hooks or {}).values():    # telemetry looks at this gradient
@@ -123,9 +128,24 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
     (dw,) = dp
     if g.dtype == dw.dtype:
         dw.addmm_(g.T, part)
+    elif _adds_wide(g):
+        _add_product(dw, g.T, part.to(g.dtype))
     else:
         dw += g.T @ part
     return g @ head.weight      # autocast has its copy still
+
+
+def _adds_wide(g: Tensor) -> bool:
+    """Whether this device adds a product in 16 bits to float32 without rounding it: cuBLAS does."""
+    sixteen = g.dtype in (torch.bfloat16, torch.float16)
+    return g.device.type == "cuda" and sixteen and torch.version.hip is None
+
+
+@operator("add_product_(Tensor(a!) total, Tensor a, Tensor b) -> ()", key=EVERY_DEVICE,
+          fake=lambda *_: None, flops=lambda _, a, b, **__: 2 * a[0] * a[1] * b[1])
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. An operator, because fake tensors before torch 2.13 have none of addmm's."""
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _nats(h: Tensor) -> Tensor:

@@ -84,7 +84,13 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """Blocks of queries and what they see of the keys, for CPUs; see
     `kernels.blocked_attention`."""
-    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule)
+    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, False)
+
+
+def blocked_wide(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+                 sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+    """`blocked`, whose products are float32's and are rounded once."""
+    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, True)
 
 
 class Softmax(nn.Module):
@@ -106,4 +112,6 @@ def backend(name: str, model: ModelConfig) -> Attend:
         if problem := why_not(name, Attending(model=model)):
             raise ConfigError(f"system.attention={name} {problem}")
         return getattr(KINDS[model.attention.name].load(), name)
+    for one in (rule, CAUSAL):
+        _ = one.bits, one.words     # a graph finds them made: it cannot make them
     return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)

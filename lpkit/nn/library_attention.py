@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lpkit.kernels import jit
 from lpkit.kernels.cast import amax, qdq
 from lpkit.nn.attention import CAUSAL, probabilities, sdpa
 from lpkit.techniques.attention import Rule
@@ -30,6 +31,7 @@ from lpkit.techniques.formats import format_of
 
 ROW_LARGEST = 256.0     # of unnormalised probabilities in FP8, as FlashAttention 3 has it:
                         # Max_offset 8 in hopper/softmax.h
+EAGER_MASK = 1024       # tokens, up to which a mask is not worth the seconds of compiling it
 
 
 # PyTorch's kernels. With one enabled, PyTorch raises where it cannot, instead of another.
@@ -88,6 +90,7 @@ class _Activated(torch.autograd.Function):
 
 @contextmanager
 def _activated(name: str) -> Iterator[None]:
+    jit.keep_privately()
     torch.nn.attention.activate_flash_attention_impl(name)
     try:
         yield
@@ -109,7 +112,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
     mask = (_block_mask(rule, q.shape[2], q.device) if documents is None or not rule.documents else
             _of_batch(documents, ("flex", rule), lambda: _masked(rule, q.shape[2], documents)))
-    out = _compiled("flex_attention", q.is_cuda)(
+    out = _compiled("flex_attention", (rule, q.shape, k.shape, q.dtype) if q.is_cuda else None)(
         q, k, v, score_mod=capped, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True))
     if sinks is None:
@@ -118,12 +121,16 @@ def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     return out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).type_as(out)
 
 
+flex.by_shape = True        # is compiled for each
+
+
 @functools.cache
-def _compiled(name: str, compiles: bool) -> Callable[..., Any]:
+def _compiled(name: str, key: Any) -> Callable[..., Any]:
+    """Compiled for this key; None: as it is."""
     from torch.nn.attention import flex_attention
 
     call = getattr(flex_attention, name)
-    return torch.compile(call, dynamic=False) if compiles else call
+    return call if key is None else jit.compiled(jit.fresh(call), dynamic=False)
 
 
 @functools.lru_cache(maxsize=16)
@@ -145,8 +152,9 @@ def _masked(rule: Rule, T: int, documents: Tensor | None,
         return seen if documents is None else seen & (documents[b, i] == documents[b, j])
 
     sequences = None if documents is None else len(documents)
-    return _compiled("create_block_mask", device.type == "cuda")(sees, sequences, None, T, T,
-                                                                 device=device)
+    large = device.type == "cuda" and T > EAGER_MASK     # it would make T x T
+    key = (rule, T, sequences) if large else None
+    return _compiled("create_block_mask", key)(sees, sequences, None, T, T, device=device)
 
 
 # Packed sequences: (B x T, heads, E), cut where a document begins.
@@ -201,8 +209,9 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     from torch.nn.attention.varlen import varlen_attn
 
     at, longest = _packed(q, documents, rule)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}      # 2.11 knows no groups
     out = varlen_attn(*_tokens(q, k, v), at, at, longest, longest, window_size=(_left(rule), 0),
-                      enable_gqa=q.shape[1] != k.shape[1])
+                      **grouped)
     return _heads(out, q)
 
 

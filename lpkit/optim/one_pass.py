@@ -8,8 +8,10 @@ the definition's and not its bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice
-from lpkit.kernels import peers
-from lpkit.kernels.choose import candidates, choose
+from lpkit.kernels.choose import REFERENCE, choose
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, Version, matrix
+from lpkit.kernels.kernel import Build, Kernel, matrix
 from lpkit.optim import rules
 from lpkit.optim.rounding import DROPPED, drawn, noise
 from lpkit.techniques.kernels import asked_of
@@ -76,7 +77,6 @@ class OnePass:
     numbers: Callable[[Any, int], tuple[float, ...]]
     slots: int
     settings: OptimizerSettings     # of examples
-    peers: Mapping[str, Version] = field(default_factory=dict)
 
     def defined(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """w and g like one another, slots float32, bits int32 or None (`rounding.noise`; None:
@@ -111,8 +111,8 @@ class OnePass:
         types = {**dict.fromkeys(("m", "v", "new_m", "new_v"), "*fp32"), "bits": "*i32",
                  "n": "i32", **dict.fromkeys(("decay", *"abcde"), "fp32")}
         return Kernel(
-            definition=self.defined, versions={"triton": self.by_triton}, peers=self.peers,
-            examples=self._examples, timed=self._timed, moved_bytes=_moved_bytes,
+            definition=self.defined, versions={"triton": self.by_triton},
+            examples=self._examples, moved_bytes=_moved_bytes,
             typical=lambda: {"": self.arguments(matrix(), matrix(dtype=torch.float32))},
             builds=tuple(Build(kernel=_pass, warps=WARPS, signature=types | dict.fromkeys(
                 ("w", "g", "new_w"), of), constants={
@@ -138,13 +138,6 @@ class OnePass:
         bad[1, 3], bad[2, 5] = torch.nan, torch.inf
         yield bad, bad.flip(0), *[bad.square()] * self.slots, None, self.settings, 7
 
-    def _timed(self, rng: torch.Generator, device: torch.device):
-        n = 2**20 if device.type == "cpu" else 2**26
-        w = torch.randn(n, generator=rng).to(device)
-        yield self.arguments(w, w.square())
-        yield self.arguments(w.bfloat16(), w.square(), noise(w, None))
-
-
 def _moved_bytes(w: Tensor, g: Tensor, *rest: Any) -> int:
     *slots, bits, _, _ = rest
     read = g.nbytes + (0 if bits is None else bits.nbytes)
@@ -162,28 +155,32 @@ def _of_lion(settings: LionSettings, update: int) -> tuple[float, ...]:
 
 RULES = {
     "adamw": OnePass(definition=rules.adamw, function=_adamw, numbers=_of_adamw, slots=2,
-                     settings=AdamWSettings(name="adamw", lr=0.01),
-                     peers={"torchao": peers.torchao_adamw}),
+                     settings=AdamWSettings(name="adamw", lr=0.01)),
     "lion": OnePass(definition=rules.lion, function=_lion, numbers=_of_lion, slots=1,
                     settings=LionSettings(name="lion", lr=0.01)),
 }
 ADAMW, LION = (rule.kernel for rule in RULES.values())
 
 
-def chosen(name: str, asked: str,
-           parameters: Sequence[Tensor]) -> tuple[OnePass | None, dict[str, Choice]]:
+def chosen(name: str, asked: str, parameters: Sequence[Tensor],
+           by_first: Callable = operator.call) -> tuple[OnePass | None, dict[str, Choice]]:
     """The rule `name` in one pass where it is right on this machine, and the fastest of its
     versions or asked for; None: as it is defined. And what a run records of that. `asked`: as
-    `system.kernels`."""
+    `system.kernels`; `by_first`: as `Ranks.by_first`, who races."""
     p = max(parameters, key=Tensor.numel, default=None)
     if name not in RULES or p is None or isinstance(p, FakeTensor) or triton is None:
         return None, {}
     asked = asked_of(asked, name)
     if asked == "auto" and not p.is_cuda:
         return None, {}
-    rule, w = RULES[name], p.detach().clone()
-    bits = None if w.dtype == torch.float32 else noise(w, None)
-    arguments = rule.arguments(w, w.float().square(), bits)
-    asked = asked if asked in candidates(rule.kernel) else "auto"
-    choice = choose(name, rule.kernel, asked, arguments).choice
-    return rule if choice.used == "triton" else None, {f"kernel:{name}": choice}
+    choice = Choice(**by_first(partial(_chosen, RULES[name], name, asked, p.detach())))
+    return RULES[name] if choice.used == "triton" else None, {f"kernel:{name}": choice}
+
+
+def _chosen(rule: OnePass, name: str, asked: str, p: Tensor) -> dict[str, str]:
+    w, kernel = p.clone(), rule.kernel
+    arguments = rule.arguments(w, w.float().square(),
+                               None if w.dtype == torch.float32 else noise(w, None))
+    offered = {REFERENCE: kernel.definition, **kernel.versions}
+    return asdict(choose(name, kernel, asked if asked in offered else "auto", [arguments],
+                         offered=offered).choice)

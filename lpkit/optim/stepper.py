@@ -9,7 +9,8 @@ one (`one_pass`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -27,9 +28,10 @@ from lpkit.techniques.optimizers import OptimizerSettings
 
 def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
           moment_format: str = "float32", placement: StatePlacement | None = None, seed: int = 0,
-          kernels: str = "auto") -> torch.optim.Optimizer:
+          kernels: str = "auto", by_first: Callable = operator.call) -> torch.optim.Optimizer:
     """The optimizer of `settings.name` for trained parameters by their names. `placement` None: on
-    the device. `seed`: of rounding. `kernels`: as `system.kernels`.
+    the device. `seed`: of rounding. `kernels`: as `system.kernels`; `by_first`: as
+    `Ranks.by_first`, which chooses among them.
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not keep.
@@ -48,7 +50,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     if row.fused and plain and all(p.dtype == torch.float32 for p in named.values()):
         return resolve_name(row.fused)(groups, settings)
     return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed,
-                   kernels=kernels)
+                   kernels=kernels, by_first=by_first)
 
 
 class Stepper(torch.optim.Optimizer):
@@ -59,7 +61,7 @@ class Stepper(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], settings: OptimizerSettings, *,
                  moment_format: str = "float32", placement: StatePlacement | None = None,
-                 seed: int = 0, kernels: str = "auto"):
+                 seed: int = 0, kernels: str = "auto", by_first: Callable = operator.call):
         super().__init__(groups, {"lr": settings.lr, "weight_decay": settings.weight_decay})
         row = optimizers.find(settings.name)
         self.settings, self.slots = settings, row.slots
@@ -71,7 +73,7 @@ class Stepper(torch.optim.Optimizer):
         self.number = {p: i for i, p in enumerate(parameters)}
         plain = not optimizers.find_format(moment_format).encoding_bytes
         self.one_pass, self.choices = (
-            one_pass.chosen(settings.name, kernels, parameters) if plain else (None, {}))
+            one_pass.chosen(settings.name, kernels, parameters, by_first) if plain else (None, {}))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -53,6 +53,14 @@ class CastGather:
         shape = (1, 1) if self.whole else (N // side, K // along)
         layer.gathered = Made(data=rows, scale=zeros(shape), tensor=None, amax=zeros(1, 1),
                               nonfinite=zeros((), dtype=torch.int64))
+        layer.carrier = zeros(1).expand(N, K).requires_grad_()      # without memory
+        layer.carrier.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, carrier: Tensor) -> None:
+        """The gradient, where FSDP2 looks for it."""
+        w, g, carrier.grad = self.layer.weight, carrier.grad, None
+        w.grad_dtype = torch.float32
+        w.grad = g if w.grad is None else w.grad + g
 
     def found(self) -> Tensor:
         """(2,) float32: the largest magnitude of the rows, infinite where they hold a NaN, and how

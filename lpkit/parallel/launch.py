@@ -7,6 +7,7 @@ The processes are those of `lpkit.parallel.processes`: a kernel that holds a GPU
 They write the run folder, and this process writes nothing.
 """
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Launched(Background):
         self.ranks: dict[int, dict[str, Any]] = {}
         self._observers = Observers([self.records.append, *observers])
         super().__init__(f"train {self.title}")
+        self._stepped = threading.Event()       # or ended without a step
+        self.on_done(self._stepped.set)
         told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
         self._processes = Processes(TRAIN, told, world=processes, timeout_seconds=timeout_seconds,
                                     progress_seconds=progress_seconds, heard=self._hear,
@@ -57,6 +60,7 @@ class Launched(Background):
     def _hear(self, rank: int, said: dict[str, Any]) -> None:
         """A StepRecord, under "record"; or what a rank says of itself."""
         if record := said.pop("record", None):
+            self._stepped.set()
             self._observers(StepRecord(**record))
         if said:
             self.ranks[rank] = said
@@ -74,7 +78,7 @@ class Launched(Background):
         self._processes.resume()
 
     def stop(self, by: str = "stop") -> None:
-        """After the step at hand; keeps a checkpoint."""
+        """As Background's."""
         self._control.stop(by)
         self._processes.stop(by)
 
@@ -83,8 +87,10 @@ class Launched(Background):
         self._processes.kill()
 
     def result(self) -> Run:
-        """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills."""
+        """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills. Before the
+        first step is told there is nothing to keep, and a first one kills."""
         try:
+            self._stepped.wait()
             with signals_stop(self.stop):
                 self._told.wait()
         except BaseException:
@@ -116,10 +122,16 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
 
 def spread(config: Config, processes: int) -> Config:
     """`config` for so many processes here. Raises ConfigError."""
+    layouts.refuse_untrainable(config)
     here, what = (gpus(), "GPU") if config.system.device != "cpu" and gpus() else (cores(), "core")
     if processes > here:
+        ways = ({"parallel.data": n, "parallel.shard": 1} for n in range(here, 0, -1))
+        way = next(way for way in ways if layouts.trains(config, way))
+        words = " ".join(f"{key}={size}" for key, size in way.items())
+        also = f" {words}" if config.parallel.devices > 1 else ""
         raise ConfigError(f"processes={processes} need as many {what}s, and there "
-                          f"{'is' if here == 1 else 'are'} {here}; use processes={here}")
+                          f"{'is' if here == 1 else 'are'} {here}; use "
+                          f"processes={way['parallel.data']}{also}")
     if config.parallel.devices == 1:
         config = config.replace({"parallel.data": processes})
     layouts.check(config, config.parallel, processes)

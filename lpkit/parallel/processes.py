@@ -25,10 +25,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, RunFailedError, unpacked
+from lpkit.files import lockable
 from lpkit.processes import Children, end, new_folder
-from lpkit.training.runs import RunFailedError
 
+MEETING = "meeting the others"      # the first phase of ranks
+STRANGER = ("another program of this machine may have taken a rank's place on its socket; start "
+            "again, and tell whoever looks after the machine if that is refused, too")
 BEAT_SECONDS = 0.25
 TIMEOUT_SECONDS = 30.0      # without a beat: stopped, or in a call that holds Python's lock
 PROGRESS_SECONDS = 600.0    # in which no rank gets anywhere; torch.compile may take minutes
@@ -66,6 +69,12 @@ class Place:
         self._slot = HEAD.size + self.local_rank * SLOT.size
         self._noted = self._slot + BEATS.size
 
+    @property
+    def among(self) -> dict[str, Any]:
+        """As `lpkit.parallel.meeting` takes it."""
+        return {"rank": self.rank, "world": self.world, "local_world": self.local_world,
+                "init_method": self.store}
+
     def tell(self, said: Mapping[str, Any]) -> None:
         """The caller hears it. `said` becomes JSON, with NaN as Python writes it."""
         self.write("told", said)
@@ -100,20 +109,24 @@ class Place:
 
 class WarmParent:
     """A process that has imported what ranks need: only its first ranks wait for that. Who starts
-    ranks once needs none; `with` it, all that it started ends with the block."""
+    ranks once needs none; `with` it, all that it started ends with the block.
 
-    def __init__(self):
+    module: what forks for each call; it is given the folder and the socket on which calls come
+    """
+
+    def __init__(self, module: str = "lpkit.parallel.supervisor", **env: str):
         if not hasattr(os, "fork"):
             raise ConfigError("several processes need fork, which this system does not have; train "
                               "on one, without `processes`")
         self.folder = new_folder()
+        lockable(self.folder.parent, by="TMPDIR")       # they meet by a file
         # what can be imported here can be there
         path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
         self._calls, theirs = socket.socketpair()
         with theirs:
             self._keeper = Children().start(
-                [sys.executable, "-P", "-m", "lpkit.parallel.supervisor", self.folder, theirs.fileno()],
-                self.folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+                [sys.executable, "-P", "-m", module, self.folder, theirs.fileno()],
+                self.folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path} | env)
 
     def start(self, function: str, fds: Sequence[int]) -> None:
         """A supervisor of ranks of `function`, which gets copies of `fds`."""
@@ -163,8 +176,8 @@ class Processes:
     def wait(self) -> list[Any]:
         """What each rank returned, once all is over and nothing of it is left.
 
-        Raises ConfigError when a rank did, and RunFailedError for every other error, with the rank,
-        where it was, and its traceback.
+        Raises ConfigError and OSError when a rank did, and RunFailedError for every other error,
+        with the rank, where it was, and its traceback.
         """
         outcome: dict[str, Any] = {}
         for line in self._report:
@@ -177,8 +190,7 @@ class Processes:
         if "values" in outcome:
             return outcome["values"]
         if outcome:
-            kinds = {"ConfigError": ConfigError, "RunFailedError": RunFailedError}
-            raise kinds[outcome["kind"]](outcome["sentence"])
+            raise unpacked(*outcome["error"])
         raise RunFailedError("the ranks were ended by kill()" if self._killed else
                              "the process that watched the ranks is gone")
 

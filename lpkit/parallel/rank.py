@@ -10,7 +10,7 @@ from typing import Any
 
 from lpkit.config import Config
 from lpkit.contracts import StepRecord
-from lpkit.parallel.processes import Place
+from lpkit.parallel.processes import MEETING, Place
 from lpkit.parallel.ranks import joined
 from lpkit.training.background import Control, built
 from lpkit.training.exhausted import said
@@ -39,10 +39,9 @@ class Asked(Control):
 def train(place: Place, told: dict[str, Any]) -> None:
     """Of `told`: the config as a dict, `out`, the run folder, and `resume`."""
     config = Config.from_dict(told["config"])
-    place.at(0, "meeting the others")
+    place.at(0, MEETING)
     with said(config, "this rank", place.local_world), joined(
-            config, rank=place.rank, world=place.world, local_rank=place.local_rank,
-            local_world=place.local_world, init_method=place.store) as ranks:
+            config, local_rank=place.local_rank, **place.among) as ranks:
         place.at(0, "building")
         training = built(config, Path(told["out"]), told["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))

@@ -1,12 +1,14 @@
 """The processes that train together: which one this is, and what they tell one another.
 
 PyTorch's own: `torch.distributed`, a DeviceMesh with the axes `data` and `shard`. On GPUs tensors
-travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU is waited for.
+travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU is waited for. How
+they meet is in `lpkit.parallel.meeting`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import sys
@@ -14,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ import lpkit
 from lpkit import records
 from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
-from lpkit.errors import ConfigError, shown
-from lpkit.techniques.layouts import TRAINED, Layout, wrong_world
+from lpkit.errors import ConfigError, packed, shown, unpacked
+from lpkit.parallel.meeting import BACKENDS, meeting
+from lpkit.techniques.layouts import TRAINED, Layout, refuse_untrainable, wrong_world
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# nobody waits longer for the first rank; nor in a collective: `launch` names who hangs long before
-MEETING_TIMEOUT, COLLECTIVE_TIMEOUT = timedelta(minutes=5), timedelta(hours=1)
+MOST_BYTES = 1 << 26        # of what ranks tell one another: settings, sentences, manifests
 
 
 class Waits:
@@ -92,29 +92,27 @@ class Ranks:
         return int(said)
 
     def tell(self, what: Any) -> None:
-        """The first process, to all others: they call `heard`."""
+        """The first process, to all others: they call `heard`. What becomes JSON."""
         if self.mesh is not None:
-            dist.broadcast_object_list([what], src=0)
+            _said(what)
 
     def heard(self) -> Any:
-        what = [None]
-        dist.broadcast_object_list(what, src=0)
-        return what[0]
+        return _said(None)
+
+    def by_first(self, work: Callable[[], Any]) -> Any:
+        """As the function `by_first`; alone, `work` is done here."""
+        return work() if self.mesh is None else by_first(work)
 
     def agreed(self, what: Any) -> Any:
         """What the first process has."""
-        if not self.first:
-            return self.heard()
-        self.tell(what)
-        return what
+        return what if self.mesh is None else _said(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError, on all, when `facts` are not the same on all: it names who differs,
         and in what."""
         if self.mesh is None:
             return
-        everybody: list[Any] = [None] * self.world
-        dist.all_gather_object(everybody, records.plain(dict(facts)))
+        everybody = everybodys(records.plain(dict(facts)))
         for rank, theirs in enumerate(everybody):
             for name, due in everybody[0].items():
                 if theirs[name] != due:
@@ -124,19 +122,38 @@ class Ranks:
 
 
 def by_first(work: Callable, *args: Any) -> Any:
-    """What `work(*args)` returned, or raised, on rank 0 of the process group, on all of it."""
+    """What `work(*args)` returned, or raised, on rank 0 of the process group, on all of it. It
+    becomes JSON: a path is text, and a tuple a list."""
     if not distributed():
         return work(*args)
-    outcome: list[Any] = [None, None]       # result, error
+    result = raised = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = work(*args)
+            result = work(*args)
         except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+            raised = error
+    result, said = _said([result, raised and packed(raised)])
+    if said:
+        raise raised or unpacked(*said)
+    return result
+
+
+def everybodys(what: Any) -> list[Any]:
+    """What each rank of the process group has, on all of them. It becomes JSON."""
+    return [_said(what, rank) for rank in range(dist.get_world_size())] if distributed() else [what]
+
+
+def _said(what: Any, by: int = 0) -> Any:
+    """What rank `by` of the process group has. Bytes of JSON travel, and nothing is unpickled."""
+    mine = dist.get_rank() == by
+    text = bytearray(json.dumps(what, default=os.fspath).encode() if mine else b"")
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, by)
+    if not 0 < int(size) <= MOST_BYTES:     # before there is room for it
+        raise RuntimeError(f"rank {by} says {int(size):,} bytes, and {MOST_BYTES:,} are the most")
+    text = text if mine else bytearray(int(size))
+    dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), by)
+    return json.loads(text)
 
 
 def distributed() -> bool:
@@ -173,8 +190,9 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     versions than the first.
     """
     layout, device = config.parallel, device_type(config)
+    refuse_untrainable(config)
     if layout.devices != world:
-        raise ConfigError(f"{world} processes were started; {wrong_world(layout, world)}")
+        raise ConfigError(f"{world} processes were started; {wrong_world(config, layout, world)}")
     if device == "cuda":
         if local_world > (count := torch.cuda.device_count()):
             raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
@@ -183,28 +201,20 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
             raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
                               "system.device=cpu, or a build that has it")
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(BACKENDS[device], store=_store(init_method, rank, world), rank=rank,
-                            world_size=world, timeout=COLLECTIVE_TIMEOUT)
     try:
+        with meeting(BACKENDS[device], rank=rank, world=world, local_world=local_world,
+                     init_method=init_method) as prove:
+            mesh = mesh_of(layout, device)
+            for axis in TRAINED:
+                prove(axis, mesh.get_group(axis))
         ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                      mesh=mesh_of(layout, device))
+                      mesh=mesh)
         ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
                                   "PyTorch": torch.__version__})
         yield ranks
     finally:
-        dist.destroy_process_group()
-
-
-def _store(init_method: str, rank: int, world: int) -> dist.Store:
-    """Where the ranks find one another. Raises ConfigError."""
-    try:
-        store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
-    except (dist.DistError, ValueError) as error:       # of the network; of the environment
-        raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
-                          f"{str(error).splitlines()[0]}; start all with torchrun, with another "
-                          f"--master-port where this one is taken") from None
-    store.set_timeout(COLLECTIVE_TIMEOUT)
-    return store
+        if distributed():
+            dist.destroy_process_group()
 
 
 def _code() -> str:
@@ -229,6 +239,7 @@ def here(config: Config) -> Iterator[Ranks]:
         ("world", "WORLD_SIZE", 1), ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
         ("local_world", "LOCAL_WORLD_SIZE", 1))}
     world = said["world"]
+    refuse_untrainable(config)
     if world == 1 and layout.devices > 1:
         raise ConfigError(
             f"parallel: {layout} takes {layout.devices} processes, and this is one; start them "

@@ -33,10 +33,18 @@ from typing import Any
 
 import psutil
 
-from lpkit.errors import ConfigError
-from lpkit.parallel.processes import ASKS, BEAT_SECONDS, HEAD, SLOT, Place, new_page
+from lpkit.errors import out_of_memory, packed
+from lpkit.parallel.processes import (
+    ASKS,
+    BEAT_SECONDS,
+    HEAD,
+    MEETING,
+    SLOT,
+    STRANGER,
+    Place,
+    new_page,
+)
 from lpkit.processes import adopt_orphans, end_with_parent, sweep
-from lpkit.training.runs import RunFailedError
 
 TICK_SECONDS = 0.05
 SETTLE_SECONDS = 0.25       # after the first trouble, for the records of what caused it
@@ -86,28 +94,22 @@ def _beat(place: Place) -> None:
 def _record(error: BaseException) -> dict[str, Any]:
     # without the frame of `run_rank`
     lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-    return {"kind": _kind(error), "error": f"{type(error).__name__}: {error}".rstrip(": "),
-            "message": str(error), "at": time.monotonic(),
-            "traceback": "".join(lines)[-MOST_CHARACTERS:]}
+    return {"packed": packed(error), "error": f"{type(error).__name__}: {error}".rstrip(": "),
+            "at": time.monotonic(), "traceback": "".join(lines)[-MOST_CHARACTERS:],
+            "peer": _lost_a_peer(error), "memory": out_of_memory(error)}
 
 
-def _kind(error: BaseException) -> str:
-    """What the caller should make of it: "peer" when another rank had gone."""
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether it came since another rank had gone."""
     lost: tuple[type, ...] = ()
     if dist := sys.modules.get("torch.distributed"):
         lost = (dist.DistError,)
     below: BaseException | None = error
     while below is not None:
         if isinstance(below, lost) or any(words in str(below) for words in PEER):
-            return "peer"
+            return True
         below = below.__cause__ or below.__context__
-    for kind in (ConfigError, RunFailedError):
-        if isinstance(error, kind):
-            return kind.__name__
-    # a rank that trains has imported it; it takes seconds
-    exhausted = sys.modules.get("lpkit.training.exhausted")
-    memory = exhausted.out_of_memory(error) if exhausted else isinstance(error, MemoryError)
-    return "memory" if memory else "error"
+    return False
 
 
 # --- in the warm parent
@@ -290,7 +292,7 @@ class Supervisor:
         if failed := [rank for rank in self.ranks if rank.trouble_at]:
             self.trouble = min(self.trouble, now)
             if now - self.trouble > SETTLE_SECONDS or not working:
-                own = [rank for rank in failed if not rank.failed or rank.failed["kind"] != "peer"]
+                own = [rank for rank in failed if not (rank.failed and rank.failed["peer"])]
                 self._blame(min(own or failed, key=lambda rank: rank.trouble_at))
         elif not working:
             self._decide({"values": [rank.done[0] for rank in self.ranks]})
@@ -304,12 +306,16 @@ class Supervisor:
     def _blame(self, rank: Rank) -> None:
         """One that failed, or is gone without a word."""
         error = rank.failed
-        if error is None:
+        if rank.phase == MEETING and rank.status == -signal.SIGABRT:     # gloo's, which heard nonsense
+            self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")
+        elif error is None:
             self._fail([rank], f" {rank.end}", rank.stack())
-        elif error["kind"] in ("ConfigError", "RunFailedError"):
-            self._fail([rank], f": {error['message']}", kind=error["kind"])
+        elif (kind := error["packed"][0]) in ("ConfigError", "DamagedError", "RunFailedError"):
+            self._fail([rank], f": {error['packed'][1]}", kind=kind)
+        elif kind == "OSError" and not (error["memory"] or error["peer"]):
+            self._decide({"error": error["packed"]})    # what one process raises
         else:
-            how = "ran out of memory" if error["kind"] == "memory" else "failed"
+            how = "ran out of memory" if error["memory"] else "failed"
             self._fail([rank], f" {how} {rank.where}: {error['error']}", error["traceback"])
 
     def _hung(self, ranks: list[Rank], how: str) -> None:
@@ -327,9 +333,12 @@ class Supervisor:
             how += f" {ranks[0].where}, and {', '.join(rest)}"
         elif len(ranks) > 1:
             how += ": they wait for one another, or compute for longer than that"
-        stacks = [f"{where[rank.number]}{', stopped by a signal' * (rank in stopped)}\n"
-                  f"{rank.stack()}" for rank in ranks]
-        self._fail(ranks, f" {how}", "\n\n".join(stacks))
+        if not stopped and all(rank.phase == MEETING for rank in ranks):
+            self._fail(ranks, f" {how}: {STRANGER}", kind="ConfigError")
+        else:
+            stacks = [f"{where[rank.number]}{', stopped by a signal' * (rank in stopped)}\n"
+                      f"{rank.stack()}" for rank in ranks]
+            self._fail(ranks, f" {how}", "\n\n".join(stacks))
         for rank in ranks:
             rank.send(signal.SIGKILL)
 
@@ -338,7 +347,7 @@ class Supervisor:
         *most, last = (str(rank.number) for rank in ranks)
         who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
         sentence = f"{who} of {len(self.ranks)}{how}\n\n{text}".strip()
-        self._decide({"kind": kind, "sentence": sentence})
+        self._decide({"error": [kind, sentence]})
 
     def _decide(self, outcome: dict[str, Any]) -> None:
         self.outcome, self.since = outcome, time.monotonic()
@@ -423,8 +432,8 @@ def main(folder: str, calls: str) -> int:
             except Exception as error:
                 record = _record(error)
                 sentence = f"cannot import {name.decode()}: {record['error']}"
-                os.write(fds[1], _line({"kind": "RunFailedError", "sentence":
-                                        f"{sentence}\n\n{record['traceback']}"}))
+                os.write(fds[1], _line({"error": ["RunFailedError",
+                                                  f"{sentence}\n\n{record['traceback']}"]}))
             else:
                 gc.freeze()     # what the ranks share stays shared
                 if not (pid := os.fork()):

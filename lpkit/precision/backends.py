@@ -37,7 +37,8 @@ from lpkit.kernels.wide_product import WideLinear
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
 from lpkit.precision.scaled import Scaled, quantise
-from lpkit.techniques.recipes import ALL, RECIPES, Cast, Recipe
+from lpkit.techniques.hardware import HARDWARE, dotted
+from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 
 class Backend(ABC):
@@ -146,30 +147,7 @@ def _too_old(needs: str, capability: tuple[int, int], device: torch.device) -> s
     """Why this GPU cannot; empty: it can, or it is none."""
     if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
         return ""
-    return f"{needs} compute capability {_dotted(capability)}, and this GPU has {_dotted(has)}"
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
-
-
-# Hardware. Which products PyTorch hands to tensor cores, by the blocks of both operands: the least
-# compute capability and whether a CPU does it too.
-# Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS 12.9 release notes.
-
-Kind = tuple[tuple[int, int], tuple[int, int]]
-_FLOAT8 = {
-    ((ALL, ALL), (ALL, ALL)): ((8, 9), True, "one scale a tensor"),
-    ((1, ALL), (1, ALL)): ((8, 9), True, "a scale a row"),
-    ((1, 128), (128, 128)): ((9, 0), False, "scales in blocks of 128"),
-    ((1, 128), (1, 128)): ((9, 0), False, "scales in blocks of 128"),
-    ((1, 32), (1, 32)): ((10, 0), False, "E8M0 scales per 32"),
-}
-_FLOAT4 = {((1, 16), (1, 16)): ((10, 0), False, "E4M3 scales per 16"),
-           ((1, 16), (16, 16)): ((10, 0), False, "E4M3 scales per 16")}
-_INT8 = {((1, ALL), (1, ALL)): ((7, 5), True, "torch._int_mm")}
-HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
-    "e4m3fn": _FLOAT8, "e5m2": _FLOAT8, "e2m1": _FLOAT4, "int8": _INT8}
+    return f"{needs} compute capability {dotted(capability)}, and this GPU has {dotted(has)}"
 
 
 class ScaledMM(Backend):
@@ -200,14 +178,14 @@ class ScaledMM(Backend):
                 return (f"PyTorch multiplies {what} in E4M3 alone, and {product} has {a.format} "
                         f"and {b.format}")
             if device.type == "cpu" and not cpu:
-                return f"{what} need compute capability {_dotted(needed)}, and this is a CPU"
+                return f"{what} need compute capability {dotted(needed)}, and this is a CPU"
             if problem := _too_old(f"{what} need", needed, device):
                 return problem
             if device.type == "cuda" and a.block == (1, 128):
                 has = torch.cuda.get_device_capability(device)
                 if has >= (10, 0):
                     return (f"PyTorch has {what} on Hopper alone (9.0), and this GPU has "
-                            f"{_dotted(has)}; mxfp8 is its successor")
+                            f"{dotted(has)}; mxfp8 is its successor")
         if device.type == "cuda" and torch.cuda.is_available():
             return self.refusal(recipe, device)
         return _saturates(recipe, device)

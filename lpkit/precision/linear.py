@@ -83,8 +83,10 @@ class ScaledLinear(nn.Linear):
     arithmetic: Arithmetic
     name: str
     cache: WeightCache | None = None    # inside `weights_cached`, around the parts of an update
-    # how `weight` was cast before it came from other ranks (`lpkit.parallel.cast_gather`)
+    # how `weight` was cast before it came from other ranks (`lpkit.parallel.cast_gather`), and what
+    # takes its gradient, in float32: autograd would round that of a tensor of 8 bits to 8 bits
     gathered: Made | None = None
+    carrier: Tensor | None = None
 
     @classmethod
     def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
@@ -195,9 +197,8 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
         tile = max(layer.recipe.tile, 2 * layer.arithmetic.alignment)
         x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
         bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
-    if layer.gathered is not None and w.grad_dtype != torch.float32:
-        w.grad_dtype = torch.float32        # w itself is in 8 bits
-    y = ScaledMatmul.apply(x, w, bias, layer, dtype, torch.is_grad_enabled())
+    of = w if layer.carrier is None else layer.carrier
+    y = ScaledMatmul.apply(x, of, bias, layer, dtype, torch.is_grad_enabled(), w.detach())
     return y[:M, :layer.out_features]
 
 
@@ -220,11 +221,11 @@ def _of_weight(made: Scaled | Operand) -> Scaled | Operand:
 
 
 class ScaledMatmul(torch.autograd.Function):
-    """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`."""
+    """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`. The gradient of w is that of `of`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, layer: ScaledLinear,
-                dtype: torch.dtype, trained: bool) -> Tensor:
+    def forward(ctx, x: Tensor, of: Tensor, bias: Tensor | None, layer: ScaledLinear,
+                dtype: torch.dtype, trained: bool, w: Tensor) -> Tensor:
         x_trained, w_trained = (trained and needed for needed in ctx.needs_input_grad[:2])
         with torch.autocast(x.device.type, enabled=False):
             cast_x, turned_x = layer.operands("y", "dw", "x", x, dtype, both=w_trained)     # (K, M)
@@ -236,8 +237,10 @@ class ScaledMatmul(torch.autograd.Function):
             kept += [turned_x()] if w_trained else []
         ctx.save_for_backward(*(t for one in kept for t in one.stored))
         ctx.layer, ctx.dtype, ctx.turned_w = layer, dtype, turned_w if anew else None
-        ctx.dtypes = x.dtype, w.dtype if layer.gathered is None else torch.float32
-        return y
+        ctx.dtypes = x.dtype, of.dtype
+        # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
+        # the product before a cast that did nothing, and zeros to y
+        return y.view_as(y) if torch.compiler.is_compiling() else y
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -252,14 +255,14 @@ class ScaledMatmul(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 cast_g, turned_g = layer.operands("dx", "dw", "g", g, dtype,    # (M, N), (N, M)
                                                   both=ctx.needs_input_grad[1])
-                cast_w = (ctx.turned_w or kept)()
+                cast_w = (kept if ctx.turned_w is None else ctx.turned_w)()
                 dx = layer.product("dx", cast_g, cast_w, dtype).to(ctx.dtypes[0])   # (M, K)
             else:
                 turned_g = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:
                 dw = layer.product("dw", turned_g(), kept(), dtype).to(ctx.dtypes[1])  # (N, K)
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class Float16Linear(nn.Linear):

@@ -11,13 +11,16 @@ from lpkit.tables import html_table
 # Units that are a logarithm or a share already: errors are differences, and called so.
 DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
 TIED = "cannot be told apart"       # an answer, where it may be the right one
+DISTURBED = 0.1     # of the cores: where others took more, seconds say little about the formula
+FAR = 4.0           # a formula that is more times off does not describe what was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One question. `guess` and `measured` may be missing; `where` says what the measurement is:
     "cpu, median of 5", "recorded: h200-2026-01.json". `guess_factor`: the guess is 90% sure of
-    guess / factor to guess * factor."""
+    guess / factor to guess * factor. `others`: the share of the cores that other processes took
+    while it was measured. `because`: what a formula that is far off does not know."""
 
     name: str
     formula: float
@@ -26,6 +29,19 @@ class Row:
     where: str
     guess: float | None = None
     guess_factor: float | None = None
+    others: float = 0.0
+    because: str = "it does not count what takes most of it here"
+
+    @property
+    def far(self) -> str:
+        """The sentence that a formula needs which is more than FAR times off, or nothing."""
+        error = self.error
+        if error is None or self.unit in DIFFERENCES or 1 / FAR <= 1 + error <= FAR:
+            return ""
+        said = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
+        if doubt := disturbance(self.others):
+            return f"{said} One cannot tell whether the formula describes this machine: {doubt}."
+        return f"{said} The formula does not describe this machine, because {self.because}."
 
     @property
     def truth(self) -> float | None:
@@ -98,15 +114,21 @@ class Comparison:
                 off += f", {'inside' if row.held else 'outside'} your 90%"
             values = [row.guess] * guessed + [row.formula, row.measured]
             sizes = ["" if value is None else quantity(value, row.unit) for value in values]
+            where = "; ".join(filter(None, (row.where, disturbance(row.others))))
             lines.append([row.name, *sizes, *[off] * guessed,
-                          off_by(row.formula, row.measured, row.unit), row.where])
-        return html_table(heads, lines)
+                          off_by(row.formula, row.measured, row.unit), where])
+        return html_table(heads, lines, below=[row.far for row in self.rows if row.far])
 
 
 def rivals(values: Mapping[str, float], within: float) -> list[str]:
     """Who is within `within` of the highest, the highest first."""
     ordered = sorted(values, key=values.__getitem__, reverse=True)
     return [name for name in ordered if values[name] >= values[ordered[0]] - within]
+
+
+def disturbance(share: float) -> str:
+    """In words what others took of the cores, if it is enough to disturb seconds."""
+    return f"others took {share:.0%} of the cores meanwhile" if share > DISTURBED else ""
 
 
 def off_by(value: float | None, truth: float | None, unit: str) -> str:

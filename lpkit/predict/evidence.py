@@ -1,13 +1,14 @@
 """What machines reach in training, and by how much a prediction of seconds may be wrong.
 
-Three kinds of numbers, kept apart:
+Four kinds of numbers, kept apart:
 
 - of a datasheet, the share that published kernels reach at their best shape: GENERATIONS, each with
   its source;
 - what no table says: the share of that and of the bandwidth which a whole step keeps, what a
   stack's compiler or fused kernels leave, what hides of its messages, what lies between its
   kernels. These are fitted to published runs that may be fitted (data/published/fit.json, by
-  `python -m lpkit.bench.fit`);
+  `python -m tests.bench.fit`);
+- what a recorded `lpkit bench fp8-linear` of that very machine says of its products, first of all;
 - how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
   range of every answer.
 
@@ -17,17 +18,24 @@ A machine whose ceilings were measured on the spot uses them (`roofline.REACHED`
 import functools
 import json
 import math
-from collections.abc import Mapping
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from lpkit.errors import pick
+from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
+from lpkit.predict.casts import TENSORWISE, cast_passes
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
+from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 
+MEASURED = resource("data/measured")
 FIT = resource("data/published") / "fit.json"
 BEKMAN = ("https://github.com/stas00/ml-engineering/blob/"
           "744d01e18b79512572f64a6bbd8b5f4a725203a7/")
@@ -115,9 +123,16 @@ def generation_of(machine: Machine) -> str | None:
     return _GENERATION_OF.get(machine.name)
 
 
-def efficiency(machine: Machine, stack: str = DEFAULT) -> Efficiency:
-    """Of a training step. Raises ConfigError for an unknown stack."""
-    return REACHED if machine.name == "this" else _efficiency(generation_of(machine), stack)
+def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
+    """Of a training step. `folder`: of recorded benches. Raises ConfigError for an unknown stack."""
+    made = REACHED if machine.name == "this" else _efficiency(generation_of(machine), stack)
+    for path, bench in benches(machine, folder):
+        if bench["name"] == "fp8-linear" and bench["cases"]:
+            with whole(path):
+                products = {**made.products, **_reached(bench["cases"], machine, made)}
+            made = replace(made, products=products, source=f"products recorded: {path.name}; the "
+                                                           f"rest {made.source}")
+    return made
 
 
 @functools.cache
@@ -145,6 +160,74 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
         weight_copies=how.weight_copies,
         source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and "
         f"{how.words} was taken: fitted to published runs, data/published/fit.json")
+
+
+# Recorded benches.
+
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Raises ConfigError where what is done with this record of `lpkit bench` shows that it is
+    something else."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path.name} in {path.parent.name} is not a recorded bench ({error!r}); "
+                          f"write it again with `lpkit bench`, or remove it") from None
+
+
+def benches(on: Machine, folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
+    """Recorded FP8 benches of this machine. Raises ConfigError for a file that is none."""
+    try:
+        found = _benches(folder, folder.stat().st_mtime_ns)
+    except OSError:     # there is no such folder
+        return []
+    return [(path, bench) for path, bench, device, title in found
+            if on.kind == "gpu" and on.title in (device, title)]
+
+
+@functools.lru_cache(maxsize=8)
+def _benches(folder: Path, changed: int) -> list[tuple[Path, Mapping[str, Any], str, str | None]]:
+    found = []
+    for path in sorted(folder.glob("fp8-*.json")):
+        with whole(path):
+            bench = json.loads(path.read_text(encoding="utf-8"))
+            row = catalogued(bench["device"])
+            found.append((path, {key: bench[key] for key in ("name", "cases")}, bench["device"],
+                          row and row.title))
+    return found
+
+
+def catalogued(device: str) -> Machine | None:
+    """The row of the catalogue for a GPU by the name that its driver gives it: the one whose model
+    it names (H100, 4090), and of several the one with most words in common. None for what is not in
+    the catalogue."""
+    words, best, most = set(re.findall(r"\w+", device)), None, 0
+    for row in machines.CATALOGUE.values():
+        title = re.findall(r"\w+", row.title)
+        model = next((word for word in title if re.search(r"\d", word)), "")
+        common = len(words & set(title))
+        if row.kind == "gpu" and model in words and common > most:
+            best, most = row, common
+    return best
+
+
+def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency
+             ) -> dict[str, float]:
+    """Shares of the peak that make the formula give the recorded seconds, median over the cases."""
+    shares: dict[str, list[float]] = {"bf16": [], "fp8": []}
+    bandwidth = on.bytes_per_second * assumed.bandwidth
+    for case in cases:
+        if case["peer"] != "bf16":
+            continue
+        M, K, _, N = map(int, re.split("x| @ ", case["case"]))      # "MxK @ KxN"
+        results = 2 * (M * N + M * K + N * K) / bandwidth
+        # the bench's weight is bf16 already, and torchao's passes are those of `cast_passes`
+        casts = sum(each.bytes for each in cast_passes(TENSORWISE, M=M, N=N, K=K)) / bandwidth
+        for dtype, seconds in (("bf16", case["peer_median"] - results),
+                               ("fp8", case["ours_median"] - results - casts)):
+            if seconds > 0:
+                shares[dtype].append(min(1.0, 6 * M * N * K / on.peak_flops(dtype) / seconds))
+    return {dtype: statistics.median(values) for dtype, values in shares.items() if values}
 
 
 # How wrong it may be.
@@ -186,10 +269,10 @@ def shape_of(layout: Layout) -> str:
     return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
 
 
-def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool = False
-           ) -> Spread:
+def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool = False,
+           emulated: bool = False) -> Spread:
     """Of the seconds of a step. One measured step takes a kind's own bias away."""
-    known, kind = fitted(), kind_of(machine, precision)
+    known, kind = fitted(), UNSEEN if emulated else kind_of(machine, precision)
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
     found, words = range_of(kinds, kind), f"nine of ten held-out runs, {kind}"
     if kind not in kinds:

@@ -27,8 +27,10 @@ from lpkit.techniques.layouts import divisors
 from lpkit.techniques.machines import Machine
 
 UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory: no formula for seconds
-# by which the ledger's peak may be above the step's: docs/ledger.md, 1.3% at worst
-ERROR, ERROR_DOUBTED = 0.02, 0.10   # where the ledger names the trace
+# by which the ledger's peak may be above the step's: docs/ledger.md, 1.3% at worst, and 6.8% where
+# the ledger has a doubt
+ERROR, ERROR_DOUBTED = 0.02, 0.10
+CONTEXTS_BYTES = 2**30      # of a GPU: CUDA's own, of this process
 SHOWN = 3       # rows, and ways
 
 
@@ -94,14 +96,18 @@ class Fit:
         return ("no technique of memory makes it fit; choose a smaller preset, or see what it "
                 "takes with `lpkit predict`")
 
-    def sentence(self, whole_bytes: float) -> str:
-        """Why it is refused on a device that has `whole_bytes` when nobody uses them."""
+    def sentence(self, whole_bytes: float, others_bytes: float = 0) -> str:
+        """Why it is refused on a device that has `whole_bytes` when nobody uses them, of which
+        others hold some."""
         has = quantity(self.on.memory_bytes, "bytes")
         if self.on.memory_bytes < whole_bytes:
             has += f" left of {quantity(whole_bytes, 'bytes')}"
+        if others_bytes > CONTEXTS_BYTES:
+            has += (f", of which {quantity(others_bytes, 'bytes')} are used by other processes "
+                    f"(nvidia-smi names them)")
         least = " at least" if self.without else ""
         return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
-                f"({self.moment}), by a formula that is right to {self.error:.0%}{self.left_out}, "
+                f"({self.moment}), by a formula that is {self.error:.0%} too high at most{self.left_out}, "
                 f"and {self.on.title} has {has}; the largest of it: {self.largest}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
+from lpkit.predict.casts import as_run
 from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
@@ -34,7 +35,15 @@ from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
-from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two, stages_fit
+from lpkit.techniques.layouts import (
+    AXES,
+    Layout,
+    check,
+    divisors,
+    powers_of_two,
+    stages_fit,
+    untrained,
+)
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import by_cost
 from lpkit.values import Positive, Text, between, checked
@@ -74,6 +83,11 @@ class Option:
         return (self.bill.cost or self.bill.device_hours, *self.order)
 
     @property
+    def trained(self) -> bool:
+        """Whether lpkit trains this layout; else it is a prediction alone."""
+        return not untrained(self.layout)
+
+    @property
     def config(self) -> Config:
         """This layout and its settings. Raises ConfigError for a precision that none names."""
         if self.precision in UNTRAINED:
@@ -87,7 +101,8 @@ class Option:
         held, step = self.memory, self.time
         peak = held.at(held.peak_moment)
         return {
-            "devices": self.layout.devices, **asdict(self.layout), "precision": self.precision,
+            "devices": self.layout.devices, **asdict(self.layout), "trained": self.trained,
+            "precision": self.precision, "emulated": self.time.emulated,
             "optimizer": self.optimizer, "recompute": self.recompute,
             "sequences": step.sequences, "micro_batches": step.micro_batches,
             "peak_bytes": held.peak_bytes, "peak_moment": held.peak_moment,
@@ -137,6 +152,15 @@ class Plan:
         return len(self.options) + sum(one.layouts for one in self.refusals.values())
 
     @property
+    def order(self) -> str:
+        """How the options are sorted."""
+        key = attrgetter("order" if self.first == "soonest" else "price_order")
+        if self.options == sorted(self.options, key=key):
+            return f"the {self.first} first"
+        return (f"the {self.first} first, but of those within {evidence.TELLS:.0%} of it, which the "
+                f"formula cannot tell apart, those that are split as the best published run is")
+
+    @property
     def sentence(self) -> str:
         """Why nothing is feasible: the nearest miss of each constraint, and what would do."""
         misses = [f"{name}: {one.layouts:,} layouts, {one.nearest}"
@@ -154,7 +178,8 @@ class Plan:
         if best and self.budget < math.inf:
             optimal = _optimal(best, self.budget)
         return {
-            "first": self.first, "plans": [option.to_dict() for option in self.options[:top]],
+            "first": self.first, "order": self.order, "doubt": best.memory.doubt if best else "",
+            "plans": [option.to_dict() for option in self.options[:top]],
             "feasible": len(self.options),
             "refused": {name: {"layouts": one.layouts, "nearest": one.nearest}
                         for name, one in self.refusals.items() if one.layouts},
@@ -186,7 +211,8 @@ class Plan:
 
     def search(self, precision: str, count: int) -> None:
         """One option, the best, for each split of the devices into tensor, pipeline and context."""
-        self.precision, dtype = precision, PRECISIONS[precision].dtype
+        self.precision, p = precision, PRECISIONS[precision]
+        dtype = as_run(self.config, precision, self.machine)[0].dtype if p.low else p.dtype
         rate = self.machine.peak_flops(dtype) * self.efficiency.products[dtype]
         m = self.config.model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens

@@ -91,16 +91,19 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
             layout: Layout | None = None, mfu: float | None = None, precision: Text | None = None,
             optimizer: Text | None = None, zero: int | None = None, recompute: Text | None = None,
             price_per_hour: PositiveOrZero | None = None) -> Prediction:
-    """Memory, time, energy and cost of `config`. `plan` gives the same for the same layout.
+    """Memory, time, energy and cost of `config`, by `memory` and `step_time`, which `plan`, `advise`
+    and the check before a run ask too.
 
-    devices    data-parallel over so many; None: the config's `parallel`
-    layout     instead of both
+    devices    data-parallel over so many, and what is not asked for is searched: the first that
+               fits. None: the config as it is
+    layout     instead of the config's
     mfu        model FLOPs utilisation to assume for the whole step; None: each operation has its
                own efficiency, of `lpkit.predict.roofline`
     precision  a row of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
                has it
-    zero       stage 0 to 3 with `devices`; None: the lowest stage that fits, or 3
-    recompute  a row of `techniques.memory.RECOMPUTE`; None: the config's, or the first that fits
+    zero       stage 0 to 3; None: the config's, or with `devices` the lowest that fits, or 3
+    recompute  a row of `techniques.memory.RECOMPUTE`; None: the config's, or with `devices` and the
+               config's default the first that fits
     Raises ConfigError.
     """
     on = machines.find(machine)
@@ -110,7 +113,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     optimizer = optimizer or config.optimizer.name
     layouts = [layout] if layout else _layouts(config, devices, zero)
     modes: Sequence[str] = [recompute or config.memory.recompute.name]
-    if recompute is None and config.memory.recompute == MemoryConfig().recompute:
+    searched = devices is not None
+    if searched and recompute is None and config.memory.recompute == MemoryConfig().recompute:
         modes = by_cost()
     for recompute, layout in itertools.product(modes, layouts):
         held = memory(config, on, layout=layout, precision=precision, optimizer=optimizer,
@@ -121,7 +125,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
                      recompute=recompute, efficiency=efficiency)
     why = "nothing that was tried fits; the leanest is shown"
     if len(modes) == len(layouts) == 1:
-        why = "asked for"
+        why = "as asked" if held.fits else "as asked; with --devices what fits is searched"
     elif held.fits:
         why = "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3"
     communication = "inside the MFU"
@@ -135,7 +139,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         memory=held, step=step, layout=layout, machine=on,
         run=bill(step, on, step.tokens * config.steps, price_per_hour=price), assumptions={
             "mfu": mfu, "efficiency": step.efficiency.source, "precision": precision,
-            "dtype": step.dtype, "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
+            "dtype": step.dtype, "emulated": step.emulated,
+            "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
             "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,
             "layout_why": why, "attention": step.attention, "layout": str(layout),
             "sequences_per_device": step.sequences, "micro_batches": step.micro_batches,

@@ -11,21 +11,22 @@ torchtitan's "selective-op" makes every second product again, which is added to 
 """
 
 import csv
+import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from lpkit.config import Config, ModelConfig, SystemConfig
+from lpkit.config import Config, ModelConfig, PrecisionConfig, SystemConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
-from lpkit.predict import evidence
-from lpkit.predict.compare import Comparison, Row, percent
+from lpkit.predict import evidence, recipes
+from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.flops import recomputed_flops, training_flops
 from lpkit.predict.params import parameter_count
 from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.predict.time import Calibration, StepTime, step_time
-from lpkit.predict.units import quantity
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine, find
 from lpkit.values import Checked, Count, CountOrZero, Positive, Text
@@ -171,6 +172,8 @@ class Run(Checked):
         return Config(global_batch=self.global_batch,
                       grad_accum_steps=self.global_batch // (self.micro_batch or 1),
                       system=SystemConfig(attention=attention),
+                      # their products are their stack's, and not lpkit's
+                      precision=PrecisionConfig(backend="transformer-engine"),
                       model=ModelConfig(**{name: getattr(self, name) for name in SHAPE}, **style))
 
     @property
@@ -257,19 +260,56 @@ def published() -> Comparison:
     return Comparison(tuple(beside for _, beside in taken(runs(*SHOWN), row)))
 
 
-def published_table() -> str:
-    """The rows of docs/plan.md."""
-    return "".join(f"| {row.name} | {quantity(row.measured, row.unit)} | "
-                   f"{quantity(row.formula, row.unit)} | {percent(row.error)} | "
-                   f"{row.where.partition(', https')[0]} |\n" for row in published())
-
-
 def calibrated() -> Comparison:
     """Llama 3's other two rows, with one factor from the first, as of a short measured run."""
     first, *others = runs("llama-3")
     factor = Calibration(predicted_seconds=seconds(first),
                          measured_seconds=first.published_seconds)
     return Comparison(tuple(row(run, factor) for run in others))
+
+
+def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for each run that the formula takes, and for each that it does not, with the reason."""
+    said, left_out = [], []
+    for run in runs():
+        of = {"source": run.source.name, "at": run.at}
+        try:
+            ratio, beside = run.published_seconds / seconds(run), row(run)
+        except ConfigError as error:
+            left_out.append({**of, "why": re.split(r"[;,?] ", str(error))[0]})
+            continue
+        made = step(run)
+        slower = made.spread
+        said.append({**of, "inside": slower.low <= ratio <= slower.high,
+                      "generation": evidence.generation_of(made.machine),
+                      "unit": beside.unit, "published": beside.measured,
+                      "formula": beside.formula, "error": ratio - 1,
+                      "published_mfu": made.mfu / ratio, "held_out": run.source.held_out,
+                      "machine": _machine(run), "layout": evidence.shape_of(made.layout),
+                      "precision": f"{_bits(made.precision)} bits",
+                      "stack": re.sub(r" [\d.]+$", "", run.stack),
+                      "kernels": run.kernels or "not stated"})
+    for one in said:
+        one["flat_error"] = _flat_mfu(one, said) / one["published_mfu"] - 1
+    return said, left_out
+
+
+def _flat_mfu(one: dict[str, Any], said: list[dict[str, Any]]) -> float:
+    """The median of those that may be fitted, of its generation and bits, or else of its bits."""
+    alike = [other for other in said
+             if not other["held_out"] and other["precision"] == one["precision"]]
+    same = [other for other in alike if other["generation"] == one["generation"]]
+    return statistics.median(other["published_mfu"] for other in same or alike or said)
+
+
+def _bits(precision: str) -> int:
+    low = recipes.PRECISIONS[precision].low
+    return low.bits if low else 16
+
+
+def _machine(run: Run) -> str:
+    limited = run.watts and run.watts < find(run.machine).watts
+    return f"{run.machine} at {run.watts:g} W" if limited else run.machine
 
 
 def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]]:

@@ -162,7 +162,7 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
 
 def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
     """A row of PRECISIONS. "auto" is bf16 where the machine has it. Raises ConfigError."""
-    name = asked or config.precision.recipe.name
+    name = config.precision.recipe.name if asked is None else asked
     if name == "auto":
         name = "bf16" if "bf16" in on.flops else "fp32"
     pick(PRECISIONS, name, "precision")

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence, flops
-from lpkit.predict.casts import Recipe, linear_seconds, on_hardware
+from lpkit.predict.casts import Recipe, as_run, linear_seconds
 from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters
-from lpkit.predict.recipes import Precision, precision_of, row_of, stored
+from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
@@ -98,6 +98,7 @@ class StepTime:
     efficiency: Efficiency
     machine: Machine
     layout: Layout
+    emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
     factor: float = 1.0         # of a calibration; it is in the rows already
     calibrated: bool = False
 
@@ -120,7 +121,7 @@ class StepTime:
         if self.efficiency.flat:
             return evidence.GIVEN
         return evidence.spread(self.machine, self.precision, self.layout,
-                               calibrated=self.calibrated)
+                               calibrated=self.calibrated, emulated=bool(self.emulated))
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -184,19 +185,20 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
     efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
     stack        a row of `evidence.STACKS`, for an efficiency by evidence
-    recipe       casts that replace those of the precision
+    recipe       casts that replace those of the precision; None: as a run on this machine has them,
+                 emulated where it does not multiply them itself
     """
-    on, layout, m = machines.find(machine), layout or config.parallel, config.model
+    on, layout = machines.find(machine), layout or config.parallel
     check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
     given, efficiency = efficiency, efficiency or evidence.efficiency(on, stack)
     p = stored(config, precision)
     s, pieces = on_device(config, on, layout, p)
+    emulated = ""
     if recipe is None and p.low is not None:
-        on.peak_flops(p.dtype)      # refuses a machine that lacks it
-        recipe = on_hardware(precision, row_of(config, precision), m)
-        p = replace(p, dtype=BASE)
+        recipe, emulated = as_run(config, precision, on)
+        p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
     if efficiency.flat is None:
         moved = find(optimizer or config.optimizer.name).moved_bytes(
             config.memory.moment_format.name)
@@ -204,9 +206,9 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered).rows(moved)
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
-    work = flops.training_flops(m, batch=config.global_batch)
+    work = flops.training_flops(config.model, batch=config.global_batch)
     peak = on.peak_flops(p.dtype) * layout.devices
-    best = None if given else evidence.best_mfu(on, precision)
+    best = None if given or emulated else evidence.best_mfu(on, precision)
     missing = work / (best * peak) - sum(row.seconds for row in rows) if best else 0.0
     if missing > 0:
         rows.append(TimeRow(name="promised by nobody", phases={"forward": missing / 3,
@@ -219,7 +221,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
                     model_flops=work, peak_flops=on.peak_flops(p.dtype), micro_batches=pieces,
                     sequences=s.batch, precision=precision, dtype=p.dtype, attention=s.attention,
-                    efficiency=efficiency, machine=on, layout=layout,
+                    efficiency=efficiency, machine=on, layout=layout, emulated=emulated,
                     factor=factor, calibrated=calibration is not None)
 
 

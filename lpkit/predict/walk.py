@@ -282,11 +282,16 @@ class Walk:
     def chunk_of_loss(self, tokens: float) -> None:
         """Logits become their gradient in place."""
         compute = self.s.compute_bytes
-        narrow = compute if compute < FP32 else 0
+        # a GPU adds a head's product to the float32 sum as it makes it
+        apart = self.s.kind == "cpu" or self.head_low is not None
+        narrow = compute if compute < FP32 and apart else 0
         logits, part = tokens * self.s.model.V, tokens * self.s.model.D
         # the head's input in the product's dtype; its gradient, or the weight's before it is added
         cast = part * compute if self.s.mixed else 0.0
-        self.mark(self.stream + cast + logits * compute + max(part * compute, self.table * narrow))
+        more = max(part * compute, self.table * narrow)
+        if self.widened:    # the logits' gradient once more, and both of its products, in float32
+            cast, more = part * self.widened, (logits + part + self.table) * self.widened
+        self.mark(self.stream + cast + logits * compute + more)
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""

@@ -3,10 +3,9 @@ on.
 
     advise(config, "h200")      by formula, in a millisecond
 
-The formula is `lpkit.predict.precision`: the step that `lpkit plan` prices, with the recipe's casts
-and without. What a machine reaches of its datasheet is, in this order: a recorded `fp8-linear`
-bench of that machine in data/measured; else an assumption with its source. A recorded `fp8-step`
-bench of the same model replaces the prediction altogether.
+The formula is `lpkit predict`'s, of the config as it is: its step and its peak, under the recipe
+and in the base. A recorded `fp8-step` bench of the same model replaces the prediction of the speed,
+and the verdict says so.
 
 A recipe with fewer bits is taken only when its step is MIN_WORTHWHILE_SPEEDUP times as fast: a step
 in 8 bits teaches a little less, and what counts is the time to an equal loss.
@@ -14,45 +13,35 @@ in 8 bits teaches a little less, and what counts is the time to an equal loss.
 
 from __future__ import annotations
 
-import json
-import re
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
-from lpkit.files import resource
-from lpkit.measure import matrix
-from lpkit.precision.backends import BACKENDS, Library
 from lpkit.predict import evidence
-from lpkit.predict.casts import FINE_SHARE, Operand, Recipe, cast_passes, linear_cost, on_hardware
+from lpkit.predict.casts import FINE_SHARE, TENSORWISE, Operand, Recipe, as_run, linear_cost
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
+from lpkit.predict.evidence import MEASURED
 from lpkit.predict.flops import Product
-from lpkit.predict.precision import StepCost, emulated, step_cost
+from lpkit.predict.ledger import Memory, memory
+from lpkit.predict.precision import StepCost, compared, more_at_peak, step_cost
 from lpkit.predict.roofline import Efficiency
+from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import RECIPES, SCALES, resolve
-from lpkit.techniques.recipes import Recipe as Row
+from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Text, checked
 
 BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
-MEASURED = resource("data/measured")
-# traffic of casts that are many kernels over that of fused ones: 21.9 ms against 4.6 in nanochat's
-# log, rowwise
-MANY_KERNELS_TRAFFIC = 12
-# the same of emulated casts that mix and draw: gives nvfp4 the 2.3x of bf16's step that cpu-3m took
-NOISY_CAST_TRAFFIC = 7
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -125,17 +114,6 @@ def _signed(nbytes: float) -> str:
     return f"{'-' if nbytes < 0 else '+'}{quantity(abs(nbytes), 'bytes')}" if nbytes else "0"
 
 
-def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
-    """As `backends.Emulated` runs it: values in 16 bits, scales multiplied into them where that is
-    exact, and float32 products where float32 scales vary inside the sum."""
-    unfolded = [cast for pair in row.products.values() for cast in pair
-                if not SCALES[cast.scale].folds]
-    inside = any(cast.block[1] > 1 for cast in unfolded)
-    dtype, bits = ("fp32", 32) if inside or base == "fp32" else (base, 16)
-    wide = emulated(recipe, dtype=dtype, bits=bits, folded=not unfolded)
-    return replace(wide, cast_factor=NOISY_CAST_TRAFFIC) if row.stochastic else wide
-
-
 @checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
            base: Text | None = None, measured: Path = MEASURED) -> Advice:
@@ -151,7 +129,11 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     if base is None:
         base = max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
     on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))   # raises where there is none
-    efficiency, recorded = recall(on, base, measured)
+    # with another folder of records than the kit's: what it says, and no cap
+    known = evidence.efficiency(on, folder=measured)
+    given = None if measured == MEASURED else known
+    plain = _predicted(config, on, base, given)
+    recorded = recorded_steps(on, base, measured)
     asked, plans = config.precision.recipe, []
     casting = [name for name, row in RECIPES.items() if row.products]
     for name in recipes or casting:
@@ -159,35 +141,33 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         if not row.products:
             raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
                               f"choose from {', '.join(casting)}")
-        plans.append(_plan(name, row, config, on, base, efficiency, recorded))
+        step, held = _predicted(config, on, name, given)
+        cost = compared(plain[0], step, config, as_run(config, name, on)[0])
+        speedup, source = recorded.get(case_name(name, config), (None, "formula"))
+        plans.append(Plan(
+            recipe=name, backend=_backend(config, step),
+            status="emulated" if step.emulated else "native", recorded_speedup=speedup,
+            why=step.emulated or f"{on.title} multiplies these formats itself", source=source,
+            cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = _verdict(plans, on, base)
+    if plain[1].doubt and (config.transforms or config.governors):
+        sentence += f"; {plain[1].doubt}"
     return Advice(machine=on.title, base=base, choice=choice, sentence=sentence,
-                  plans=tuple(plans), efficiency=efficiency)
+                  plans=tuple(plans), efficiency=known)
 
 
-def _plan(name: str, row: Row, config: Config, on: Machine, base: str, efficiency: Efficiency,
-          recorded: Mapping[str, tuple[float, str]]) -> Plan:
-    recipe = on_hardware(name, row, config.model)
-    cells = [cell for cell in matrix.by_rule(matrix.known_as(on))
-             if cell.recipe == name and cell.feature == "forward"]
-    native = [cell for cell in cells if cell.status == "native" and recipe.dtype in on.flops]
-    if not native:
-        (cell,) = [cell for cell in cells if cell.backend == "emulated"]
-        cost = step_cost(config, in_emulation(recipe, row, base), on, efficiency, base=base)
-        return Plan(recipe=name, backend=cell.backend, status="emulated", why=cell.why, cost=cost)
-    cell, *others = native
-    why = cell.why
-    # 16 elements are mixed by a product, and 4 bits packed: torch.compile has no one kernel for it
-    if row.stochastic and not isinstance(BACKENDS[cell.backend], Library):
-        recipe = replace(recipe, cast_factor=MANY_KERNELS_TRAFFIC)
-        why += "; its casts are many kernels"
-        if others:
-            why += f", which {others[0].backend} has as one"
-    speedup, source = recorded.get(case_name(name, config), (None, "formula"))
-    return Plan(recipe=name, backend=cell.backend, status="native", why=why,
-                cost=step_cost(config, recipe, on, efficiency, base=base),
-                recorded_speedup=speedup, source=source)
+def _backend(config: Config, step: StepTime) -> str:
+    if step.emulated:
+        return "emulated"
+    asked = config.precision.backend
+    return "scaled_mm" if asked == "auto" else asked
+
+
+def _predicted(config: Config, on: Machine, precision: str,
+               efficiency: Efficiency | None) -> tuple[StepTime, Memory]:
+    return (step_time(config, on, precision=precision, efficiency=efficiency),
+            memory(config, on, precision=precision))
 
 
 def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
@@ -220,80 +200,21 @@ def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
 
 # Recorded benches.
 
-@contextmanager
-def recorded_bench(path: Path) -> Iterator[dict[str, Any]]:
-    """What `lpkit bench` wrote. Raises ConfigError where reading it, or what is done with it, shows
-    that it is something else."""
-    try:
-        yield json.loads(path.read_text(encoding="utf-8"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path.name} in {path.parent.name} is not a recorded bench ({error!r}); "
-                          f"write it again with `lpkit bench`, or remove it") from None
-
-
-def recall(on: Machine, base: str, folder: Path = MEASURED
-           ) -> tuple[Efficiency, dict[str, tuple[float, str]]]:
-    """What benches of this machine say: the efficiency of its products, and speed-ups of whole
-    steps by `case_name`."""
-    efficiency, steps = evidence.efficiency(on), {}
-    for path in sorted(folder.glob("fp8-*.json")):
-        with recorded_bench(path) as bench:
-            row, cases = catalogued(bench["device"]), bench["cases"]
-            if on.kind != "gpu" or on.title not in (bench["device"], row and row.title):
-                continue        # another machine's
-            where = f"recorded: {path.name}"
-            if bench["name"] == "fp8-linear" and cases:
-                products = {**efficiency.products, **_reached(cases, on, efficiency)}
-                efficiency = replace(efficiency, products=products,
-                                     source=f"products {where}; the rest {efficiency.source}")
-            elif bench["name"] == "fp8-step":
-                steps |= {case["case"]: (float(case["ratio"]), where) for case in cases
-                          if case["peer"] == base}
-    return efficiency, steps
-
-
-def catalogued(device: str) -> Machine | None:
-    """The row of the catalogue for a GPU by the name that its driver gives it: the one whose model
-    it names (H100, 4090), and of several the one with most words in common. None for what is not in
-    the catalogue."""
-    words, best, most = set(re.findall(r"\w+", device)), None, 0
-    for row in machines.CATALOGUE.values():
-        title = re.findall(r"\w+", row.title)
-        model = next((word for word in title if re.search(r"\d", word)), "")
-        common = len(words & set(title))
-        if row.kind == "gpu" and model in words and common > most:
-            best, most = row, common
-    return best
+def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[float, str]]:
+    """Speed-ups of whole steps of this machine, by `case_name`."""
+    found = {}
+    for path, bench in evidence.benches(on, folder):
+        if bench["name"] == "fp8-step":
+            with evidence.whole(path):
+                found |= {case["case"]: (float(case["ratio"]), f"recorded: {path.name}")
+                          for case in bench["cases"] if case["peer"] == base}
+    return found
 
 
 def case_name(recipe: str, config: Config) -> str:
     """Of a case of `bench fp8-step`."""
     m, sequences = config.model, config.global_batch // config.grad_accum_steps
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"
-
-
-def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency
-             ) -> dict[str, float]:
-    """Shares of the peak that make the formula give the recorded seconds, median over the cases."""
-    shares: dict[str, list[float]] = {"bf16": [], "fp8": []}
-    bandwidth = on.bytes_per_second * assumed.bandwidth
-    for case in cases:
-        if case["peer"] != "bf16":
-            continue
-        M, K, _, N = map(int, re.split("x| @ ", case["case"]))      # "MxK @ KxN"
-        results = 2 * (M * N + M * K + N * K) / bandwidth
-        # the bench's weight is bf16 already, and torchao's passes are those of `cast_passes`
-        casts = sum(each.bytes for each in cast_passes(_TENSORWISE, M=M, N=N, K=K)) / bandwidth
-        for dtype, seconds in (("bf16", case["peer_median"] - results),
-                               ("fp8", case["ours_median"] - results - casts)):
-            if seconds > 0:
-                shares[dtype].append(min(1.0, 6 * M * N * K / on.peak_flops(dtype) / seconds))
-    return {dtype: statistics.median(values) for dtype, values in shares.items() if values}
-
-
-_TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
-                     casts=dict.fromkeys(("y", "dx", "dw"),
-                                         (Operand(bits=8, transposes=True),) * 2))
 
 
 # What others published, beside the formula. Theirs: conditions and versions are in the sources.
@@ -305,7 +226,7 @@ META_H100 = replace(machines.CATALOGUE["h100"], bytes_per_second=2.4e12)    # of
 def claims() -> Comparison:
     """Published speed-ups as `measured`, the formula's beside them. The second fixed the assumed
     FP8 efficiency, both of rowwise together `casts.FINE_SHARE`."""
-    tensorwise = replace(_TENSORWISE, kept={"head": 1})
+    tensorwise = replace(TENSORWISE, kept={"head": 1})
     row = Operand(bits=8, block=(1, 0))
     rowwise = replace(tensorwise, casts=dict.fromkeys(tensorwise.casts, (row, row)),
                       product_share=FINE_SHARE["fp8"])
@@ -320,7 +241,8 @@ def claims() -> Comparison:
         return linear_cost(product, tensorwise, META_H100).speedup
 
     def step(config: Config, recipe: Recipe) -> float:
-        return step_cost(config, recipe, machines.CATALOGUE["h100"]).speedup
+        on = machines.CATALOGUE["h100"]
+        return step_cost(config, recipe, on, evidence.efficiency(on)).speedup
 
     readme = "torchao README, H100, tensorwise"
     log = "nanochat dev/LOG.md 2026-02-02, 8 x H100, torch 2.9, torchao 0.15"

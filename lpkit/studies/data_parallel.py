@@ -151,8 +151,8 @@ def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ran
     for number, given in enumerate(told["configs"]):
         place.at(number, "step")
         config = Config.from_dict(given)
-        with joined(config, rank=place.rank, world=place.world, local_rank=place.local_rank,
-                    local_world=place.local_world, init_method=f"{place.store}-{number}") as ranks:
+        with joined(config, local_rank=place.local_rank,
+                    **place.among | {"init_method": f"{place.store}-{number}"}) as ranks:
             yield config, ranks
 
 

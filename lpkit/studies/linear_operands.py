@@ -13,6 +13,8 @@ the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -48,7 +50,10 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     hooks = [layer.register_forward_hook(forward) for layer in training.model.modules()
              if isinstance(layer, nn.Linear)]
     try:
-        training.forward_backward(training.batch(steps))
+        # what was compiled does not call a later hook
+        compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            training.forward_backward(training.batch(steps))
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,6 +10,7 @@ losses in nats per token, over the same text for every run; gaps are in percent 
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,8 @@ from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import Sample
 from lpkit.precision import backends
-from lpkit.studies.advice import MEASURED, Advice, recorded_bench
+from lpkit.predict.evidence import MEASURED, whole
+from lpkit.studies.advice import Advice
 from lpkit.studies.outliers import expected_db
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.training.runs import Run
@@ -167,7 +169,8 @@ def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[
     and rows of a table."""
     heads, rows, sources = ("recipe", f"loss over {BASE}'s", "by seed", "target"), [], []
     for path in sorted(folder.glob("recipe-losses-*.json")):
-        with recorded_bench(path) as bench:
+        with whole(path):
+            bench = json.loads(path.read_text(encoding="utf-8"))
             losses, base = bench["losses"], bench["losses"][bench["peer"]]
             for case in bench["cases"]:
                 by_seed = [f"{100 * (ours / theirs - 1):+.2f}%"

@@ -13,8 +13,9 @@ same numbers in another way and belongs to the machine (`system.attention`). Eac
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lpkit.errors import shown
@@ -47,6 +48,11 @@ class Rule:
     def bits(self) -> str:
         """`blocks` as an operator takes them: row after row, 0 and 1."""
         return "".join("01"[seen] for row in self.blocks or () for seen in row)
+
+    @functools.cached_property
+    def words(self) -> str:
+        """All of it, as an operator takes it."""
+        return json.dumps(asdict(self))
 
     @property
     def every_query_sees(self) -> bool:

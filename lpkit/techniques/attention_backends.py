@@ -24,6 +24,7 @@ TILE = 128                  # queries, and keys, that tiled attention takes at a
 SCORES = 2**18              # and their scores: a core's cache holds them
 FLASH_WIDTH = 256           # of a head, that a program of the kit's flash attention holds
 FLASH_TILE = 128, 64        # queries and keys that it takes at a time
+AMPERE = 8, 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def tiled(s: MicroBatch) -> Op:
 def flash(s: MicroBatch) -> Op:
     """The kit's own flash kernel: as sdpa, over the tiles in which something is seen, documents
     apart; in backward also a float32 sum of each query."""
-    op, T, rule = sdpa(s), s.model.T, s.model.attention.rule(s.model.T)
+    op, T, rule = sdpa(s), int(s.model.T), s.model.attention.rule(s.model.T)
     (queries, keys), pairs = FLASH_TILE, 0
     for first in range(0, T, queries):
         last, until = min(first + queries, T), 0
@@ -256,13 +257,13 @@ def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tu
     return min(one // groups, sequences), groups
 
 
-def blocked(s: MicroBatch) -> Op:
+def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
     """q, k, v and a log-sum per query, as a flash kernel, but not the output: the product after it
     saves that. At work: copies of some heads' k and v, their gradients, the rows of one block, and
     two blocks of scores; and masks, a byte a pair. Of the pairs, the spans that blocks of queries
     meet: documents count as one, which has the most."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
-    B, G = int(s.batch), int(m.G)
+    B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
     views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
     pairs = masks = near = 0
     for first, last, spans in query_blocks(rule, T):
@@ -273,9 +274,9 @@ def blocked(s: MicroBatch) -> Op:
     # what is between the products is one pass in place on a CPU, and its definition elsewhere
     scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
     rows = repeats * min(QUERY_BLOCK, T)        # of queries, and of gradients that come and go
-    wide = 4 * T + 2 * rows + max(2 * near, near + rows)
-    work = masks + groups * s.compute_bytes * (
-        m.E * wide + scores * repeats * most_scores(rule, T))
+    copies = 4 * T + 2 * rows + max(2 * near, near + rows)
+    work = masks + groups * itemsize * (
+        m.E * copies + scores * repeats * most_scores(rule, T))
     return _attention(s, numbers=views, views=views, saved=s.tokens * m.H * FP32,
                       work=grads + work, out=grads, pairs_share=pairs / T**2, backward_pairs=2.5,
                       score_passes=passes)
@@ -479,6 +480,9 @@ def _no_scores_changed(asked: Attending) -> str:
 def _needs_a_gpu(asked: Attending) -> str:
     if asked.device == "cpu" and not asked.interpreter:
         return "needs a GPU, or TRITON_INTERPRET=1; plain can"
+    if asked.capability and asked.capability < AMPERE:      # 64 KB a program, and it takes 96
+        return "needs compute capability {}.{}, and here is {}.{}; plain can".format(
+            *AMPERE, *asked.capability)
     wide = asked.model.E > FLASH_WIDTH
     return f"takes heads up to {FLASH_WIDTH} wide, not {asked.model.E}; plain can" * wide
 
@@ -492,6 +496,9 @@ ATTENTION: dict[str, Backend] = {
                      source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
     "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
                        implementation="lpkit.nn.attention:blocked"),
+    "blocked-wide": Backend(why="the same, multiplied in float32 whatever it is given",
+                            operations=functools.partial(blocked, wide=True), assumed=False,
+                            implementation="lpkit.nn.attention:blocked_wide"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=sdpa,
                     implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
@@ -587,10 +594,11 @@ def interpreted(asked: str) -> bool:
     return asked != "auto" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def choose_attention(asked: str, *, device: str, low_precision: bool,
-                     model: Any) -> tuple[str, str]:
-    """The backend on a kind of device, and why. See `lpkit bench attention-cpu`. Raises ConfigError
-    for one that cannot."""
+def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any,
+                     tiles: bool = False) -> tuple[str, str]:
+    """The backend on a kind of device, and why, where nothing is raced. `tiles`: this CPU has units
+    that multiply tiles of bf16 (AMX). See `lpkit bench attention-cpu`. Raises ConfigError for one
+    that cannot."""
     given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
                       device="cpu" if device == "cpu" else "gpu",
                       interpreter=interpreted(asked))
@@ -605,7 +613,7 @@ def choose_attention(asked: str, *, device: str, low_precision: bool,
         able = [name for name, row in ATTENTION.items()
                 if row.assumed and not why_not(name, given)]
         return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
-    if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT:
-        return "blocked", ("PyTorch's CPU flash kernel computes in float32 whatever it is given; "
-                           "blocks of low-precision products are faster")
+    if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT and not tiles:
+        return "blocked", ("without AMX, blocks of low-precision products are faster than PyTorch's "
+                           "CPU flash kernel")
     return "sdpa", "PyTorch picks the fastest fused kernel for this device and dtype"

@@ -18,8 +18,8 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lpkit.errors import ConfigError, pick, shown
@@ -151,7 +151,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
     the nearest that can."""
     if devices is not None and layout.devices != devices:
-        raise ConfigError(wrong_world(layout, devices))
+        raise ConfigError(wrong_world(config, layout, devices))
     m, t, c = config.model, layout.tensor, layout.context
     splits = lambda n: n == 1 or m.T % (2 * n) == 0
     if not splits(c):
@@ -168,7 +168,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     chunks = layout.interleave
     if chunks > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={chunks} chunks of layers need pipeline stages; set "
-                          f"interleave=1, or pipeline to 2 or more")
+                          f"parallel.interleave=1 (pipeline stages are predicted, not trained)")
     splits = lambda n: stages_fit(m.L, n, chunks)
     if not splits(layout.pipeline):
         times = f" x interleave={chunks}" if chunks > 1 else ""
@@ -178,8 +178,9 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     batch, ranks = config.global_batch, layout.batch_ranks
     if batch % ranks:
         splits = lambda n: batch % n == 0
-        below = batch // ranks * ranks
-        near = " or ".join(str(size) for size in (below, below + ranks) if size)
+        whole = math.lcm(ranks, config.grad_accum_steps)
+        below = batch // whole * whole
+        near = " or ".join(str(size) for size in (below, below + whole) if size)
         raise ConfigError(f"global_batch={batch} sequences does not split over data={layout.data} "
                           f"x shard={layout.shard} = {ranks} ranks; set global_batch to {near}, or "
                           f"{_nearest(ranks, batch, splits, 'data x shard')}")
@@ -227,6 +228,22 @@ UNSHARDED = (
 TRAINED = ("data", "shard")     # the axes
 
 
+def untrained(layout: Layout) -> list[str]:
+    """The axes of this layout that are predicted, and not trained."""
+    return [axis for axis in AXES if axis not in TRAINED and getattr(layout, axis) > 1]
+
+
+def trains(config: "Config", changes: Mapping[str, Any]) -> bool:
+    """Whether training has the layout of `config` with `changes`: a way out that no one refuses."""
+    try:
+        changed = config.replace(changes)
+        refuse_untrainable(changed)
+    except ConfigError:
+        return False
+    layout = changed.parallel
+    return layout.devices == 1 or layout.stage > 1 or not GATHERED[layout.gathered].cast
+
+
 def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
     """Raises ConfigError where weights cannot travel as the recipe, that of the config, casts
     them."""
@@ -235,8 +252,12 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
         return
     asked, name = f"parallel.gathered={layout.gathered}", recipe.settings.name
     if layout.stage < 2:
-        raise ConfigError(f"{asked} is of ZeRO 2 and 3, and parallel.zero={layout.stage} keeps "
-                          f"whole weights; set parallel.gathered=float32, or parallel.zero=3")
+        whole = f"parallel.zero={layout.stage} keeps"
+        if layout.state_ranks == 1:
+            whole = f"parallel.shard={layout.shard} leaves"
+        more = trains(config, {"parallel.zero": 3}) and layout.state_ranks > 1
+        raise ConfigError(f"{asked} is of ZeRO 2 and 3, and {whole} whole weights; set "
+                          f"parallel.gathered=float32{', or parallel.zero=3' if more else ''}")
     if not recipe.gathers:
         can = [row for row, recipe in RECIPES.items() if recipe.gathers]
         raise ConfigError(f"{asked} sends a weight as the one cast, of 8 bits, that both its "
@@ -245,22 +266,36 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
 
 
 def refuse_untrainable(config: "Config") -> None:
-    """Raises ConfigError where this can be predicted, and is not trained in this layout."""
+    """Raises ConfigError where this can be predicted, and is not trained in this layout. The way
+    out sets all that stands in the way."""
     layout = config.parallel
     if layout.devices == 1:
         return
-    axes = [axis for axis in AXES if axis not in TRAINED and getattr(layout, axis) > 1]
-    if axes:
-        raise ConfigError(f"parallel.{axes[0]}={getattr(layout, axes[0])} can be predicted, but "
-                          f"training has the axes {' and '.join(TRAINED)} so far; set parallel."
-                          f"{axes[0]}=1")
-    for row in UNSHARDED:
+    changes: dict[str, Any] = {f"parallel.{axis}": 1 for axis in untrained(layout)}
+    why = ""
+    if changes:
+        (axis, *_), kept = untrained(layout), " and ".join(TRAINED)
+        why = (f"parallel.{axis}={getattr(layout, axis)} can be predicted, but training has the "
+               f"axes {kept} so far")
+        changes |= {"parallel.interleave": 1} if layout.interleave > 1 else {}
+    left = replace(layout, **{key.partition(".")[2]: 1 for key in changes})
+    lower = left.stage
+    for row in UNSHARDED if left.devices > 1 else ():
         value = functools.reduce(getattr, row.key.split("."), config)
         value = getattr(value, "name", value)
-        if layout.stage >= row.stage and value != row.only:
-            lower = f", or parallel.zero={row.stage - 1}" if row.stage else ""
+        if left.stage >= row.stage and value != row.only:
             said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{row.key}={said} {row.why}; set {row.key}={row.only}{lower}")
+            why = why or f"{row.key}={said} {row.why}"
+            changes[row.key] = row.only
+            lower = min(lower, row.stage - 1)
+    if not why:
+        return
+    words = " ".join(f"{key}={'' if value == () else value}" for key, value in changes.items())
+    instead = {"parallel.zero": lower}
+    other = ""
+    if not untrained(layout) and 0 <= lower < left.stage and trains(config, instead):
+        other = f", or parallel.zero={lower}"
+    raise ConfigError(f"{why}; set {words}{other}")
 
 
 def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
@@ -283,16 +318,29 @@ def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> s
     # what splits evenly divides `most`; stages of layers may also divide two more
     sizes = sorted(n for n in {*divisors(most), *divisors(most + 2)} if n <= most and fits(n))
     below, above = [n for n in sizes if n < asked][-1:], [n for n in sizes if n > asked][:1]
-    return f"{name} may be {' or '.join(map(str, below + above))}"
+    words = f"{name} may be {' or '.join(map(str, below + above))}"
+    return f"{words} in a prediction; training has parallel.{name}=1" if name in AXES else words
 
 
-def wrong_world(layout: Layout, devices: int) -> str:
+def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
+    """The way out is a size of an axis that is trained, and that all else allows."""
     product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
-    rest = {axis: layout.devices // getattr(layout, axis) for axis in AXES}
-    ways = [f"{axis}={devices // others}" for axis, others in rest.items()
-            if devices % others == 0 and devices // others != getattr(layout, axis)]
-    out = f"set {' or '.join(ways[:2])}" if ways else f"use {layout.devices} devices"
+    ways = []
+    for axis in TRAINED:
+        size, left = divmod(devices * getattr(layout, axis), layout.devices)
+        if not left and _allowed(config, replace(layout, **{axis: max(1, size)})):
+            ways.append(f"parallel.{axis}={size}")
+    out = f"set {' or '.join(ways)}" if ways else f"use {layout.devices} devices"
     return f"{product} is {layout.devices} devices, not {devices}; {out}"
+
+
+def _allowed(config: "Config", layout: Layout) -> bool:
+    """Whether `config` can run in this layout; of axes that are predicted alone, be predicted."""
+    try:
+        check(config, layout)
+        return bool(untrained(layout)) or trains(replace(config, parallel=layout), {})
+    except ConfigError:
+        return False
 
 
 def divisors(count: int) -> list[int]:

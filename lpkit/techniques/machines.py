@@ -8,6 +8,7 @@ direction. Prices are one provider's of one month, and another's may be twice as
 some networks, are assumptions. Pass your own.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -52,6 +53,11 @@ class Machine:
         if dtype not in self.flops:
             raise ConfigError(f"{self.title} has no {dtype}; it has {', '.join(self.flops)}")
         return self.flops[dtype]
+
+    @property
+    def multiplies_tiles(self) -> bool:
+        """Whether this is a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
+        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
 
     def ridge(self, dtype: str) -> float:
         """FLOPs per byte above which arithmetic, not memory, is the limit."""

@@ -215,18 +215,21 @@ class OptimizerStep(Technique):
 
 
 def _in_backward_problem(config: Any, recipe: Recipe) -> str:
+    found = {}      # a way out, by why
     if config.grad_accum_steps > 1:
-        return (f"uses a gradient before the next micro-batch adds to it, but "
-                f"grad_accum_steps={config.grad_accum_steps}; set grad_accum_steps=1, or "
-                f"memory.optimizer_step=after")
+        found["grad_accum_steps=1"] = (
+            f"uses a gradient before the next micro-batch adds to it, but "
+            f"grad_accum_steps={config.grad_accum_steps}")
     if config.optimizer.clip:
-        return (f"frees each gradient at once, but clipping needs the norm of all of them and "
-                f"optimizer.clip={config.optimizer.clip}; set optimizer.clip=0, or "
-                f"memory.optimizer_step=after")
+        found["optimizer.clip=0"] = (
+            f"frees each gradient at once, but clipping needs the norm of all of them and "
+            f"optimizer.clip={config.optimizer.clip}")
     if recipe.loss_scaling:
-        return ("has updated parameters before an overflow is known, and cannot skip the update; "
-                "choose precision.recipe=bf16, or memory.optimizer_step=after")
-    return ""
+        found["precision.recipe=bf16"] = (
+            "has updated parameters before an overflow is known, and cannot skip the update")
+    if not found:
+        return ""
+    return f"{next(iter(found.values()))}; set {' '.join(found)}, or memory.optimizer_step=after"
 
 
 OPTIMIZER_STEP = {

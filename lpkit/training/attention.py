@@ -1,13 +1,16 @@
 """Which attention backend a run uses: `system.attention`.
 
 Asked for by name, one that needs a library is held against the definition before it is used. With
-auto, on a GPU or for a long run, every backend that can is verified and those that are right are
-raced (`lpkit.kernels.choose`); else the rule that predictions have stands (`choose_attention`): a race costs seconds of a CPU, which only a run of hours gets back.
+auto, backends are verified, and those that are right are raced (`lpkit.kernels.choose`): on a GPU
+all that can, on a CPU those of IN_16_BITS, for a run whose attention takes half a minute or more. A
+race takes under a second, once for a machine. A shorter run keeps the rule that predictions have
+(`choose_attention`), and so the same numbers on every machine of its kind.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,23 +34,26 @@ from lpkit.techniques.attention_backends import (
     why_not,
 )
 
-RACE_FLOPS = 1e15       # of a run's attention, which take a CPU hours
-RACED_TOKENS = 1024     # at most, of one group of heads, in a race on a CPU
-CPU_SECONDS, GPU_SECONDS = 0.3, 10.0
-AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of one group of heads: scores in float64 are small
+ON_A_CPU = ("sdpa", "blocked")      # are raced there; none keeps scores
+IN_16_BITS = (*ON_A_CPU, "blocked-wide")
+RACE_FLOPS = 1e12       # of a run's attention: half a minute of a CPU
+RACED_FLOPS = 4e9       # about, of one call forward and backward in a race on a CPU
+CPU_SECONDS, GPU_SECONDS = 0.5, 10.0
+AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of two groups of heads: float64's scores are small
 SLACK = 3.0, 6.0        # online softmax rounds other sums: right ones were seen at 1.6 and 2.5
 GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
 WHERE = "system.attention"
 
 
-def choose(asked: str, config: Config, device: torch.device, *, low_precision: bool,
+def choose(asked: str, config: Config, device: torch.device, *, compute: str | None,
            before: str | None = None) -> Choice:
-    """`before`: what a run that goes on was begun with. Raises ConfigError for what cannot be."""
+    """`compute`: the dtype of its autocast; `before`: what a run that goes on was begun with. Raises
+    ConfigError for what cannot be."""
     model, on_gpu = config.model, device.type != "cpu"
-    used, why = choose_attention(asked, device=device.type, low_precision=low_precision,
-                                 model=model)
+    used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
+                                 model=model, tiles=torch.cpu._is_amx_tile_supported())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,
-                      dtype="bfloat16" if low_precision else "float32",
+                      dtype=compute or "float32",
                       interpreter=interpreted(asked),
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
     if asked == "auto" and before in ATTENTION and not why_not(before, given):
@@ -72,14 +78,19 @@ def flops(model: ModelConfig) -> float:
 
 def race(given: Attending, batch: int, device: torch.device) -> Choice:
     """The fastest of those that are right, forward and backward at a run's shapes; on a CPU, of
-    one group of heads and RACED_TOKENS at most."""
+    as many sequences, groups of heads and at last tokens as make RACED_FLOPS."""
     m, within = given.model, GPU_SECONDS
-    groups, T = m.G, m.T
+    kernel, offered, groups, T = of_backends(given), candidates(given), m.G, m.T
     if given.device == "cpu":
-        batch, groups, T, within = 1, 1, min(m.T, RACED_TOKENS), CPU_SECONDS
-    kernel, offered = of_backends(given), candidates(given)
+        share = RACED_FLOPS * m.L / flops(m)        # of a layer's attention to one sequence
+        batch, groups = min(batch, max(1, round(share))), min(m.G, max(1, round(share * m.G)))
+        T = min(T, max(1, math.isqrt(int(share * m.G * T**2))))
+        within, may = CPU_SECONDS, ON_A_CPU if given.dtype == "float32" else IN_16_BITS
+        if m.T <= m.E:          # scores are no more numbers than q
+            may = (*may, "plain")
+        offered = {name: offered[name] for name in may if name in offered}
     found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
-                  raced=drawn(given, device, batch=batch, groups=groups, T=T),
+                  raced=[drawn(given, device, batch=batch, groups=groups, T=T)],
                   within_seconds=within, setting=WHERE)
     choice = found.choice
     if choice.used == "sdpa":
@@ -118,16 +129,20 @@ def of_backends(given: Attending) -> Kernel:
 
 def examples(given: Attending, draw: torch.Generator, device: torch.device) -> Iterator[tuple]:
     """One token, a few more than kernels' tiles have, and where the rule has an edge; each twice in
-    other numbers, so that nothing stale is right; and large scores."""
-    most = min(given.model.T, AT_HAND[given.device])
-    for T in sorted({1, min(65, most), min(130, most), min((given.rule.window or 1) + 1, most)}):
+    other numbers, so that nothing stale is right; and large scores. Two groups of heads, where
+    there are as many, and three sequences, so that neither stands for another. For one token Triton
+    would build each kernel anew, which takes seconds on a GPU."""
+    most, groups = min(given.model.T, AT_HAND[given.device]), min(given.model.G, 2)
+    few, edge = {"cpu": 1, "gpu": 3}[given.device], (given.rule.window or 1) + 1
+    for T in sorted({min(one, most) for one in (few, 65, 130, edge)}):
         for scale in (1.0, 1.0, 8.0)[:3 if T == 65 else 2]:
-            q, *others = drawn(given, device, batch=2, groups=1, T=T, draw=draw)
+            q, *others = drawn(given, device, batch=3, groups=groups, T=T, draw=draw)
             yield q * scale, *others
 
 
-def at_hand(given: Attending, device: torch.device) -> tuple:
-    return drawn(given, device, batch=1, groups=1, T=min(given.model.T, AT_HAND[given.device]))
+def at_hand(given: Attending, device: torch.device) -> list[tuple]:
+    return [drawn(given, device, batch=1, groups=min(given.model.G, 2),
+                  T=min(given.model.T, AT_HAND[given.device]))]
 
 
 def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T: int,

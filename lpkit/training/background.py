@@ -11,6 +11,7 @@ All write the same run folder. Stopping keeps a checkpoint and the partial Run.
 import asyncio
 import datetime
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -35,17 +36,44 @@ if TYPE_CHECKING:   # they import torch
 GO_ON, PAUSE, STOP = range(3)       # what a loop is asked
 
 
+class GivenUp(KeyboardInterrupt):
+    """A step or an evaluation that was under way when the run was asked to stop."""
+
+
 class Control:
-    """The way into a running loop, from a thread or a signal: stop at the next step, or wait."""
+    """The way into a running loop, from a thread or a signal: stop as soon as nothing is lost, or
+    wait."""
 
     def __init__(self):
         self.stopped_by = ""        # who asked: "stop", or the name of a signal
+        self.breakable = False      # nothing that is under way will be saved: a signal may raise
         self.go_on = threading.Event()
         self.go_on.set()
 
     def stop(self, by: str = "stop") -> None:
         self.stopped_by = self.stopped_by or by
         self.go_on.set()
+
+    def signalled(self, by: str) -> None:
+        self.stop(by)
+        if self.breakable:
+            raise GivenUp
+
+    @contextmanager
+    def breaking(self, may: bool) -> Iterator[None]:
+        """Within, a signal raises GivenUp, if it `may`. Where a destructor was under way it is lost,
+        and Python would print its traceback; the run then stops at the next micro-batch."""
+        before = sys.unraisablehook
+
+        def lost(what: Any) -> None:
+            if not isinstance(what.exc_value, GivenUp):
+                before(what)
+
+        self.breakable, sys.unraisablehook = may, lost
+        try:
+            yield
+        finally:
+            self.breakable, sys.unraisablehook = False, before
 
     def asked(self) -> int:
         if self.stopped_by:
@@ -83,10 +111,10 @@ def _trained(config: Config, path: Path, resume: bool, observers: Observers,
     from lpkit.training.loop import fit
 
     with here(config) as ranks:
-        path = ranks.agreed(path)       # a default has the time in it
+        path = Path(ranks.agreed(path))     # a default has the time in it
         training = built(config, path, resume, ranks)
         # from here on there is something to save; before, a signal ends the preparation
-        with signals_stop(control.stop):
+        with signals_stop(control.signalled):
             return fit(training, path, resume=resume, observers=observers, control=control)
 
 
@@ -94,7 +122,7 @@ def built(config: Config, path: Path, resume: bool, ranks: "Ranks") -> "Training
     """What will write the run folder `path`, with what looks at it."""
     from lpkit.training.training import Training
 
-    training = Training.build(config, before=Run(path).environment if resume else None, ranks=ranks)
+    training = Training.build(config, before=Run.at(path).environment if resume else None, ranks=ranks)
     if config.precision.telemetry_every and ranks.first:
         from lpkit.measure import telemetry  # most runs are not looked at
 
@@ -118,11 +146,11 @@ def _let_go() -> Iterator[None]:
 
 @contextmanager
 def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop after the step at hand; a second Ctrl-C
+    """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch; a second Ctrl-C
     interrupts at once. A thread hears none: there the handle's `stop` serves."""
     def heard(number: int, frame: Any) -> None:
-        stop(signal.Signals(number).name)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop(signal.Signals(number).name)
 
     with heard_by(heard):
         yield
@@ -175,7 +203,7 @@ class Background:
         self._control.go_on.set()
 
     def stop(self) -> None:
-        """After the step at hand; keeps a checkpoint."""
+        """At the next micro-batch, in an evaluation at its next batch; keeps a checkpoint."""
         self._control.stop()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -248,9 +276,9 @@ class Series(Background):
                 # not before `title` can name it: its first step may be told at once
                 handle.begin().result()
             except Exception:
-                if Run(handle.path).summary.get("status") != "failed":      # else its Run says so
+                if Run.at(handle.path).summary.get("status") != "failed":      # else its Run says so
                     raise
-        return {name: Run(handle.path) for name, handle in self.handles.items()}
+        return {name: Run.at(handle.path) for name, handle in self.handles.items()}
 
     def subscribe(self, observer: Observer) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -20,6 +21,7 @@ from lpkit.config import Config
 from lpkit.contracts import Choice, Loss, Transform
 from lpkit.errors import ConfigError
 from lpkit.kernels import wide_product
+from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer
@@ -36,26 +38,37 @@ from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
+from lpkit.training import seams
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.kernels import OF_KERNEL, Kernels
+from lpkit.training.kernels import LOSS, OF_KERNEL, Kernels
 
 
-def choose_device(asked: str, local_rank: int = 0) -> Choice:
+def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
     """Raises ConfigError when a GPU was demanded and there is none. Of several ranks each has the
-    GPU of its number."""
+    GPU of its number. One that is there and cannot be used is refused, also with auto: a run that
+    silently took the CPU would be found out days later."""
+    kind, _, number = asked.partition(":")
+    if kind == "cpu":
+        return Choice(asked=asked, used=asked, why="asked for")
+    if local_world > 1 and number:
+        raise ConfigError(f"system.device={asked} names one GPU, and {local_world} processes take "
+                          f"one each; use system.device=cuda, and CUDA_VISIBLE_DEVICES to say which")
     count = torch.cuda.device_count()
-    if asked in ("auto", "cuda") and count and local_rank:
-        return Choice(asked=asked, used=f"cuda:{local_rank}",
-                      why=f"PyTorch sees {count} GPUs, and this is rank {local_rank} of them")
-    if asked == "auto" and count:
-        return Choice(asked=asked, used="cuda", why=f"PyTorch sees {torch.cuda.get_device_name()}")
-    if asked == "auto":
+    # to a PyTorch that cannot use the driver, there is none
+    if asked == "auto" and not (count or (torch.version.cuda and gpus())):
         return Choice(asked=asked, used="cpu", why="PyTorch sees no GPU")
-    kind, _, index = asked.partition(":")
-    if kind == "cuda" and int(index or 0) >= count:
-        raise ConfigError(f"system.device={asked} was asked for, but PyTorch sees {count} GPUs; "
-                          f"use system.device=auto or cpu, and see `lpkit doctor` for the reason")
-    return Choice(asked=asked, used=asked, why="asked for")
+    index = local_rank or (int(number) if number else None)
+    problem = hardware.why_no_gpu(index) if (index or 0) < max(count, 1) else ""
+    if (index or 0) >= count:
+        problem = f"it was asked for, but PyTorch sees {count} GPUs{problem and f' ({problem})'}"
+    if problem:
+        raise ConfigError(f"system.device={asked}: {problem}; use system.device=cpu, and see "
+                          f"`lpkit doctor` and nvidia-smi for the reason")
+    if local_rank:
+        why = f"PyTorch sees {count} GPUs, and this is rank {local_rank} of them"
+    else:
+        why = "asked for" if asked != "auto" else f"PyTorch sees {torch.cuda.get_device_name()}"
+    return Choice(asked=asked, used="cuda" if index is None else f"cuda:{index}", why=why)
 
 
 def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
@@ -91,6 +104,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     `ranks`, and holds for all. Raises ConfigError for what cannot be."""
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
+    seams.refuse(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.heard()}, ranks)
     decisions = _decide(config, before, ranks)
@@ -99,8 +113,10 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
 
 
 def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> Decisions:
-    on = choose_device(config.system.device, ranks.local_rank)
+    on = choose_device(config.system.device, ranks.local_rank, ranks.local_world)
     device = torch.device(on.used)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)       # Triton launches on the current one
     asked = config.precision.recipe
     begun = {key: choice["used"] for key, choice in (before or {}).get("chosen", {}).items()}
     m, tokens = config.model, config.micro_batch * config.model.T
@@ -131,17 +147,19 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
             compiled=compiled.used != OFF, forwards=forwards)
     chosen["attention"] = attending.choose(
         config.system.attention, config, device, before=begun.get("attention"),
-        low_precision=recipe.compute == "bfloat16")
-    chosen |= memory.choose(config, recipe, device)
+        compute=recipe.compute)
+    chosen |= memory.choose(config, recipe, device) | seams.governing(config)
     kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
                if key.startswith(OF_KERNEL)}
     return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
 
 
-def kernels(config: Config, decisions: Decisions) -> Kernels:
-    """The transform that chooses the model's kernels; its `choices` belong to those of the run."""
+def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
+    """The transform that chooses the model's kernels and the loss's; its `choices` belong to those
+    of the run."""
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
-                   before=decisions.kernels,
+                   before=decisions.kernels, ranks=ranks,
+                   piece=rows_of(config)["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
@@ -168,10 +186,12 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
-    """Of the model that `build_model` made."""
+    """Of the model that `build_model` made, by the kernel among its choices."""
     rows, m = rows_of(config), config.memory
     row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
     loss = row.load()(m.cross_entropy, decisions.autocast)
+    if (kernel := decisions.choices.get(OF_KERNEL + LOSS)) is not None:
+        loss = partial(loss, by=kernel.used)
     if decisions.choices["compile"].used == OFF or row.in_pieces:
         return loss
     return compiling.with_head(loss, decisions.autocast, backend)
@@ -226,7 +246,8 @@ def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int 
     gc.collect()        # a model that nobody holds may still be there, in a cycle
     asked = fit_here(config, decisions, processes)
     if asked.refused:
-        raise ConfigError(asked.sentence(hardware.memory_bytes(decisions.device)))
+        on = decisions.device
+        raise ConfigError(asked.sentence(hardware.memory_bytes(on), hardware.others_bytes(on)))
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from lpkit import files, records
-from lpkit.errors import DamagedError
+from lpkit.errors import DamagedError, named
 from lpkit.parallel.ranks import by_first
 from lpkit.training import shards
 
@@ -35,12 +35,13 @@ class Checkpoint:
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
+    lines: dict[str, Any]       # by file of the run, the number and checksum of its last line
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
-         keep: int, run: str = "") -> Path:
+         keep: int, run: str = "", lines: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of `step` under `root` and return its folder; the `keep` newest stay.
-    `run`: whose it is, the hash of its identity.
+    `run`: whose it is, the hash of its identity. `lines`: as Checkpoint's, of process 0.
 
     A tensor may be a DTensor: each process writes its own pieces. What is not one is the same on
     all processes, and one of them writes it; `state` is that of process 0.
@@ -57,14 +58,15 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
             (folder / STATE).write_text(json.dumps(dict(state)))
             facts = {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
                      for path in sorted(folder.iterdir())}
-            manifest = {"format": FORMAT, "run": run, "step": step, "files": facts}
+            manifest = {"format": FORMAT, "run": run, "step": step, "files": facts,
+                        "lines": dict(lines or {})}
             (folder / MANIFEST).write_text(records.sealed(manifest))
             unfinished.close()          # synced and renamed
             files.write_atomically(root / LATEST, final.name + "\n")
             for old in folders(root)[keep:]:
                 files.remove_folder(old)
 
-        folder = by_first(begin)
+        folder = Path(by_first(begin))
         shards.save(folder, tensors)
         by_first(finish)
     return final
@@ -88,7 +90,7 @@ def verify(folder: Path, run: str = "") -> dict[str, Any]:
         if not known or set(facts) != due:
             raise DamagedError(f"{folder / MANIFEST} does not describe this folder")
         if run and manifest["run"] != run:
-            raise DamagedError(f"{folder} is a checkpoint of another run")
+            raise DamagedError(f"{named(folder)} is a checkpoint of another run")
         for name, want in facts.items():
             size = (folder / name).stat().st_size
             if size != want["bytes"]:
@@ -118,7 +120,8 @@ def _read(folder: Path, manifest: dict[str, Any], only: str, into: dict[str, Ten
     paths = [folder / name for name in shards.file_names(len(manifest["files"]) - 1)]
     return Checkpoint(path=folder, step=manifest["step"],
                       tensors=shards.load(paths, only=only, into=into, blank=blank),
-                      state=json.loads((folder / STATE).read_text()))
+                      state=json.loads((folder / STATE).read_text()),
+                      lines=manifest.get("lines", {}))
 
 
 def load_latest(root: Path, *, run: str = "", only: str = "",
@@ -132,7 +135,7 @@ def load_latest(root: Path, *, run: str = "", only: str = "",
     folder, manifest, problems = by_first(_newest_whole, root, run, quarantine)
     if folder is None:
         return None, problems
-    return _read(folder, manifest, only, into, blank), problems
+    return _read(Path(folder), manifest, only, into, blank), problems
 
 
 def _newest_whole(root: Path, run: str,

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lpkit.contracts import Batch, Choice, Loss, Stage, Transform
+from lpkit.errors import ConfigError
+from lpkit.kernels import jit
 
 BLOCKS, MODEL, OFF = "blocks", "model", "off"
 NUMBERS = count()       # of compiled functions
@@ -30,11 +32,17 @@ HOW = {BLOCKS: "each block is compiled once for all of them, and head and loss t
 
 
 def choose(asked: bool | str, device: torch.device) -> Choice:
+    """Raises ConfigError where compiling was asked for, and nothing here can."""
     if asked == "auto" and device.type != "cuda":
         return Choice(asked="auto", used=OFF,
                       why="on a CPU compiling takes longer than a short run")
     if asked is False:
         return Choice(asked="false", used=OFF, why="asked for")
+    if (problem := jit.why_no_compiler(device.type)) and asked == "auto":
+        return Choice(asked="auto", used=OFF, why=problem)
+    if problem:
+        raise ConfigError(f"system.compile={str(asked).lower()}: {problem}, or set "
+                          f"system.compile=false")
     used = asked if asked in HOW else BLOCKS
     why = "a GPU repays the compilation" if asked == "auto" else "asked for"
     return Choice(asked=str(asked).lower(), used=used, why=f"{why}: {HOW[used]}")
@@ -50,7 +58,7 @@ def compiled(function: Callable[..., Any], backend: str | Callable = "inductor")
     caches.cache_key_tag = caches.cache_key_tag or torch.backends.cpu.get_cpu_capability()
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
     own = FunctionType(code, function.__globals__, closure=function.__closure__)
-    return torch.compile(own, backend=backend)
+    return jit.compiled(own, backend=backend)
 
 
 def _call(forward: Callable[..., Tensor], *given: Any) -> Tensor:

@@ -1,42 +1,25 @@
 """When memory ends in spite of the formula: what was held, what was predicted, what would fit, and
 what was kept."""
 
-import errno
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lpkit import hardware
 from lpkit.config import Config
+from lpkit.errors import RunFailedError, out_of_memory
 from lpkit.parallel.sharding import local
 from lpkit.predict.fit import Fit, fit, largest
 from lpkit.predict.units import quantity
 from lpkit.training.build import choose_device, fit_here
-from lpkit.training.runs import RunFailedError
 from lpkit.training.training import Training
 
-# in the words of PyTorch's CPU allocator, of C++, of CUDA's libraries
-WORDS = ("can't allocate memory", "bad_alloc", "ALLOC_FAILED", "out of memory")
 REST = "activations and the rest"
 RESERVE_BYTES = 4 << 20     # for the report, when nothing else is left
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether this is it, or what this comes from."""
-    if error is None:
-        return False
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS):
-        return True
-    return out_of_memory(error.__cause__ or error.__context__)
 
 
 class Account:

@@ -135,14 +135,14 @@ def family(m: ModelConfig) -> Family:
 
 
 @checked
-def export(run: Place, out: Folder) -> Path:
+def export(run: Run | Place, out: Folder) -> Path:
     """Write the newest good weights of a run, in float32 or as it keeps them. The tokenizer is the
     run's own, tokenizer.json of its folder, and is not converted.
 
     Raises ConfigError for a model that transformers does not have, a run without a checkpoint, and
     a folder that is there already.
     """
-    run, out = Run.open(run), Path(out)
+    run, out = run if isinstance(run, Run) else Run.open(run), Path(out)
     m = run.config.model
     kind = family(m)
     if out.exists():

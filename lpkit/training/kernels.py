@@ -9,8 +9,8 @@ PyTorch's own stay, unless others are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,21 +20,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.kernels.choose import candidates, choose
+from lpkit.kernels import cross_entropy
+from lpkit.kernels.choose import candidates, choose, version
+from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.kernels import KERNELS, asked_of, by_name
 
 OF_KERNEL = "kernel:"       # before its name, among a run's choices
+FEW = 256                   # tokens: a definition in float64 holds 50 times what it is given
+LOSS, LOGITS = "cross-entropy", 32      # the kernel of a loss in pieces, and tokens of it
+OFFERED = {LOSS: cross_entropy.OFFERED}     # in place of a kernel's candidates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Transform):
     """asked: `system.kernels`; besides: a kernel that is chosen elsewhere, the optimizer's; before:
-    what a run that goes on was begun with, by kernel; batch: a micro-batch's sequences and tokens.
-    `choices` fills up when it is called. Raises ConfigError for a kernel that no layer calls."""
+    what a run that goes on was begun with, by kernel; batch: a micro-batch's sequences and tokens;
+    piece: tokens of which the loss has logits at a time, 0: it calls no kernel. What the first of
+    `ranks` finds holds for all. `choices` fills up when it is called. Raises ConfigError for a
+    kernel that no layer calls."""
 
     asked: str
     besides: str = ""
     batch: tuple[int, int]
+    piece: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
@@ -50,38 +59,90 @@ class Kernels(Transform):
         for name in named.keys() - at_hand.keys() - {"", self.besides}:
             raise ConfigError(f"system.kernels={self.asked}: no layer of this model calls {name}; "
                               f"its kernels: {', '.join(at_hand)}")
-        for name, arguments in at_hand.items():
-            kernel = KERNELS[name].load()
-            asked = self.before.get(name, asked_of(self.asked, name))
-            if on_cpu and asked == "auto":
-                continue
-            known = asked == "auto" or asked in candidates(kernel) or name in named
-            chosen = choose(name, kernel, asked if known else "auto", arguments)
-            choice = replace(chosen.choice, asked=self.asked)
-            if not known:
-                choice = replace(choice, why=f"it has no version {asked}; {choice.why}")
-            self.choices[OF_KERNEL + name] = choice
+        found = self.ranks.by_first(partial(self._raced, at_hand, on_cpu=on_cpu))
+        for name, choice in found.items():
+            self.choices[OF_KERNEL + name] = Choice(**choice)
+            call = version(_offered(name), choice["used"], at_hand[name][1])
             for module, attribute, of in _sites(model):
                 if of == name:
-                    setattr(module, attribute, chosen.call)
+                    setattr(module, attribute, call)
         return model
 
-    @torch.no_grad()
-    def _at_hand(self, model: nn.Module) -> dict[str, tuple]:
-        """What the first call of each kernel is given in a forward, by the kernel's name."""
-        seen: dict[str, tuple] = {}
-        sites = list(_sites(model))
-        for module, attribute, name in sites:
-            setattr(module, attribute, partial(_watched, getattr(module, attribute), name, seen))
+    def _raced(self, at_hand: Mapping[str, tuple[list, list]], on_cpu: bool) -> dict[str, dict]:
+        found = {}
+        for name, (few, many) in at_hand.items():
+            asked, offered = self.before.get(name, asked_of(self.asked, name)), _offered(name)
+            if on_cpu and asked == "auto":
+                continue
+            known = asked == "auto" or asked in offered or name in by_name(self.asked)
+            choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
+                            offered=offered).choice
+            said = "" if known else f"it has no version {asked}; "
+            found[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
+        return found
+
+    def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
+        """What each kernel is given in a training forward and backward, by its name: of a few
+        tokens, which float64 has room for, and of a micro-batch."""
         B, T = self.batch
+        (few, some), (many, logits) = self._seen(model, 1, min(T, FEW)), self._seen(model, B, T)
+        found = {name: (list(few[name].values()), list(calls.values()))
+                 for name, calls in many.items()}
+        if self.piece:
+            found[LOSS] = _of_loss(some[:LOGITS]), _of_loss(logits)
+        return found
+
+    def _seen(self, model: nn.Module, B: int, T: int
+              ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
+        """By name and by what is no tensor's size: of the first block, forward and backward, and
+        of what it does not call in the model's forward, which keeps nothing. And the logits."""
+        everywhere: dict[str, dict[tuple, tuple]] = {}
+        trained: dict[str, dict[tuple, tuple]] = {}
         tokens = torch.arange(B * T, device=next(model.parameters()).device) % model.config.V
+        state = [(one, one.clone()) for one in model.buffers()]
+        block, given = model.blocks[0], []
+        hook = block.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
         model.eval()        # the state of recipes stays
-        with self.autocast:
-            model(tokens.view(B, T))
+        with self.autocast, hook, watched(model, everywhere), torch.no_grad():
+            h = model.hidden(tokens.view(B, T)).flatten(0, 1)
+            logits = model.head(h[:self.piece or len(h)])
+        (x, *others), named = given[0]
+        x = x.detach().requires_grad_()
+        draw = torch.Generator(x.device).manual_seed(0)
+        with watched(model, trained), torch.enable_grad():
+            with self.autocast:
+                out = block(x, *others, **named)
+            g = torch.randn(out.shape, generator=draw, device=out.device) * 2.0**-12
+            torch.autograd.grad(out, [x, *block.parameters()], g.to(out.dtype), allow_unused=True)
         model.train()
-        for module, attribute, _ in sites:
-            delattr(module, attribute)      # the class's own shows again
-        return seen
+        for one, before in state:
+            one.copy_(before)
+        return everywhere | trained, logits
+
+
+def _of_loss(logits: Tensor) -> list[tuple]:
+    """Without weights of tokens, and with them."""
+    rows = torch.arange(len(logits), device=logits.device)
+    targets = rows * 7 % logits.shape[1]
+    return [(logits, targets), (logits, targets, (rows % 3).float())]
+
+
+def _offered(name: str) -> Mapping[str, Callable[..., Any]]:
+    return OFFERED.get(name) or candidates(KERNELS[name].load())
+
+
+@contextmanager
+def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[None]:
+    """Within, `seen` fills up with the first call of each kind."""
+    sites = list(_sites(model))
+    for module, attribute, name in sites:
+        call = partial(_watched, getattr(module, attribute), seen.setdefault(name, {}))
+        setattr(module, attribute, call)
+    yield
+    for module, attribute, name in sites:
+        delattr(module, attribute)      # the class's own shows again
+        if not seen.get(name, True):
+            del seen[name]
 
 
 def _sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
@@ -91,7 +152,9 @@ def _sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
                 yield holder, attribute, name
 
 
-def _watched(call: Callable[..., Any], name: str, seen: dict[str, tuple], *arguments: Any) -> Any:
-    if name not in seen:
-        seen[name] = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+def _watched(call: Callable[..., Any], seen: dict[tuple, tuple], *arguments: Any) -> Any:
+    kind = tuple((a.dtype, a.ndim, a.is_contiguous()) if isinstance(a, Tensor) else
+                 type(a) if isinstance(a, tuple) else a for a in arguments)
+    if kind not in seen:
+        seen[kind] = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in arguments)
     return call(*arguments)

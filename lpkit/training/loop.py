@@ -3,29 +3,34 @@
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from lpkit import hardware, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.precision.linear import nonfinite_report
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
 from lpkit.training.ahead import AHEAD, Arriving, moment
-from lpkit.training.background import PAUSE, STOP, Control
+from lpkit.training.background import PAUSE, STOP, Control, GivenUp
 from lpkit.training.build import environment
-from lpkit.training.exhausted import Account, out_of_memory
+from lpkit.training.checkpoint import Checkpoint
+from lpkit.training.exhausted import Account
 from lpkit.training.runs import Observers, Run, RunFailedError
+from lpkit.training.steps import Phases
 from lpkit.training.training import Training, Update
 
+RECORD = "record"           # in a checkpoint's state: of the step whose evaluation was given up
 PAUSED_SECONDS = 0.1        # after which the other ranks hear again that they wait
 
 
@@ -38,7 +43,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     (a loss that is not a number, a full disk, no memory left). Whatever else is raised on the way
     is recorded as the run's error first.
     """
-    config, control, run = training.config, control or Control(), Run(path)
+    config, control, run = training.config, control or Control(), Run.at(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     if not training.ranks.first:
         return _follow(training, run, observers)
@@ -52,11 +57,13 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         sweep(path)
         energy_before, reached = hardware.energy_joules(training.device), None
         try:
-            summary |= _begin(training, run, here)
+            found, begun = _begin(training, run, here)
+            summary |= begun
             reached = summary["from_step"]
             with open_own(path / runs.METRICS, "a") as log:
-                for record in _steps(training, run, reached, control):
-                    log.write(records.line(record.to_dict()))
+                chain = records.Chain(path / runs.METRICS, run.mark)
+                for record in _steps(training, run, found, control):
+                    log.write(chain.line(record.to_dict()))
                     log.flush()
                     observers(record)
                     _refuse_nan(record, run, training)
@@ -91,8 +98,9 @@ def _follow(training: Training, run: Run, observers: Observers) -> Run:
     hardware.reset_peak(training.device)
     account, reached = Account(training), 0
     try:
-        reached, _ = _restore(training, run)
-        for record in _steps(training, run, reached, Control()):
+        found, _ = _restore(training, run)
+        reached = found.step if found else 0
+        for record in _steps(training, run, found, Control()):
             observers(record)
             _refuse_nan(record, run, training)
             reached = record.step
@@ -104,22 +112,29 @@ def _follow(training: Training, run: Run, observers: Observers) -> Run:
     return run
 
 
-def _begin(training: Training, run: Run, here: dict[str, Any]) -> dict[str, Any]:
-    """Go back to the newest good checkpoint, and record this start. Returns `from_step`, and
+def _begin(training: Training, run: Run, here: dict[str, Any]
+           ) -> tuple[Checkpoint | None, dict[str, Any]]:
+    """Go back to the newest good checkpoint, and record this start. Returns that, `from_step`, and
     `damaged`: a sentence for each file or line that is passed over."""
-    start, damaged = _restore(training, run)
-    good, problems = records.read_lines(run.path / runs.METRICS)
+    problems = run.damage
+    found, damaged = _restore(training, run)
+    start, before = found.step if found else 0, run.environments
     damaged += problems
-    before = run.environments
     if before and not start:
         print(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
               f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
     begun = {"from_step": start, "damaged": damaged}
-    records.write(run.path / runs.ENVIRONMENT, {"starts": [*before, here | begun]})
-    history = [line for line in good if line["step"] <= start]      # the rest is done again
-    write_atomically(run.path / runs.METRICS, "".join(map(records.line, history)))
-    records.write(run.path / runs.SUMMARY, {"status": "running"})
-    return begun
+    now = here | begun | {"lines": found.lines if found else {}}
+    # a kill before the next summary leaves files of which this one says nothing
+    running = {"status": "running", records.RUN: run.mark}
+    records.write(run.path / runs.SUMMARY, running)
+    write_atomically(run.path / runs.CONFIG, runs.sealed_yaml(training.config, run.mark))
+    records.write(run.path / runs.ENVIRONMENT, {records.RUN: run.mark, "starts": [*before, now]})
+    for path in {run.path / runs.METRICS, *run.path.glob("*.jsonl")}:
+        again = path.name == runs.METRICS and found and RECORD in found.state
+        records.rewind(path, start - bool(again))
+    records.write(run.path / runs.SUMMARY, running | {"vouches": run.vouches(ended=False)})
+    return found, begun
 
 
 def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Config) -> None:
@@ -128,7 +143,8 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
     if reached is not None:
         summary |= {"steps": reached, "tokens": reached * config.tokens_per_step}
     if reached is not None or not path.exists():
-        records.write(path, summary)
+        more = {records.RUN: run.mark, "vouches": run.vouches(ended=True)}
+        records.write(path, summary | more)
 
 
 def _without_memory(error: BaseException, account: Account, step: int, run: Run) -> dict[str, Any]:
@@ -150,12 +166,13 @@ class _Begun:
     numbers: Arriving
 
     @classmethod
-    def after(cls, since: Any, step: int, training: Training) -> "_Begun":
-        done = training.update(step - 1)
+    def after(cls, since: Any, step: int, training: Training, phases: Phases) -> "_Begun":
+        with nullcontext() if phases is nullcontext else training.undone():
+            done = training.update(step - 1, phases=phases)
         numbers = {"loss": done.loss, "grad_norm": done.grad_norm, **done.extra}
         return cls(step, since, done, Arriving(numbers, training.device))
 
-    def record(self, training: Training, val_loss: Callable[[], float | None]) -> StepRecord:
+    def record(self, training: Training) -> StepRecord:
         """Waits for the device, where it is not done."""
         extra = self.numbers.values()
         return StepRecord(
@@ -163,42 +180,84 @@ class _Begun:
             lr=self.done.lr,
             tokens=self.step * training.config.tokens_per_step,
             step_seconds=self.numbers.at.seconds_since(self.since),
-            peak_bytes=hardware.peak_bytes(training.device), val_loss=val_loss(),
-            extra=extra)
+            peak_bytes=hardware.peak_bytes(training.device), extra=extra)
 
 
-def _steps(training: Training, run: Run, start: int, control: Control) -> Iterator[StepRecord]:
+def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Control
+           ) -> Iterator[StepRecord]:
     """Update, evaluate, save. A step is told when its numbers have arrived: on a GPU up to AHEAD
-    steps late, and before anything is evaluated, saved, paused or given up."""
+    steps late, and before anything is evaluated, saved, paused or given up.
+
+    A stop gives up the step that has micro-batches left, or the evaluation, which comes again when
+    the run goes on: its checkpoint has the record that waits for it. A signal breaks off the first
+    step, too, which may compile for minutes: nothing was done that could be lost.
+    """
     config, device = training.config, training.device
     waiting: deque[_Begun] = deque()
-    saved = start
+    saved = start = begin.step if begin else 0
+    # a governor's begin cannot be undone
+    parts = config.micro_batches > 1 and not training.governors
+    phases = partial(_heeding, training, control) if parts else nullcontext
 
     def every(n: int, step: int) -> bool:
         return step == config.steps or (n > 0 and step % n == 0)
 
+    if begin and RECORD in begin.state:
+        record, stopping = _evaluated(StepRecord(**begin.state[RECORD]), training, control)
+        yield record
+        if stopping:
+            return
     for step in range(start + 1, config.steps + 1):
         if control.asked() == PAUSE:
             yield from _arrived(training, waiting, 0)
-        if stopping := _stopped(training, control):
-            step -= 1
-        else:
+        if not (stopping := _stopped(training, control)):
             since = waiting[-1].numbers.at if waiting else moment(device)
             try:
-                waiting.append(_Begun.after(since, step, training))
+                with control.breaking(step == start + 1 and training.ranks.world == 1):
+                    waiting.append(_Begun.after(since, step, training, phases))
+            except GivenUp:
+                stopping = True
             except BaseException:
                 with suppress(RuntimeError):    # of a device that failed nothing arrives
                     yield from _arrived(training, waiting, 0)
                 raise
+        step -= stopping
         evaluating = not stopping and every(config.eval_every, step)
-        saving = step > saved and (stopping or every(config.checkpoint_every, step))
-        yield from _arrived(training, waiting, 0 if evaluating or saving or stopping else AHEAD,
-                            step if evaluating else 0)
-        if saving:
-            _save(training, run, step)
+        ending = evaluating or stopping or every(config.checkpoint_every, step)
+        unevaluated = None
+        for record in _arrived(training, waiting, 0 if ending else AHEAD):
+            if evaluating and record.step == step and _finite(record):
+                record, stopping = _evaluated(record, training, control)
+                unevaluated = record if stopping else None
+            if not unevaluated:
+                yield record
+        if step > saved and (stopping or every(config.checkpoint_every, step)):
+            _save(training, run, step, unevaluated)
             saved = step
+        if unevaluated:
+            yield unevaluated
         if stopping:
             return
+
+
+def _evaluated(record: StepRecord, training: Training, control: Control
+               ) -> tuple[StepRecord, bool]:
+    """And whether the evaluation was given up."""
+    try:
+        with control.breaking(training.ranks.world == 1):   # ranks must give up the same thing
+            loss = training.evaluate(phases=partial(_heeding, training, control))
+    except GivenUp:
+        return record, True
+    return replace(record, val_loss=loss), False
+
+
+# A frame that an error keeps is cleared, but not what a function closes over.
+@contextmanager
+def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
+    """Before each part all ranks hear whether to give up."""
+    if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
+        raise GivenUp
+    yield
 
 
 def _stopped(training: Training, control: Control) -> bool:
@@ -208,28 +267,23 @@ def _stopped(training: Training, control: Control) -> bool:
     return said == STOP
 
 
-# A frame that an error keeps is cleared, but not what a function closes over.
-def _arrived(training: Training, waiting: deque[_Begun], at_most: int,
-             evaluate_at: int = 0) -> Iterator[StepRecord]:
+def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
     """Those whose numbers are there; all but `at_most` are waited for."""
     while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
-        one = waiting.popleft()
-        yield one.record(training, training.evaluate if one.step == evaluate_at else _nothing)
+        yield waiting.popleft().record(training)
 
 
-def _nothing() -> None:
-    return None
-
-
-def _save(training: Training, run: Run, step: int) -> None:
+def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | None) -> None:
     if training.ranks.first:
         sync(run.path / runs.METRICS)   # no step that the checkpoint vouches for gets lost
     state = training.state_dict()
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     numbers = {name: value for name, value in state.items() if name not in tensors}
+    waits = {RECORD: unevaluated.to_dict()} if unevaluated else {}
     try:
-        checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers},
-                        run=run.identity["run"], keep=training.config.keep_checkpoints)
+        checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers, **waits},
+                        run=run.identity["run"], keep=training.config.keep_checkpoints,
+                        lines=run.vouches(ended=False)["lines"] if training.ranks.first else None)
     except OSError as error:
         raise RunFailedError(
             f"step {step}: the checkpoint could not be written ({error.strerror or error}); kept: "
@@ -237,15 +291,15 @@ def _save(training: Training, run: Run, step: int) -> None:
             f"--out, then go on with --resume") from error
 
 
-def _restore(training: Training, run: Run) -> tuple[int, list[str]]:
-    """Load the newest good checkpoint. Its step, or 0, and a sentence for each damaged one."""
+def _restore(training: Training, run: Run) -> tuple[Checkpoint | None, list[str]]:
+    """Load the newest good checkpoint, if there is one. A sentence for each damaged one."""
     checkpoint.sweep(run.checkpoints)
     found, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                             blank=training.blank)
-    if found is None:
-        return 0, damaged
-    training.load_state_dict(found.tensors | found.state["optimizer"], source=found.path)
-    return found.step, damaged
+    if found is not None:
+        training.load_state_dict(found.tensors | found.state["optimizer"], source=found.path)
+        found = replace(found, tensors={})      # a run is long, and they are loaded
+    return found, damaged
 
 
 def _last_checkpoint(run: Run) -> str | None:
@@ -272,7 +326,6 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
     """Makes the folder this run's, or refuses it. Returns what the record says of a run that is
     trained longer than it was meant to be."""
     config, path = training.config, run.path
-    who = runs.identify(config, training.tokens, training.tokenizer)
     extended = {}
     if not (path / runs.CONFIG).exists():
         if any(not p.name.startswith(".") for p in path.iterdir()):
@@ -281,16 +334,19 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} already holds a run; choose another --out, or go on "
                           f"with --resume")
     else:
-        extended = _refuse_another(run, config, who)
-    write_atomically(path / runs.CONFIG, runs.sealed_yaml(config))
-    records.write(path / runs.TOKENIZER, training.tokenizer)
+        extended = _refuse_another(run, training)
     if not (path / runs.IDENTITY).exists():
+        who = runs.identify(config, training.tokens, training.tokenizer, born=uuid4().hex)
+        mark = who["run"][:records.MARK_DIGITS]
+        write_atomically(path / runs.CONFIG, runs.sealed_yaml(config, mark))
+        records.write(path / runs.TOKENIZER, {**training.tokenizer, records.RUN: mark})
         records.write(path / runs.IDENTITY, who)
     return extended
 
 
-def _refuse_another(run: Run, config: Config, who: dict[str, Any]) -> dict[str, Any]:
+def _refuse_another(run: Run, training: Training) -> dict[str, Any]:
     """A run goes on as what it was begun as. Raises ConfigError, which names what differs."""
+    config = training.config
     was, now = flat(run.config), flat(config)
     changes = [f"{key} was {was.get(key)} and is {now[key]}" for key in now
                if now[key] != was.get(key) and key not in runs.MAY_CHANGE]
@@ -301,14 +357,15 @@ def _refuse_another(run: Run, config: Config, who: dict[str, Any]) -> dict[str, 
                           f"{', '.join(changes)}; leave them, or start anew with another "
                           f"--out. Only steps may be raised")
     # a kill in the first moments came between the files
-    if (run.path / runs.IDENTITY).exists() or checkpoint.folders(run.checkpoints):
+    if (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
+            or checkpoint.folders(run.checkpoints)):
         said = run.identity
-        if said["tokens"] != who["tokens"]:
+        if said["tokens"] != training.tokens:
             raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
                               f"{said['tokens']}, and data.source={config.data.source} now gives "
-                              f"{who['tokens']}; give back the text that it was begun with, or "
+                              f"{training.tokens}; give back the text that it was begun with, or "
                               f"start anew with another --out")
-        if said["run"] != who["run"]:
+        if said["tokenizer"] != records.digest(training.tokenizer):
             raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={config.data.source} "
                               f"now gives another tokenizer than the one that it was begun with; "
                               f"start anew with another --out")
@@ -319,8 +376,12 @@ def _refuse_another(run: Run, config: Config, who: dict[str, Any]) -> dict[str, 
                         f"run had been begun with them"}
 
 
+def _finite(record: StepRecord) -> bool:
+    return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+
+
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
-    if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+    if not _finite(record):
         happened = f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}"
         if casts := nonfinite_report(training.model):
             happened += f"; {casts}"

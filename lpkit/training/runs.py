@@ -8,7 +8,8 @@
     tokenizer.json     so that sampling needs no corpus
     checkpoints/       see `lpkit.training.checkpoint`; each names its run
 
-Every file carries a checksum, and the readers here compare it: see `lpkit.records`.
+Every file carries a checksum and its run; the summary vouches for the other files, a checkpoint for
+the lines up to its step. The readers here compare all that: see `lpkit.records`.
 """
 
 import hashlib
@@ -23,15 +24,17 @@ from typing import Any
 from lpkit import files, nn, records
 from lpkit.config import Config, flat
 from lpkit.contracts import Observer, StepRecord
-from lpkit.errors import ConfigError, DamagedError, named
+from lpkit.errors import ConfigError, DamagedError, named, nearest
+from lpkit.errors import RunFailedError as RunFailedError
 from lpkit.files import refuse_links
 from lpkit.tables import html_table
 from lpkit.techniques.layouts import Layout
-from lpkit.values import Place, checked
+from lpkit.values import Checked, Place
 
 IDENTITY, LOCK = "run.json", ".lock"
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints"
+LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 
 
 # What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
@@ -39,10 +42,7 @@ SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
               "precision.telemetry_every"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
-
-
-class RunFailedError(RuntimeError):
-    """A run that could not go on. The message says at which step, why, and what was kept."""
+OF_RUN = "# The run: "
 
 
 class Observers:
@@ -66,42 +66,71 @@ class Observers:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Raises ConfigError for a folder with links in it: it would be read and written elsewhere."""
+class Run(Checked):
+    """Raises ConfigError for a folder without a run; for one with links in it, which would be read
+    and written elsewhere."""
 
-    path: Path
+    path: Place
 
     def __post_init__(self):
-        refuse_links(self.path)
-        refuse_links(self.checkpoints)
+        super().__post_init__()
+        if not (self.path / CONFIG).is_file():
+            runs = [p.parent.name for p in self.path.parent.glob(f"*/{CONFIG}")]
+            beside = f"; {nearest(self.path.name, runs)}" if runs else ""
+            raise ConfigError(f"{named(self.path)!r} holds no run (no {CONFIG}){beside}")
+        self._refuse_links()
 
     @classmethod
-    @checked
     def open(cls, path: Place) -> "Run":
-        """Raises ConfigError when the folder holds no run."""
-        path = Path(path)
-        if not (path / CONFIG).is_file():
-            runs = sorted(p.parent.name for p in path.parent.glob(f"*/{CONFIG}"))
-            beside = f"; beside it: {named(', '.join(runs))}" if runs else ""
-            raise ConfigError(f"{named(path)!r} holds no run (no {CONFIG}){beside}")
         return cls(path)
+
+    @classmethod
+    def at(cls, path: Path) -> "Run":
+        """Of a folder that may hold none yet."""
+        run = object.__new__(cls)
+        object.__setattr__(run, "path", path)
+        run._refuse_links()
+        return run
+
+    def _refuse_links(self) -> None:
+        refuse_links(self.path)
+        refuse_links(self.checkpoints)
 
     @property
     def config(self) -> Config:
         """Raises DamagedError when config.yaml is not what was written."""
         return Config.from_yaml(_unsealed_yaml(self.path / CONFIG))
 
+    @property
+    def mark(self) -> str | None:
+        """What every line and record of this run carries. None where run.json is not there or is
+        damaged, and in a run that an older lpkit began, of which nothing carries any."""
+        try:
+            said = records.read(self.path / IDENTITY)
+        except DamagedError:
+            return None
+        return said["run"][:records.MARK_DIGITS] if said.get("born") else None
+
+    def _record(self, name: str) -> dict[str, Any]:
+        """Raises DamagedError, also for a record of another run."""
+        said, mark = records.read(self.path / name), self.mark
+        if said.pop(records.RUN, None) != mark and mark:
+            raise _of_another(self.path / name, "run", self.path)
+        return said
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What run.json says, once config.yaml and tokenizer.json agree with it. Raises
         DamagedError."""
         said = records.read(self.path / IDENTITY)
-        here = identify(self.config, said.get("tokens"), self.tokenizer, said.get("model_version"))
+        here = identify(self.config, said.get("tokens"), self.tokenizer, said.get("model_version"),
+                        said.get("born"))
+        carried = _unsealed_yaml(self.path / CONFIG).rpartition(OF_RUN)[2].strip()
+        if OF_RUN in _unsealed_yaml(self.path / CONFIG) and carried != self.mark:
+            raise _of_another(self.path / CONFIG, "run", self.path)
         for part, path in (("settings", CONFIG), ("tokenizer", TOKENIZER), ("run", IDENTITY)):
             if said.get(part) != here[part]:
-                raise DamagedError(f"{self.path / path} belongs to another run than "
-                                   f"{self.path / IDENTITY}: their {part} differ; put the run's "
-                                   f"own file back")
+                raise _of_another(self.path / path, part, self.path)
         if said["model_version"] != nn.VERSION:
             raise ConfigError(f"{str(self.path)!r} was trained with version "
                               f"{said['model_version']} of the model, and this lpkit has version "
@@ -113,10 +142,10 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The result. Of a run that goes on or was killed, what its metrics say so far. Of no run,
         nothing. Raises DamagedError."""
-        path = self.path / SUMMARY
         if not (self.path / CONFIG).is_file():
             return {}
-        said = records.read(path) if path.is_file() else {"status": "running"}
+        said = self._record(SUMMARY) if (self.path / SUMMARY).is_file() else {"status": "running"}
+        said.pop("vouches", None)
         if said["status"] != "running":
             return said
         status = "running" if files.is_locked(self.path / LOCK) else "killed"
@@ -125,8 +154,8 @@ class Run:
     @property
     def environments(self) -> list[dict[str, Any]]:
         """Of every start, the oldest first. Raises DamagedError."""
-        path = self.path / ENVIRONMENT
-        return records.read(path)["starts"] if path.is_file() else []
+        known = (self.path / ENVIRONMENT).is_file()
+        return self._record(ENVIRONMENT)["starts"] if known else []
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -135,7 +164,7 @@ class Run:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        return records.read(self.path / TOKENIZER)
+        return self._record(TOKENIZER)
 
     @property
     def checkpoints(self) -> Path:
@@ -144,17 +173,61 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every step that was reported. A damaged line is left out, and named in `problems`."""
-        return records.read_lines(self.path / METRICS)[0]
+        return records.read_lines(self.path / METRICS, self.mark)[0]
+
+    def vouches(self, *, ended: bool) -> dict[str, Any]:
+        """What a summary of now says of the other files, so that none is lost, or replaced by one
+        of another moment. Checkpoints come and go until the run has ended."""
+        paths = [self.path / name for name in (IDENTITY, CONFIG, ENVIRONMENT, TOKENIZER)]
+        if ended:
+            paths += [*self.path.glob(MANIFESTS), *self.checkpoints.glob(LATEST)]
+        return {"files": {str(path.relative_to(self.path)): files.sha256(path) for path in paths
+                          if path.is_file()},       # whoever reads it says what it is instead
+                "lines": {path.name: records.head(path) for path in self.path.glob("*.jsonl")}}
 
     @property
-    def problems(self) -> list[str]:
-        """A sentence for each file or line that is not what was written."""
-        found = records.read_lines(self.path / METRICS)[1]
-        for read in (lambda: self.identity, lambda: self.summary, lambda: self.environments):
+    def damage(self) -> list[str]:
+        """A sentence for each file or line that is not what was written, or not there."""
+        found, said, starts = [], {}, []
+        reads = [lambda: self.identity, lambda: starts.extend(self.environments)]
+        if (self.path / ENVIRONMENT).exists() or (self.path / SUMMARY).exists():    # both, or none
+            reads.append(lambda: said.update(self._record(SUMMARY).get("vouches", {})))
+        for read in reads:
             try:
                 read()
             except ConfigError as error:
                 found.append(str(error))
+        latest = self.checkpoints / LATEST
+        with suppress(DamagedError):        # a name that is no text names nothing
+            name = records.text_of(latest).strip()
+            if not (self.checkpoints / name).is_dir():
+                found.append(f"{named(latest)} names {named(name)}, which is not there")
+        for name, due in said.get("files", {}).items():
+            path = self.path / name
+            if not path.is_file():
+                found.append(f"{named(path)} is missing, and {SUMMARY} vouches for it")
+            elif files.sha256(path) != due:
+                found.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of them "
+                             f"was altered, or is of another moment of the run")
+        heads = [(SUMMARY, said.get("lines", {})),
+                 *((ENVIRONMENT, start.get("lines", {})) for start in starts)]
+        for path in self.path.glob(MANIFESTS):
+            with suppress(ConfigError):
+                heads.append((path.parent.name, records.read(path).get("lines", {})))
+        names = {METRICS, *(path.name for path in self.path.glob("*.jsonl"))}
+        for name in sorted(names.union(*(lines for _, lines in heads))):
+            vouched = [(who, *lines[name]) for who, lines in heads if name in lines]
+            found += records.read_lines(self.path / name, self.mark, vouched)[1]
+        return list(dict.fromkeys(found))
+
+    @property
+    def problems(self) -> list[str]:
+        """`damage`; and that none would be seen, where an older lpkit began the run."""
+        found = self.damage
+        with suppress(DamagedError):
+            if not records.read(self.path / IDENTITY).get("born"):
+                found.append(f"{str(self.path)!r} was begun by an older lpkit: a line or a file of "
+                             f"it that is missing or of another run would not be noticed")
         return found
 
     def _repr_html_(self) -> str:
@@ -166,25 +239,31 @@ class Run:
 
 
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
-             model_version: int = nn.VERSION) -> dict[str, Any]:
+             model_version: int = nn.VERSION, born: str | None = None) -> dict[str, Any]:
     """What decides the numbers of a run, and under "run" the hash of it all. `tokens`: the SHA-256
-    of the training and the validation tokens."""
+    of the training and the validation tokens. `born`: drawn at the run's birth, which tells it from
+    another of the same numbers; None: an older lpkit drew none."""
     settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
     facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
-             "model_version": model_version}
+             "model_version": model_version} | ({"born": born} if born else {})
     facts = records.plain(facts)
     return facts | {"run": records.digest(facts)}
 
 
-def sealed_yaml(config: Config) -> str:
-    text = config.to_yaml()
+def _of_another(path: Path, part: str, run: Path) -> DamagedError:
+    return DamagedError(f"{named(path)} belongs to another run than {named(run / IDENTITY)}: their {part} "
+                        f"differ{'s' * (part == 'run')}; put the run's own file back")
+
+
+def sealed_yaml(config: Config, mark: str | None = None) -> str:
+    text = config.to_yaml() + (f"{OF_RUN}{mark}\n" if mark else "")
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def _unsealed_yaml(path: Path) -> str:
     text, seal, due = records.text_of(path).partition(SEAL)
     if not seal or due.strip() != hashlib.sha256(text.encode()).hexdigest():
-        raise DamagedError(f"{path} is not what the run wrote: it was cut off or altered. Undo the "
+        raise DamagedError(f"{named(path)} is not what the run wrote: it was cut off or altered. Undo the "
                            f"change; settings that may change are given with --set, and others "
                            f"need a run of their own (train a copy of the file with another --out)")
     return text

@@ -18,7 +18,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
-from lpkit.values import Count, Place, PositiveOrZero, Seed, checked
+from lpkit.values import Count, Place, PositiveOrZero, Seed, checked, utf8
 
 
 @checked
@@ -39,7 +39,10 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     pick(CACHES, cache, "cache")        # before minutes of loading
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
-    prompts = [tokenizer.encode(one) for one in ([prompt] if isinstance(prompt, str) else prompt)]
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    for one in texts:
+        utf8("prompt", one)
+    prompts = [tokenizer.encode(one) for one in texts]
     if not prompts:
         raise ConfigError("there is no prompt in the list; give at least one")
     if not all(prompts):
@@ -64,6 +67,8 @@ def trained(run: Run, device: str = "cpu") -> Training:
         raise ConfigError(said)
     for problem in problems:
         print(f"lpkit: the weights are those of step {found.step}: {problem}", file=sys.stderr)
+    for problem in run.damage:
+        print(f"lpkit: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
                      parallel=Layout())

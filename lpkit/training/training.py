@@ -12,8 +12,8 @@ what a run does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -38,6 +38,7 @@ from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build
 from lpkit.training.ahead import prefetched
+from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
 from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import LossScaler, Phases, accumulate
@@ -121,7 +122,7 @@ class Training:
             val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
                                 files.val, piece, config.seed + VALIDATION), ranks, piece)
         rows, device, m = rows_of(config), decisions.device, config.memory
-        kernels = build.kernels(config, decisions)
+        kernels = build.kernels(config, decisions, ranks)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
                           entry=build.entry_of_loss(config, decisions))
         model = build.build_model(config, decisions, kernels, shards)
@@ -136,7 +137,7 @@ class Training:
         placement = rows["optimizer_state"].load()(device)
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
-                                  kernels=config.system.kernels)
+                                  kernels=config.system.kernels, by_first=ranks.by_first)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         choices = stepper.recorded(optimizer, decisions.choices | kernels.choices)
@@ -149,7 +150,7 @@ class Training:
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
-            loss=build.build_loss(config, decisions),
+            loss=build.build_loss(config, replace(decisions, choices=choices)),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
             cached_casts=cached_casts,
             governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
@@ -194,17 +195,37 @@ class Training:
             return accumulate(self.model, self.loss, batch, self.config.micro_batches,
                               scaler=self.scaler, phases=phases, sharding=self.sharding)
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """A step that is given up within leaves nothing: no gradient, and of what micro-batches
+        move on (histories of casts, random generators) what there was before."""
+        buffers = [(t, t.clone()) for t in self.model.buffers()]
+        generators = self._generators()
+        try:
+            yield
+        except GivenUp:
+            for p in (*self.model.parameters(), *self.sharding.owned.values()):
+                p.grad = None
+            for t, before in buffers:
+                t.copy_(before)
+            self._set_generators(generators)
+            raise
+
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean nats per token over the first `eval_batches` batches of the validation data."""
+    def evaluate(self, *, phases: Phases = nullcontext) -> float:
+        """Mean nats per token over the first `eval_batches` batches of the validation data.
+        `phases` as in `update`: each batch is an "evaluation"."""
         self.model.eval()
         losses, weights = [], []
-        for i in range(self.config.eval_batches):
-            batch = self.val.batch(i).to(self.device)
-            losses.append(self.loss(self.model, batch))
-            weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
-                           else batch.weights.sum())
-        self.model.train()
+        try:
+            for i in range(self.config.eval_batches):
+                with phases("evaluation"):
+                    batch = self.val.batch(i).to(self.device)
+                    losses.append(self.loss(self.model, batch))
+                    weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
+                                   else batch.weights.sum())
+        finally:
+            self.model.train()
         if self.ranks.world == 1:
             return torch.stack(losses).mean().item()
         total = self.ranks.mean(torch.stack([torch.stack(weights) * torch.stack(losses),
@@ -236,10 +257,18 @@ class Training:
             whole = partial(self.sharding.whole, names[p])
             state |= {f"optimizer/{names[p]}/{slot}": whole(t) if torch.is_tensor(t) else t
                       for slot, t in slots.items()}
-        state["rng/cpu"] = torch.get_rng_state()
+        return state | self._generators()
+
+    def _generators(self) -> dict[str, Tensor]:
+        state = {"rng/cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         return state
+
+    def _set_generators(self, state: Mapping[str, Any]) -> None:
+        torch.set_rng_state(state["rng/cpu"])
+        if self.device.type == "cuda" and "rng/cuda" in state:
+            torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """What a tensor of a checkpoint is read into: of what this rank has rows of, those alone,
@@ -275,9 +304,7 @@ class Training:
                 value = self.state_placement.store(value)
             self.optimizer.state[parameters[parameter]][slot] = value
         self.sharding.spread()
-        torch.set_rng_state(state["rng/cpu"])
-        if self.device.type == "cuda" and "rng/cuda" in state:
-            torch.cuda.set_rng_state(state["rng/cuda"], self.device)
+        self._set_generators(state)
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """The weights and the buffers alone, for sampling."""

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.attention import KINDS
-from lpkit.ui.draw import axis, figure, rule, scatter
+from lpkit.ui.draw import SECONDS, axis, figure, rule, scatter
 from lpkit.ui.style import lines_of
 
 SEEN, HIDDEN = "#004488", "#eef1f5"
@@ -43,7 +43,7 @@ def mask_view(context: int) -> Callable[..., dict]:
 
 
 def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, unit: str,
-                title: str = "") -> dict:
+                title: str = "", others: float = 0.0) -> dict:
     """The plotly spec, both axes logarithmic: over the context, by kind, a line by formula and
     marks as measured."""
     data, lines = [], lines_of(measured)
@@ -51,9 +51,9 @@ def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, 
         data.append(scatter(formula[name], formula[name].values(), "", hover=None, showlegend=False,
                             line=lines[name], legendgroup=name))
         data.append(scatter(found, found.values(), name, lines[name]["color"], mode="markers",
-                            legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}"))
+                            legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
     contexts = sorted({T for found in measured.values() for T in found})
-    return figure(data, title, height=440,
+    return figure(data, title, others=others, height=440,
                   xaxis=axis("tokens in a sequence", type="log", tickvals=contexts,
                              ticktext=[f"{T:,}" for T in contexts]),
                   yaxis=axis("", type="log", dtick=1, exponentformat="SI", ticksuffix=unit))

@@ -8,12 +8,12 @@ from html import escape
 from textwrap import wrap
 
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import DIFFERENCES, Row
+from lpkit.predict.compare import DIFFERENCES, Row, disturbance
 from lpkit.predict.flops import Product
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import axis, figure, note, rule, scatter
+from lpkit.ui.draw import PALE, SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
@@ -37,6 +37,7 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
     lines, names = range(len(rows)), list(map(_name, rows))
+    pale = [PALE if disturbance(row.others) else 1.0 for row in rows]
     data, reach = [], _place(SHOWN)
     for answer, (field, colour, symbol, beside) in ANSWERS.items():
         values = [getattr(row, field) for row in rows]
@@ -49,12 +50,13 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
         words = ["" if value is None else f"{quantity(value, row.unit)} ({_off(off, row)})"
                  for value, off, row in zip(values, offs, rows)]
         data.append(scatter(places, lines, answer, colour, mode="markers+text", text=words,
-                            textposition=beside, marker={"symbol": symbol, "size": 11},
+                            textposition=beside,
+                            marker={"symbol": symbol, "size": 11, "opacity": pale},
                             textfont={"size": 12}, cliponaxis=False, hover="%{text}"))
     high = max(30 + 16 * len(data), *(17 * (2 + name.count("<br>")) for name in names))
     units = dict.fromkeys(DIFFERENCES.get(row.unit, "%") for row in rows)
     return figure(
-        data, title, height=120 + high * len(rows),
+        data, title, height=120 + high * len(rows), others=max(row.others for row in rows),
         xaxis=axis(f"off from what was measured, {' or '.join(units)}", **_powers(reach)),
         yaxis={"ticks": "", "tickvals": list(lines), "ticktext": names,
                "range": [len(rows) - 0.4, -0.6], "zeroline": False},
@@ -100,9 +102,11 @@ def _powers(reach: float) -> dict:
 
 
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
-                    title: str = "") -> dict:
+                    title: str = "", others: float = 0.0) -> dict:
     """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that
-    each operand moves once. Products of equal shape lie on one another."""
+    each operand moves once. Products of equal shape lie on one another. Where operands come from a
+    cache faster than memory is swept, a second roof says how fast: no point lies above it. Raises
+    ConfigError for a product that is faster than the arithmetic of `machine`."""
     def roof(intensity: float) -> float:
         return attainable_flops(machine, dtype, intensity)
 
@@ -110,24 +114,34 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
         together = f", {p.group} at once" if p.group > 1 else ""
         share = rates[p] / roof(p.intensity(itemsize))
         return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
-                f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of the roof")
+                f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of memory's and arithmetic's roof")
 
     ridge, peak = machine.ridge(dtype), machine.peak_flops(dtype)
+    if (fastest := max(rates.values())) > peak:
+        raise ConfigError(f"a product reached {quantity(fastest, 'FLOP/s')}, and the roof is "
+                          f"{quantity(peak, 'FLOP/s')}: it was measured too low; measure again")
     intensities = [p.intensity(itemsize) for p in rates]
     ends = [min(ridge, *intensities) / 4, ridge, max(ridge, *intensities) * 4]
     data = [scatter(ends, map(roof, ends), "roof", COLOURS[5], hover=None)]
+    swept = machine.bytes_per_second
+    cached = max(rate / p.intensity(itemsize) for p, rate in rates.items())
+    if cached > swept:
+        reach = [ends[0], peak / cached, ridge]
+        data.append(scatter(reach, [min(peak, cached * x) for x in reach],
+                            f"roof of the caches: {quantity(cached, 'B/s')}", COLOURS[5],
+                            line={"width": 1.5, "dash": "dot"}, hover=None))
     for kind, (names, colour, symbol) in PRODUCTS.items():
         ours = [p for p in rates if p.name.partition(": ")[2] in names]
         if ours:
             data.append(scatter([p.intensity(itemsize) for p in ours], [rates[p] for p in ours],
                                 kind, colour, mode="markers", text=list(map(words, ours)),
                                 marker={"symbol": symbol, "size": 9},
-                                hover="%{text}<extra></extra>"))
+                                hover="%{text}<extra></extra>", **SECONDS))
     bottom = min(roof(ends[0]), *rates.values()) / 2
     speed = (f"memory: {quantity(machine.bytes_per_second, 'B/s')}; "
              f"ridge at {ridge:.0f} FLOPs per byte")
     return figure(
-        data, title, height=440, xaxis=axis("FLOPs per byte moved", type="log", dtick="D2"),
+        data, title, others=others, height=440, xaxis=axis("FLOPs per byte moved", type="log", dtick="D2"),
         yaxis=axis(f"FLOP/s in {dtype}", type="log", dtick="D2", exponentformat="SI",
                    range=[math.log10(bottom), math.log10(2 * peak)]),
         shapes=[rule(x=ridge, layer="below")],

@@ -55,7 +55,7 @@ class Explorer(Stored, widgets.VBox):
             "grid_template_columns": "repeat(auto-fill, minmax(min(300px, 100%), 1fr))",
             "width": "100%", "grid_gap": "2px 24px", "align_items": "center",
             "padding": "8px 12px"})
-        drawing = widgets.Box([self.figure], layout={"flex": "1 1 520px", "min_width": "0",
+        drawing = widgets.Box([self.figure], layout={"flex": "1 1 640px", "min_width": "0",
                                                      "overflow": "hidden"})
         row = widgets.HBox([drawing, self.table], layout={
             "flex_flow": "row wrap", "align_items": "flex-start", **WIDE})

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from lpkit.predict.compare import disturbance
 from lpkit.tables import FAINT
 
 # an axis of names, the first on top
@@ -17,9 +18,19 @@ POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axi
 BYTES = {"exponentformat": "SI", "ticksuffix": "B"}
 
 
-def figure(data: Iterable[dict], title: str, **layout: Any) -> dict:
-    return {"data": list(data),
-            "layout": {"title": {"text": escape(title, quote=False)}, **layout}}
+SECONDS = {"meta": "seconds"}       # of a trace whose values are measured seconds
+PALE = 0.35
+
+
+def figure(data: Iterable[dict], title: str, *, others: float = 0.0, **layout: Any) -> dict:
+    """`others`: the share of the cores that other processes took while seconds were measured. If
+    that disturbs them, the traces with SECONDS are pale, and the line below the title says why."""
+    said, data = {"text": escape(title, quote=False)}, list(data)
+    if doubt := disturbance(others):
+        said["subtitle"] = {"text": f"pale: {doubt}", "font": {"size": 12, "color": FAINT}}
+        data = [{**trace, "opacity": PALE} if trace.get("meta") == SECONDS["meta"] else trace
+                for trace in data]
+    return {"data": data, "layout": {"title": said, **layout}}
 
 
 def axis(title: str, **more: Any) -> dict:

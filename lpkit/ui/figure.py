@@ -148,7 +148,9 @@ def plain(spec: Any) -> dict:
     layout.setdefault("height", TEMPLATE["layout"]["height"])
     if isinstance(layout.get("title"), str):
         layout["title"] = {"text": layout["title"]}
-    layout["margin"] = {"t": _headroom(data, layout), **layout.get("margin", {})}
+    margin = {"t": _headroom(data, layout), **layout.get("margin", {})}
+    margin["t"] += 26 * bool((layout.get("title") or {}).get("subtitle"))
+    layout["margin"] = margin
     return {"data": data, "layout": layout}
 
 

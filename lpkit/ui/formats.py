@@ -15,7 +15,7 @@ from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.draw import NAMES, POWERS, axis, box, columns, figure, note, rule, scatter
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, FORMAT_COLOURS, ROLE_COLOURS, lines_of
 
-BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": (COLOURS[1], INK)}
+BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": ("#ddaa33", INK)}
 OPERANDS = {"weights": "w", "activations": "x", "gradients": "dy"}      # as roles
 FATE_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
 PAPER = {"xref": "paper", "yref": "paper"}

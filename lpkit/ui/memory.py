@@ -19,7 +19,7 @@ from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.layouts import STAGES
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
+from lpkit.ui.draw import BYTES, NAMES, SECONDS, axis, bars, box, figure, note, rule, scatter
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, ROLE_COLOURS, WARNING
 
 ROW_COLOURS = {   # one family of rows, one hue
@@ -317,7 +317,8 @@ Box = tuple[float, float, float, float]     # left, low, right, high; pixels
 
 
 def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
-                  measured: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
+                  measured: Mapping[str, tuple[float, float]], *, title: str = "",
+                  others: float = 0.0) -> dict:
     """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
     None without a formula: such a prediction is a dash at the measured time. Edge: what no other
     technique beats in both, as measured. Raises ConfigError without "plain"."""
@@ -352,10 +353,10 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
         _marks("formula", timed, "circle-open", ANSWER_COLOURS["formula"]),
         _marks("formula for the bytes alone", untimed, "line-ew-open",
                ANSWER_COLOURS["formula"]),
-        _marks("measured", at, "circle", ANSWER_COLOURS["measured"]) | names,
+        _marks("measured", at, "circle", ANSWER_COLOURS["measured"]) | names | SECONDS,
     ]
     return figure(
-        [trace for trace in data if trace["x"]], title, height=560,
+        [trace for trace in data if trace["x"]], title, others=others, height=560,
         xaxis=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
         yaxis=axis(f"bytes less than plain's {quantity(most, 'bytes')}", **BYTES, range=y_range,
                    zeroline=False),

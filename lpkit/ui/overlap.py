@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lpkit.predict.units import quantity
-from lpkit.ui.draw import axis, bars, figure
+from lpkit.ui.draw import SECONDS, axis, bars, figure
 from lpkit.ui.memory import SENT_COLOURS
 
 COMPUTING_COLOURS = {"forward": "#d1d5db", "backward": "#9ca3af", "update": "#6b7280"}
 LANE, GAP = 0.38, 0.5       # of a rank's row; between two ways
 
 
-def overlap_figure(timelines: Mapping[str, Sequence[Any]], *, title: str = "") -> dict:
+def overlap_figure(timelines: Mapping[str, Sequence[Any]], *, title: str = "",
+                   others: float = 0.0) -> dict:
     """The plotly spec. `timelines`: by name, those of the ranks (lpkit.measure.overlap.Timeline). A
     row for each rank: above what it computes, and blank where it waits; below its messages."""
     rows: dict[float, str] = {}
@@ -34,9 +35,9 @@ def overlap_figure(timelines: Mapping[str, Sequence[Any]], *, title: str = "") -
             offset=-LANE if above else 0.0, textposition="none",
             customdata=[f", {quantity(span.nbytes, 'bytes')}" if span.nbytes else ""
                         for _, span in found],
-            hover="%{x:.2f} ms%{customdata}"))
+            hover="%{x:.2f} ms%{customdata}", **SECONDS))
     return figure(
-        data, title, height=110 + 34 * len(rows), barmode="overlay",
+        data, title, others=others, height=110 + 34 * len(rows), barmode="overlay",
         xaxis=axis("ms since the first rank began", rangemode="nonnegative"),
         yaxis={"tickvals": list(rows), "ticktext": list(rows.values()), "ticks": "",
                "showgrid": False, "zeroline": False, "range": [max(rows) + 0.6, -0.6]})

@@ -161,14 +161,15 @@ def _ranked(found: Plan) -> str:
     rows = [(option.layout, _chunks(option), option.recompute,
              quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
              f"{option.time.mfu:.0%}", duration(option.bill.seconds),
-             between(option.bill.range_of(option.bill.seconds), duration), _dollars(option))
+             between(option.bill.range_of(option.bill.seconds), duration), _dollars(option),
+             "trains" if option.trained else "predicts")
             for option in found.options[:SHOWN]]
-    caption = f"{len(found.options)} of {found.counted} layouts will do, the {found.first} first"
+    caption = f"{len(found.options)} of {found.counted} layouts will do; {found.order}"
     energy = found.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
     heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "nine of ten",
-             "cost")
+             "cost", "lpkit")
     price = found.machine.price_source.partition(";")[0]
     caption += f"; nine of ten: {found.options[0].bill.spread.words}"
     return html_table(heads, rows, caption=f"{caption}; price {price}")

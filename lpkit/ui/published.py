@@ -59,7 +59,7 @@ def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) 
 # Runs that nothing was fitted to.
 
 def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec: said over published speed of each run of `lpkit.bench.published.table`, by
+    """The plotly spec: said over published speed of each run of `tests.bench.published.table`, by
     generation and bits. Pale: may be fitted. Red: outside the range that is printed. A bar is the
     median of the held-out ones."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)

@@ -110,31 +110,28 @@ class Question(widgets.VBox):
 
 class Guess(Question):
     """A slider on a log scale from `low` to `high` and a field to type into, for `.value` in
-    `unit`; and the `.factor` within which one is 90% sure: value / factor to value * factor."""
+    `unit`; and the `.factor` within which one is 90% sure: value / factor to value * factor. It
+    starts at `low`, far from any answer, so that nobody is right who has not moved it."""
 
     value = traitlets.Float(help="the guess, between low and high")
     factor = traitlets.Float(2.0)
 
-    def __init__(self, question: str, *, unit: str, low: float, high: float,
-                 value: float | None = None):
+    def __init__(self, question: str, *, unit: str, low: float, high: float):
         if not 0 < low < high < math.inf:
             raise ConfigError(f"Guess needs 0 < low < high on its log scale, got low={low} and "
                               f"high={high}")
-        value = _round((low * high) ** 0.5) if value is None else value
-        if not low <= value <= high:
-            raise ConfigError(f"Guess starts at value={value}, outside low={low} to high={high}")
         self.unit, self.low, self.high = unit, low, high
         self.slider = widgets.FloatLogSlider(
-            value=value, min=math.log10(low), max=math.log10(high), step=0.01, readout=False,
+            value=low, min=math.log10(low), max=math.log10(high), step=0.01, readout=False,
             description="your guess", style={"description_width": "90px"},
             layout={"width": "420px", "max_width": "100%"})
-        self.field = widgets.BoundedFloatText(value=value, min=low, max=high, step=None,
+        self.field = widgets.BoundedFloatText(value=low, min=low, max=high, step=None,
                                               layout={"width": "130px"})
         self.sure = widgets.Dropdown(options=[(f"{f:g}", f) for f in FACTORS], value=2.0,
                                      description="90% sure within a factor of",
                                      style={"description_width": "initial"},
                                      layout={"width": "260px", "margin": "2px 2px 2px 24px"})
-        super().__init__(question, [self.slider, self.field, widgets.Label(unit), self.sure], value)
+        super().__init__(question, [self.slider, self.field, widgets.Label(unit), self.sure], low)
         self.slider.observe(self._moved, names="value")
         widgets.link((self, "value"), (self.field, "value"))
         widgets.dlink((self, "value"), (self.slider, "value"))

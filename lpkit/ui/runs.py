@@ -6,6 +6,7 @@ follow a handle with them. Losses are in nats per token.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -16,7 +17,7 @@ from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, INK, QUIET, TEXT, html_table
-from lpkit.ui.draw import NAMES, axis, bars, box, figure, heat, note, rule, scatter
+from lpkit.ui.draw import NAMES, SECONDS, axis, bars, box, figure, heat, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS, DECIBELS, lines_of
 from lpkit.ui.throttle import Throttle
@@ -29,7 +30,7 @@ STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500
 
 def training_figure(records: Sequence[StepRecord], *, title: str = "",
                     planned_steps: int | None = None,
-                    levels: Mapping[str, float] | None = None) -> dict:
+                    levels: Mapping[str, float] | None = None, others: float = 0.0) -> dict:
     """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over
     the same steps. `levels` are losses to compare with, by name: dotted lines."""
     levels = levels or {}
@@ -47,12 +48,12 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "",
                 hover="step %{x}: %{y:.4f} on held-out text<extra></extra>"),
         scatter(steps, [record.grad_norm for record in records], "gradient norm", COLOURS[2],
                 xaxis="x2", yaxis="y2", **thin),
-        scatter(steps, speeds, "tokens/s", COLOURS[4], xaxis="x3", yaxis="y3", **thin),
+        scatter(steps, speeds, "tokens/s", COLOURS[4], xaxis="x3", yaxis="y3", **thin, **SECONDS),
     ]
     reach = {"range": [0, max([planned_steps or 1, *steps[-1:]])], "autorange": False}
     right = {"domain": [0.7, 1], "matches": "x"}
     return figure(
-        data, title, height=380, uirevision="run",
+        data, title, others=others, height=380, uirevision="run",
         shapes=[rule(y=y, xref="x domain") for y in levels.values()],
         annotations=[note(escape(name), 1, y, "right bottom", xref="x domain",
                           font={"color": FAINT}) for name, y in levels.items()],
@@ -102,14 +103,15 @@ def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
 class LiveRun(Stored, widgets.VBox):
     """A live figure of the run of a `handle` that `lpkit.start` or `lpkit.launch` returned, with
     Stop and Pause, and a row for each rank where there are several. Stop keeps a checkpoint and the
-    partial run.
+    partial run. `others()` is the share of the cores that other processes took since the start.
 
     The buttons work while the kernel is idle or awaits (`run = await handle`); a cell that blocks
     hears nothing.
     """
 
-    def __init__(self, handle: Any, *, throttle: Callable[..., Throttle] = Throttle):
-        self.handle = handle
+    def __init__(self, handle: Any, *, others: Callable[[], float] = float,
+                 throttle: Callable[..., Throttle] = Throttle):
+        self.handle, self.others = handle, others
         self._stopping = self._paused = False
         self.status = widgets.HTML(layout={"flex": "1 1 300px", "min_width": "0"})
         self.pause_button, self.stop_button = (
@@ -133,7 +135,7 @@ class LiveRun(Stored, widgets.VBox):
 
     def _spec(self) -> dict:
         return training_figure(list(self.handle.records), title=self.handle.title,
-                               planned_steps=self.handle.planned_steps)
+                               planned_steps=self.handle.planned_steps, others=self.others())
 
     def _words(self) -> str:
         return progress(list(self.handle.records), self.handle.planned_steps)
@@ -276,7 +278,9 @@ class LiveRuns(LiveRun):
         samples = {}
         for name, one in begun.items():
             ended = one.done
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError), warnings.catch_warnings():
+                # the last line of a run that goes on may be half written
+                warnings.simplefilter("default" if ended else "ignore")
                 samples[name] = self._ended.get(name) or self._read(one.path)
                 if ended:
                     self._ended[name] = samples[name]

@@ -1,7 +1,8 @@
 """How every figure and widget of the kit looks, in one place.
 
-The colours differ in lightness as well as in hue, so that they survive a grey printer and the
-common colour deficiencies (after Paul Tol's high-contrast scheme); the sequential scale is cividis.
+The colours differ in lightness as well as in hue (after Paul Tol's high-contrast scheme), and each
+is a line that has a contrast of 3 to 1 or more in the light and in the dark theme. The sequential
+scale is cividis.
 """
 
 import collections
@@ -11,19 +12,19 @@ from collections.abc import Iterable
 
 from lpkit.tables import FONT, GRID, INK
 
-COLOURS = ("#004488", "#ddaa33", "#bb5566", "#a5d8f0", "#2a9d8f", "#222222", "#9a9a9a")
+COLOURS = ("#004488", "#ad7a00", "#bb5566", "#2b6c99", "#2ca392", "#222222", "#575757")
 WARNING = "#a3293d"
 
 # The same through the course. A figure whose legend has one of these tables has no other.
-ANSWER_COLOURS = {"guess": "#ddaa33", "formula": "#004488", "measured": "#2a9d8f"}
-ROLE_COLOURS = {"x": "#bb5566", "w": "#004488", "dy": "#ddaa33"}     # input, weights, gradient of y
+ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}
+ROLE_COLOURS = {"x": "#bb5566", "w": "#004488", "dy": "#ad7a00"}     # input, weights, gradient of y
 FORMAT_COLOURS = {      # and of the recipes that cast to them
     "fp32": "#222222", "bf16": "#6b7280", "fp16": "#12a37f", "int8": "#b88a00",
     "e4m3fn": "#004488", "fp8-tensorwise": "#004488", "fp8-delayed": "#004488",
     "fp8-rowwise": "#4a86cf", "fp8-blockwise": "#4a86cf", "fp8-blockwise-pow2": "#4a86cf",
     "mxfp8": "#a05fb5", "e4m3fnuz": "#004488", "e5m2fnuz": "#3d97e0",
     "e5m2": "#3d97e0", "e2m1": "#b83a10", "nvfp4": "#b83a10", "nvfp4-published": "#b83a10",
-    "tf32": "#9a9a9a", "e3m2": "#8c5a2b", "e2m3": "#8c5a2b", "e8m0": "#cc79a7", "int4": "#b88a00",
+    "tf32": "#7d7d7d", "e3m2": "#8c5a2b", "e2m3": "#8c5a2b", "e8m0": "#cc79a7", "int4": "#b88a00",
 }
 DASHES = ("solid", "dash", "dot", "dashdot")
 DECIBELS = (0.0, 60.0)      # of every map in colour: from nothing left to bf16 at its best

@@ -46,6 +46,12 @@ def quality_of(sample: Any, recipe: str) -> Any:
     return sample.own if recipe == AS_RUN else sample.others.get(recipe)
 
 
+def _overflows(quality: Any) -> bool:
+    """Whether the cast left an infinity, so that its noise has no logarithm: FP16 without a scale.
+    A cast without noise has none either, and saturates nowhere."""
+    return quality is not None and quality.sqnr_db is None and quality.saturated > 0
+
+
 def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN,
              layer: str | None = None, step: int | None = None, title: str = "") -> dict:
     """The plotly spec of layers (top: the first) by steps; beside it the cell of `layer` and
@@ -67,11 +73,13 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
         if value is not None:
             values[row][column] = in_unit(value)
             hover[row][column] = f"{in_unit(value):{form}}"
+        elif _overflows(quality_of(sample, recipe)):
+            words[row][column] = hover[row][column] = "Inf"
         if sample.nonfinite:
             words[row][column] = hover[row][column] = "NaN"
     # the bar stands between the panels: outside, plotly moves the titles
     cells_of = heat([str(at) for at in steps], layers, values, ends=ends, text=words,
-                    bar={"x": 0.565, "xanchor": "left"}, texttemplate="%{text}", customdata=hover,
+                    bar={"x": 0.425, "xanchor": "left"}, texttemplate="%{text}", customdata=hover,
                     hoverongaps=True,
                     hovertemplate=f"%{{y}}, step %{{x}}<br>{what}: %{{customdata}}"
                     f"<extra></extra>")
@@ -83,9 +91,9 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
         [cells_of, counts], title, height=max(420, 150 + 22 * len(layers)), showlegend=False,
         margin={"t": 64 + 28 * bool(title)}, shapes=[frame, *window],
         annotations=[note(what, 0, 1.02, xref="x domain", yref="y domain"), *notes],
-        xaxis=axis("step", domain=[0, 0.56], type="category", showgrid=False),
+        xaxis=axis("step", domain=[0, 0.42], type="category", showgrid=False),
         yaxis={**NAMES, "type": "category"},
-        xaxis2=axis("log2 |x|", domain=[0.68, 0.98], anchor="y2", **powers),
+        xaxis2=axis("log2 |x|", domain=[0.54, 0.98], anchor="y2", **powers),
         yaxis2={"anchor": "x2", "type": "log", "exponentformat": "none", "dtick": 1,
                 "side": "right", "tickfont": {"size": 11}})
 
@@ -131,9 +139,11 @@ def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[d
 def quality_table(sample: Any) -> str:
     """The cell under its own cast and under every other recipe's."""
     casts = {} if sample.own is None else {AS_RUN: sample.own, **sample.others}
-    rows = [(name, "exact" if quality.sqnr_db is None else f"{quality.sqnr_db:.1f}",
-             f"{quality.underflow:.2%}", f"{quality.saturated:.2%}")
-            for name, quality in casts.items()]
+    rows = []
+    for name, quality in casts.items():
+        noise = "exact" if quality.sqnr_db is None else f"{quality.sqnr_db:.1f}"
+        rows.append((name, "overflows to Inf" if _overflows(quality) else noise,
+                     f"{quality.underflow:.2%}", f"{quality.saturated:.2%}"))
     drawn = f"{sample.sampled_rows:,} of {sample.total_rows:,} rows"
     return html_table(("cast", "SQNR (dB)", "to zero", "saturated"), rows,
                       caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")

@@ -13,21 +13,31 @@ from lpkit.tables import FONT, QUIET
 def progress(steps: Sequence[Any]) -> Iterator[Any]:
     """Yields them. A line below the cell says how many are done and how many seconds the rest may
     take, and at last how many all took. Of a cell; `watch=progress` where something takes turns."""
-    began, line = time.perf_counter(), display(_shown(0, len(steps), 0.0), raw=True,
-                                               display_id=True)
-    for done, step in enumerate(steps, 1):
-        yield step
+    began, done = time.perf_counter(), 0
+    line = display(_shown(0, len(steps), 0.0), raw=True, display_id=True)
+
+    def show(over: bool) -> None:
         if line:
-            line.update(_shown(done, len(steps), time.perf_counter() - began), raw=True)
+            spent = time.perf_counter() - began
+            line.update(_shown(done, len(steps), spent, over), raw=True)
+
+    try:
+        for step in steps:
+            yield step
+            done += 1
+            show(done == len(steps))
+    finally:
+        if done < len(steps):       # whoever took the steps has had enough
+            show(True)
 
 
-def _shown(done: int, count: int, seconds: float) -> dict[str, str]:
+def _shown(done: int, count: int, seconds: float, over: bool = False) -> dict[str, str]:
     said = f"{done} of {count}"
-    if done == count:
-        said = f"{count} in {seconds:.1f} s"
+    if over:
+        said = f"{count if done == count else said} in {seconds:.1f} s"
     elif done:
         said += f", {seconds / done * (count - done):.0f} s to go"
     bar = f"<progress value='{done}' max='{count}'></progress> "
     style = f"font:13px {escape(FONT)};color:{QUIET}"
     return {"text/plain": said,
-            "text/html": f"<span style='{style}'>{bar * (done < count)}{said}</span>"}
+            "text/html": f"<span style='{style}'>{bar * (not over)}{said}</span>"}

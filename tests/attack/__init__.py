@@ -4,7 +4,8 @@ An attack is a module of this folder with
 
     COUNT                               of trials by hand; `lpkit bench reliability` runs them all
     FEW                                 of trials in the test suite, a few seconds long
-    attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome
+    attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome; where this machine has not
+                                        what it needs, one of no trial, with NOT_TRIED and why among its facts
 """
 
 import os
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lpkit.machine_facts import cores
 
+NOT_TRIED = "not tried"
 NAMES = sorted(one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_"))
 
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import NAMES
+from tests.attack import NAMES, NOT_TRIED
 
 
 def main() -> int:
@@ -18,9 +18,15 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the trials (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--page", action="store_true", help="print docs/reliability.md")
     args = parser.parse_args()
     if args.list:
         print(json.dumps(NAMES))
+        return 0
+    if args.page:
+        from tests.attack._page import page
+
+        print(page(), end="")
         return 0
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"there is no attack {min(unknown)!r}; choose among {', '.join(NAMES)}")
@@ -33,6 +39,8 @@ def main() -> int:
         seconds = round(time.monotonic() - begun, 1)
         print(json.dumps({"name": name, "seconds": seconds} | dataclasses.asdict(outcome)),
               flush=True)
+        if NOT_TRIED in outcome.facts:
+            print(f"{name} was not tried: {outcome.facts[NOT_TRIED]}", file=sys.stderr)
         broken += bool(outcome.failures)
     return int(broken > 0)
 

@@ -1,4 +1,4 @@
-"""Commands in processes that cost milliseconds: one imports torch, and forks for each of them."""
+"""Commands in processes that cost milliseconds: one imports what they need, and forks for each of them."""
 
 import json
 import os
@@ -21,9 +21,15 @@ SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context"
          "system.device": "cpu", "system.threads": 1}
 
 
+# What changes files, as Python's own audit says it, and which of its arguments are their paths.
+WRITES = {"os.mkdir": (0,), "os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "os.truncate": (0,), "os.symlink": (1,),
+          "os.link": (1,), "os.chmod": (0,), "os.chown": (0,)}
+HARMLESS = ("/dev/null", "/dev/tty")
+
+
 class Nursery:
     def __init__(self, process: subprocess.Popen, folder: Path):
-        self._process, self.output = process, folder / "output.txt"
+        self._process, self.output, self._wrote = process, folder / "output.txt", folder / "wrote.txt"
 
     def begin(self, *words: object) -> int:
         """Run `lpkit WORDS`; its process."""
@@ -49,12 +55,37 @@ class Nursery:
     def said(self) -> str:
         return self.output.read_text(errors="replace")
 
+    @property
+    def wrote(self) -> str:
+        """What the last one, if it called `tell_of_writes`, wrote outside the folder."""
+        return self._wrote.read_text(errors="replace")
+
+
+def tell_of_writes() -> None:
+    """In a child of the nursery, before what it does: this folder is where it may write."""
+    folder = os.getcwd()
+    told = os.open("wrote.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def hook(event: str, arguments: tuple) -> None:
+        places = [arguments[i] for i in WRITES.get(event, ())]
+        if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            places = [arguments[0]]
+        for place in places:
+            if isinstance(place, (str, bytes, os.PathLike)):
+                path = os.path.abspath(os.fsdecode(place))
+                if not path.startswith((f"{folder}/", *HARMLESS)):
+                    os.write(told, f"{event} {path!r}\n".encode())
+
+    sys.addaudithook(hook)
+
 
 @contextmanager
-def nursery(folder: Path, main: str = "lpkit.cli:main", **environment: str) -> Iterator[Nursery]:
-    """Its commands, or another function of words, run in `folder` and keep their caches there."""
-    environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1", **environment)
-    with subprocess.Popen([sys.executable, "-m", "tests.attack._nursery", str(folder), main], stdin=subprocess.PIPE,
+def nursery(folder: Path, main: str = "lpkit.cli:main", warm: str = "tests.attack._nursery:warm",
+            **environment: str) -> Iterator[Nursery]:
+    """Its commands, or another function of words, run in `folder` and keep their caches there. `warm` is called before the first."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}    # of whoever imported a compiler
+    environment = dict(own, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", **environment)
+    with subprocess.Popen([sys.executable, "-m", "tests.attack._nursery", str(folder), main, warm], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         yield Nursery(process, folder)
         process.stdin.close()
@@ -75,6 +106,10 @@ def wait_until(there, seconds: float) -> bool:
     while not (seen := there()) and time.monotonic() < deadline:
         time.sleep(0.0002)
     return bool(seen)
+
+
+def saving(run: Path) -> bool:
+    return any(run.glob("checkpoints/.*.tmp"))
 
 
 # ---- in the nursery
@@ -98,8 +133,8 @@ def _child(main: Callable[[list[str]], int], words: list[str], output: str) -> N
     os._exit(code or 0)
 
 
-def _serve(folder: str, main: str) -> None:
-    # all that a fork would import
+def warm() -> None:
+    """All that a fork would import."""
     import torch
     import torch._dynamo
     import tqdm  # noqa: F401
@@ -113,7 +148,11 @@ def _serve(folder: str, main: str) -> None:
 
     notebooks.describe(notebooks.find("00"))    # what reads a notebook is imported then
     torch.set_num_threads(1)
+
+
+def _serve(folder: str, main: str, warm: str) -> None:
     called = pkgutil.resolve_name(main)
+    pkgutil.resolve_name(warm)()
     os.chdir(folder)
     for line in sys.stdin:
         words, output = json.loads(line)

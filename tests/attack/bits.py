@@ -27,18 +27,12 @@ RESUMED = 20        # every 20th trial also trains on
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
-    corpus, original, copy = folder / "corpus.txt", folder / "whole", folder / "flipped"
-    corpus.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
-    source = folder / "tokens"
-    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6, "schedule": "constant", "schedule.warmup_steps": 2, "data.val_fraction": 0.3, "model.width": 16, "model.context": 16,
-                                       "precision.telemetry_every": 3})
-    prepare_into(source, config.data, config.model.vocab, folder / "cache")
-    config = config.replace({"data.source": str(source)})
+    original, copy, source, config = folder / "whole", folder / "flipped", folder / "tokens", settings(folder)
     run = train(config.replace({"steps": 4}), out=original)
     longer = folder / "longer"
     shutil.copytree(original, longer)
     losses = [line["loss"] for line in train(config, out=longer, resume=True).metrics]
-    want = _numbers(run.path, source)
+    want = numbers(run.path, source)
     files = [path for path in (*sorted(original.rglob("*")), *sorted(source.rglob("*"))) if path.is_file() and path.stat().st_size]
     for _ in range(count):
         victim = rng.choice(files)
@@ -48,16 +42,26 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         _flipped(base, copy, victim.relative_to(base), at, bit)
         flipped = (copy, source) if base is original else (original, copy)
         outcome.tried += 1
-        for name, value in _numbers(*flipped).items():
+        for name, value in numbers(*flipped).items():
             if isinstance(value, BaseException):
                 if not isinstance(value, (ConfigError, RunFailedError)) or "\n" in str(value):
                     outcome.failed("not a sentence", f"{trial}: {name}: {type(value).__name__}: {value}"[:300])
-            elif not _same(name, value, want[name], flipped[0]):
+            elif not same(name, value, want[name], flipped[0]):
                 outcome.failed("a number changed silently", f"{trial}: {name}")
         if outcome.tried % RESUMED == 0 and base is original:
             _resume(copy, config, losses, trial, outcome)
         shutil.rmtree(copy)
     return outcome
+
+
+def settings(folder: Path) -> Config:
+    """A run of 6 steps with telemetry, whose tokens are prepared in `folder`."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
+    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6, "schedule": "constant", "schedule.warmup_steps": 2, "data.val_fraction": 0.3, "model.width": 16, "model.context": 16,
+                                       "precision.telemetry_every": 3})
+    prepare_into(folder / "tokens", config.data, config.model.vocab, folder / "cache")
+    return config.replace({"data.source": str(folder / "tokens")})
 
 
 def _flipped(base: Path, copy: Path, name: Path, at: int, bit: int) -> None:
@@ -67,7 +71,7 @@ def _flipped(base: Path, copy: Path, name: Path, at: int, bit: int) -> None:
     (copy / name).write_bytes(data)
 
 
-def _numbers(path: Path, source: Path) -> dict[str, object]:
+def numbers(path: Path, source: Path) -> dict[str, object]:
     """What every reader says of a run, or what it raised."""
     run = Run(path)
     found = {}
@@ -96,7 +100,7 @@ def _samples(path: Path) -> tuple[list, bool]:
         return telemetry.read(path), bool(said)
 
 
-def _same(name: str, value, want, path: Path) -> bool:
+def same(name: str, value, want, path: Path) -> bool:
     if name == "metrics":       # fewer, if it is said
         return value == want or (all(line in want for line in value) and bool(Run(path).problems))
     if name == "telemetry":     # fewer, with a warning

@@ -14,7 +14,7 @@ import torch
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from tests.attack import Outcome
-from tests.attack._nursery import nursery, prepare, wait_until
+from tests.attack._nursery import nursery, prepare, saving, wait_until
 
 COUNT, FEW = 1000, 10
 
@@ -34,7 +34,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             before = checkpoint.folders(run / "checkpoints")
             pid = forks.begin("train", config, "--out", run, *resume)
             if outcome.tried % 2:
-                wait_until(partial(_saving, run), seconds)
+                wait_until(partial(saving, run), seconds)
                 time.sleep(rng.choice([0, rng.uniform(0, 0.004)]))
             else:
                 time.sleep(rng.uniform(0, seconds))
@@ -49,17 +49,13 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 outcome.failed("could not go on", f"{trial}: {forks.said[-300:]}")
                 number, run = number + 1, folder / f"run-{number + 1}"
             outcome.tried += 1
-            inside += _saving(run)
+            inside += saving(run)
             _nothing_lost(before, run, trial, outcome)
         if forks.lpkit("train", config, "--out", run, *(["--resume"] if run.exists() else [])):
             outcome.failed("could not go on", forks.said[-300:])
         _same(run, whole, f"seed {seed}, at the end", outcome)
     outcome.facts = {"inside a save": inside, "runs": number + 1, "run_seconds": round(seconds, 3)}
     return outcome
-
-
-def _saving(run: Path) -> bool:
-    return any(run.glob("checkpoints/.*.tmp"))
 
 
 def _nothing_lost(before: list[Path], run: Path, trial: str, outcome: Outcome) -> None:

@@ -54,6 +54,7 @@ from lpkit import processes
 from lpkit.course import lab, notebooks
 {prelude}
 signal.signal(signal.SIGINT, signal.SIG_DFL)    # Python's own is lost in what runs after a fork
+signal.signal(signal.SIGHUP, signal.SIG_DFL)    # and what nohup began, ignores this
 for line in sys.stdin:
     folder, environment, words = json.loads(line)
     pid = os.fork()

@@ -1,0 +1,45 @@
+"""Do now what the first run of a preset or a config file would wait for: kernels are verified and
+raced, and an update is compiled. Nothing is trained or written but the cache.
+
+  lpkit warm gpt2-124m
+  lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
+
+All later processes of this user find it; those of other users do not, since what lies there is executed.
+"""
+
+from argparse import ArgumentParser, Namespace
+from time import perf_counter
+
+from lpkit.commands import asked, settings
+from lpkit.files import own_cache
+from lpkit.predict.units import duration
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET|config.yaml", help="what will be trained")
+    settings(parser)
+
+
+def run(args: Namespace) -> dict:
+    from lpkit.presets import resolve
+
+    config, begun = resolve(args.target, asked(args)), perf_counter()
+    from lpkit.parallel.ranks import here  # imports torch
+    from lpkit.training.build import decide, refuse_what_cannot_fit
+    from lpkit.training.exhausted import said
+    from lpkit.training.training import RandomTokens, Training
+
+    with here(config) as ranks, said(config, "an update"):
+        decisions = decide(config, ranks=ranks)
+        refuse_what_cannot_fit(config, decisions, ranks.local_world)
+        training = Training.build(config, data=RandomTokens(config, decisions.device),
+                                  decisions=decisions, ranks=ranks)
+        float(training.update(0).loss)      # waits for the device
+    return {"target": args.target, "seconds": perf_counter() - begun, "cache": f"{own_cache()}*",
+            "chosen": training.decisions.record}
+
+
+def text(result: dict) -> str:
+    chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
+    return "\n".join([f"{result['target']} was warmed in {duration(result['seconds'])}; this user's "
+                      f"runs find it in {result['cache']}", *chosen])

@@ -1,0 +1,467 @@
+"""Where a learner's code runs: in a process of its own, which has nothing to say about the verdict.
+
+    notebook        sends the text of a function and the names that it uses (`Parcel`)
+      warm process  has imported torch and the definitions; forks for each check
+        judge       compares, and alone has the socket to the notebook
+          attempt   has one pipe, to give answers; limits of time, memory, files and processes
+
+The attempt may loop, crash, exit, eat memory or write into every file that it finds: it is then a
+sentence. No verdict is written where its code runs. What comes out of its pipe is JSON and
+safetensors, and the judge says its verdict with a nonce, which it hears when no attempt lives.
+Sources: prctl(2), PR_SET_DUMPABLE; capset(2).
+"""
+
+import __future__
+
+import ast
+import atexit
+import contextlib
+import ctypes
+import inspect
+import json
+import linecache
+import os
+import pkgutil
+import secrets
+import select
+import signal
+import socket
+import struct
+import symtable
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.machine_facts import status_bytes
+from lpkit.parallel.processes import WarmParent
+from lpkit.processes import end_with_parent
+
+MEMORY_BYTES = 1 << 30          # that an attempt may take
+FILE_BYTES = 1 << 26            # that it may write: what it prints, and its answers
+PROCESSES = 16                  # that it may start
+SHOWN = 300                     # characters of what it printed
+NO_ANSWERS = "what it wrote to the judge are no answers"
+TICK_SECONDS = 0.1
+START_SECONDS = 60.0    # until torch is there, on a busy machine
+SECONDS = 20.0          # for all cases of an exercise
+SIZES = struct.Struct("<II")
+YOURS = "your "                 # how the file of a learner's text is called, in a traceback
+
+
+# What travels: numbers, text, tensors, and lists and dicts of these.
+
+class Unknown:
+    """Something else, of which only its words arrived."""
+
+    def __init__(self, words: str):
+        self.words = words
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+def pack(value: Any, strict: bool = False) -> bytes:
+    """strict: raise TypeError for what `unpack` would not give back, in place of its words."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            tensors[f"{len(tensors)}"] = one.detach().cpu().contiguous().clone()
+            return {"tensor": f"{len(tensors) - 1}"}
+        if hasattr(one, "tolist"):          # numpy's
+            one = one.tolist()
+        if one is None or isinstance(one, bool | str):
+            return one
+        for kind in (int, float):
+            if isinstance(one, kind):
+                return kind(one)
+        if isinstance(one, Mapping):
+            return {"dict": [[plain(key), plain(each)] for key, each in one.items()]}
+        if isinstance(one, Sequence) and not isinstance(one, bytes | bytearray):
+            return {"tuple" if isinstance(one, tuple) else "list": [plain(each) for each in one]}
+        if strict:
+            raise TypeError(f"{type(one).__name__} is no number, text, tensor, list or dict")
+        words = f"a function {one.__name__}" if inspect.isfunction(one) else repr(one)
+        return {"words": words[:SHOWN]}
+
+    text = json.dumps(plain(value)).encode()
+    blob = save_tensors(tensors) if tensors else b""
+    return SIZES.pack(len(text), len(blob)) + text + blob
+
+
+def unpack(frame: bytes) -> Any:
+    """Raises an Exception of any kind for what was not made by `pack`."""
+    size, _ = SIZES.unpack_from(frame)
+    text, blob = frame[SIZES.size:SIZES.size + size], frame[SIZES.size + size:]
+    tensors = load_tensors(blob) if blob else {}
+
+    def value(one: Any) -> Any:
+        if not isinstance(one, dict):
+            return one
+        (kind, inside), = one.items()
+        return {"tensor": lambda: tensors[inside], "words": lambda: Unknown(str(inside)),
+                "list": lambda: [value(each) for each in inside],
+                "tuple": lambda: tuple(value(each) for each in inside),
+                "dict": lambda: {value(key): value(each) for key, each in inside}}[kind]()
+
+    return value(json.loads(text))
+
+
+class Frames:
+    """Packed values, as they come out of a pipe or a socket."""
+
+    def __init__(self, fd: int, most_bytes: int = FILE_BYTES):
+        self.fd, self.over, self._rest, self._left = fd, False, bytearray(), most_bytes
+
+    def read(self) -> None:
+        """What is there; a wait for it, if nothing is. Raises ValueError for too much."""
+        with contextlib.suppress(ConnectionError):
+            some = os.read(self.fd, 1 << 20)
+            self._rest += some
+            self._left -= len(some)
+            self.over = not some
+            if self._left < 0:
+                raise ValueError("too much came")
+            return
+        self.over = True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Those that are whole."""
+        while len(self._rest) >= SIZES.size:
+            size = SIZES.size + sum(SIZES.unpack_from(self._rest))
+            if len(self._rest) < size:
+                return
+            frame = bytes(self._rest[:size])
+            del self._rest[:size]
+            yield unpack(frame)
+
+
+# What goes with a function.
+
+@dataclass
+class Parcel:
+    """A function of the notebook, and what it uses there."""
+
+    entry: str = ""
+    texts: dict[str, str] = field(default_factory=dict)     # by name, those that others need first
+    imports: dict[str, str] = field(default_factory=dict)   # by name: "module" or "module:name"
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, function: Any) -> "Parcel":
+        """Raises ConfigError for what cannot travel."""
+        name = getattr(function, "__name__", "")
+        parcel = cls(entry=name if name.isidentifier() else "answer")
+        if not callable(function):
+            raise ConfigError(f"write it as a function in a cell: {function!r:.100} is none")
+        parcel._add(parcel.entry, function)
+        return parcel
+
+    @property
+    def is_stub(self) -> bool:
+        return self.entry in self.texts and is_stub(ast.parse(self.texts[self.entry]).body[0])
+
+    def _add(self, name: str, value: Any) -> None:
+        if name in self.texts or name in self.imports or name in self.values:
+            return
+        if where := _imported_from(value):
+            self.imports[name] = where
+            return
+        try:
+            if callable(value):
+                self._add_text(name, value)
+            else:
+                pack(value, strict=True)
+                self.values[name] = value
+        except (OSError, TypeError, ValueError, SyntaxError) as error:
+            why = "" if isinstance(error, TypeError | OSError) else f" ({error})"
+            raise ConfigError(
+                f"`{name}` is a {type(value).__name__} of the notebook{why}, which cannot travel to "
+                f"the process where answers run: numbers, text, tensors, lists and dicts of these, "
+                f"imports and functions written with def can") from None
+
+    def _add_text(self, name: str, function: Callable) -> None:
+        text, node = text_of(function, name)
+        known = inspect.unwrap(function)
+        made = getattr(node, "name", name)
+        self.texts[made] = text         # before those that it calls: they may call it
+        cells = zip(known.__code__.co_freevars, known.__closure__ or ())
+        names = {**known.__globals__, **{free: cell.cell_contents for free, cell in cells}}
+        for used in _names_used(node) & names.keys() - {made}:
+            self._add(used, names[used])
+        self.texts[made] = self.texts.pop(made)
+        if made != name:
+            self.texts[name] = f"{name} = {made}"
+
+
+def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
+    """A function's source at the lines that it has in its cell; of a lambda, under this name.
+    Raises OSError, TypeError or SyntaxError."""
+    lines, first = inspect.getsourcelines(function)
+    text = textwrap.dedent("".join(lines))
+    node, *more = ast.parse(text).body
+    if not isinstance(node, ast.FunctionDef):
+        found = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
+        if len(found) != 1:
+            raise TypeError("it is no function")
+        text = f"{name} = ({ast.get_source_segment(text, found[0])})"
+        node = ast.parse(text).body[0]
+    if more:
+        raise TypeError("it is no function")
+    return "\n" * (first - 1) + text, node
+
+
+def is_stub(node: ast.stmt) -> bool:
+    body = [one for one in getattr(node, "body", ()) if not isinstance(one, ast.Expr)]
+    return len(body) == 1 and isinstance(body[0], ast.Raise)    # beside its docstring
+
+
+def _imported_from(value: Any) -> str:
+    """Where other processes find it; empty where they cannot."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, torch.dtype):
+        return str(value).replace(".", ":")
+    name, main = getattr(value, "__qualname__", ""), sys.modules["__main__"]
+    for module in (getattr(value, "__module__", None), *list(sys.modules)):
+        found: Any = sys.modules.get(module)
+        for part in name.split(".") if found is not main else "":
+            found = getattr(found, "__dict__", {}).get(part)
+        if name and found is value:
+            return f"{module}:{name}"
+    return ""
+
+
+def _names_used(node: ast.stmt) -> set[str]:
+    """Names that a function takes from where it was written, without those of annotations."""
+    node = ast.parse(ast.unparse(node)).body[0]
+    for one in ast.walk(node):
+        for annotated in {"annotation", "returns"} & set(one._fields):
+            setattr(one, annotated, ast.Constant(None) if isinstance(one, ast.AnnAssign) else None)
+    tables, used = [symtable.symtable(ast.unparse(node), "notebook", "exec")], set()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used |= {one.get_name() for one in table.get_symbols()
+                 if one.is_global() and one.is_referenced()}
+    return used
+
+
+def load(parcel: Parcel, **known: Any) -> Callable[..., Any]:
+    """The function, where the attempt runs. Its annotations are not looked at."""
+    names: dict[str, Any] = {"__name__": "notebook", **known, **parcel.values}
+    names |= {name: pkgutil.resolve_name(where) for name, where in parcel.imports.items()}
+    for name, text in parcel.texts.items():
+        file = f"{YOURS}{name}"
+        linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+        # the learner's own code is what is judged: in a process of limits, forked for it
+        exec(compile(text, file, "exec", __future__.annotations.compiler_flag, True), names)
+    return names[parcel.entry]
+
+
+# The notebook's way to the judge.
+
+@cache
+def _warm() -> dict[str, WarmParent]:
+    """By environment, until this process ends: only the first check waits for one."""
+    return {}
+
+
+def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
+          **job: Any) -> dict[str, Any]:
+    """What the judge of this exercise finds, in a process whose environment has `env`. Raises
+    ConfigError for what is too large to travel."""
+    job = pack({"name": name, "seconds": seconds, **job})
+    if len(job) > FILE_BYTES:
+        raise ConfigError(f"what your function uses of the notebook takes {len(job) >> 20} MB, and "
+                          f"{FILE_BYTES >> 20} MB can travel to the process where answers run")
+    nonce, said = secrets.token_hex(32).encode(), b""
+    parents, key = _warm(), repr(env)
+    if key not in parents:
+        parents[key] = WarmParent("lpkit.course.judge_process", **env or {})
+        atexit.register(parents[key].__exit__)
+    line, theirs = socket.socketpair()
+    with line:
+        with theirs:
+            parents[key].start("judge", [theirs.fileno()])
+        line.settimeout(START_SECONDS + 5 * seconds)
+        with contextlib.suppress(OSError):
+            line.sendall(job)
+            if line.recv(1) == b"?":            # no attempt is left that could hear it
+                line.sendall(nonce)
+                while some := line.recv(1 << 16):
+                    said += some
+    if said.startswith(nonce):
+        return json.loads(said.removeprefix(nonce))
+    parents.pop(key).__exit__()     # nothing of it is left, and the next check has another
+    return {"status": "wrong", "detail": "the process that judges was ended, by it or from outside"}
+
+
+# Answers, and the process that they come from.
+
+@dataclass(frozen=True)
+class Answer:
+    """An attempt's answer to one case, or why there is none, in half a sentence."""
+
+    value: Any = None
+    why: str = ""
+    line: str = ""          # of the attempt, where that happened
+    to_do: bool = False
+
+    @classmethod
+    def raised(cls, error: BaseException, words: str = "") -> "Answer":
+        if isinstance(error, NotImplementedError):
+            return cls(to_do=True)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            words = f"it took more than {MEMORY_BYTES >> 20} MB of memory"
+        return cls(why=words or f"it raised {type(error).__name__}: {error}", line=line_of(error))
+
+
+def line_of(error: BaseException | None) -> str:
+    """The line of a learner's text in which it happened."""
+    while error is not None:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename.startswith(YOURS) and frame.line:
+                return f", in line {frame.lineno}: `{frame.line.strip()}`"
+        error = error.__cause__
+    return ""
+
+
+class Attempt:
+    """A fork in which `work` gives answers. `with` it, nothing of it outlives the block.
+
+    hung_up: a file that becomes readable when nobody waits for the answers any more
+    """
+
+    def __init__(self, work: Callable[[], Iterable[Answer]], seconds: float, hung_up: int = -1):
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._hung_up = [hung_up] if hung_up >= 0 else []
+        self._printed = tempfile.TemporaryFile()
+        reader, writer = os.pipe()
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            _give(work, writer, self._printed.fileno())
+        os.close(writer)
+        self._frames = Frames(reader)
+
+    @property
+    def printed(self) -> str:
+        self._printed.seek(0)
+        words = self._printed.read(4 * SHOWN).decode(errors="replace").strip()
+        return words and f". It printed: {words[:SHOWN]}"
+
+    def __iter__(self) -> Iterator[Answer]:
+        """Answers, and last, if there is, why no more came."""
+        looked = time.monotonic()
+        while not self._frames.over:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                yield Answer(why=f"it did not end within {self._seconds:.0f} s")
+                return
+            ready, *_ = select.select([self._frames.fd, *self._hung_up], [], [],
+                                      min(left, TICK_SECONDS))
+            if set(ready) & set(self._hung_up):
+                raise ConnectionError("nobody waits for answers")
+            if time.monotonic() - looked > TICK_SECONDS:
+                looked = time.monotonic()
+                if len(psutil.Process(self._pid).children(recursive=True)) > PROCESSES:
+                    yield Answer(why=f"it started more than {PROCESSES} processes")
+                    return
+            try:
+                if ready:
+                    self._frames.read()
+                for value, why, line, to_do in self._frames:
+                    yield Answer(value, str(why), str(line), bool(to_do))
+            except GeneratorExit:
+                raise
+            except Exception:
+                yield Answer(why=NO_ANSWERS)
+                return
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        self._pid = 0
+        how = f" ({signal.Signals(-status).name})" if status < 0 else ""
+        yield Answer(why=f"it ended its process{how}")
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._pid:
+            for end in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    end(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        os.close(self._frames.fd)
+        self._printed.close()
+
+
+def _give(work: Callable[[], Iterable[Answer]], writer: int, printed: int) -> None:
+    """Does not return."""
+    leave = os._exit            # whatever the attempt puts in its place
+    try:
+        end_with_parent()
+        os.setsid()
+        for number, open_one in enumerate((os.open(os.devnull, os.O_RDONLY), printed, printed)):
+            os.dup2(open_one, number)
+        os.dup2(writer, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        _limit("RLIMIT_FSIZE", FILE_BYTES)
+        _limit("RLIMIT_CORE", 0)
+        _alone()
+        torch.set_num_threads(1)
+        try:
+            for one in work():
+                _send(one)
+        except SystemExit:
+            pass
+        except BaseException as error:
+            _send(Answer.raised(error))
+    finally:
+        leave(0)
+
+
+def _send(answer: Answer) -> None:
+    try:
+        frame = pack([answer.value, answer.why, answer.line, answer.to_do])
+    except Exception as error:
+        frame = pack([None, *list(asdict(Answer.raised(error)).values())[1:]])
+    while frame:
+        frame = frame[os.write(3, frame):]
+
+
+def limit_memory() -> None:
+    """From here on the attempt takes no more than MEMORY_BYTES; macOS, which enforces no such limit,
+    limits its time alone."""
+    if taken := status_bytes("VmSize"):
+        _limit("RLIMIT_AS", taken + MEMORY_BYTES)
+
+
+def _limit(name: str, most: int) -> None:
+    import resource  # Windows has none, and notebooks are read there
+    resource.setrlimit(getattr(resource, name), (most, most))
+
+
+def _alone() -> None:
+    """Without root's capabilities: it cannot look into the judge, even as root in a container."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "capset"):         # Linux
+        header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        libc.capset(header, none)

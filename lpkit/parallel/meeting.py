@@ -1,0 +1,206 @@
+"""How ranks meet, and how each knows that the others are those that were started with it.
+
+gloo connects ranks by TCP, and takes whoever connects first for the rank that it waits for: another
+user of the machine reads in /proc/net/tcp where a rank listens. So
+
+    loopback    ranks of one machine listen there alone, and no other machine reaches them
+    secret      they meet by a file in a private folder, where the first leaves 32 random bytes
+    handshake   in each group each rank sends each other one, directly, before anything else, an HMAC
+                of the group, of who sends and of who reads
+    filter      then the sockets that listen drop all that arrives: nobody connects to a run that goes
+                on, and nobody uses up its file descriptors
+
+The store of torchrun listens on all interfaces and answers everybody. Where it started ranks on one
+machine, they meet by a file as well; on several machines its store is all that they share.
+
+Source: RFC 2104, HMAC; socket(7), SO_ATTACH_FILTER.
+"""
+
+import atexit
+import ctypes
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lpkit.errors import ConfigError, named
+from lpkit.parallel.processes import STRANGER
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# nobody waits longer for the first rank; nor for a proof, once all are there; nor in a collective:
+# `launch` names who hangs long before
+MEETING_TIMEOUT, PROOF_TIMEOUT, COLLECTIVE_TIMEOUT = (
+    timedelta(minutes=5), timedelta(seconds=30), timedelta(hours=1))
+INTERFACE = "GLOO_SOCKET_IFNAME"    # the interface on which gloo listens
+LOOPBACKS = ("lo", "lo0")           # Linux; macOS
+PROOF_BYTES = 32
+SO_ATTACH_FILTER = 26               # Python's socket does not name it
+# tcp(7) and linux/tcp.h: a key for whoever connects, from an address of which 0 bits count
+TCP_MD5SIG_EXT, MD5_KEY_BYTES, MD5_OF_ALL = 32, 16, "=H126xBBHi80s"
+DROP = struct.pack("HBBI", 0x06, 0, 0, 0)       # BPF: return 0, no byte of a packet is kept
+
+Prove = Callable[[str, dist.ProcessGroup], None]
+
+
+@contextmanager
+def meeting(backend: str, *, rank: int, world: int, local_world: int,
+            init_method: str = "env://") -> Iterator[Prove]:
+    """Make the process group. Inside the block the caller makes further groups, and calls what this
+    yields for each, with a name for it. Raises ConfigError where another than a rank answers.
+
+    local_world: how many of the `world` ranks are on this machine
+    """
+    here = local_world == world
+    proven: list[dist.ProcessGroup] = []
+    with _on_loopback(here), _said_plainly(rank):
+        store = _store(init_method, rank, world, here)
+        others = set(_listening())      # a store's, for example
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world,
+                                timeout=PROOF_TIMEOUT)
+        secret = bytes.fromhex(store.get("secret").decode())
+
+        def prove(name: str, group: dist.ProcessGroup) -> None:
+            proven.append(group)
+            _prove(secret, name, group)
+
+        prove("world", dist.group.WORLD)
+        yield prove
+    for group in proven:
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+    for inode, handle in _listening().items():
+        if inode not in others:
+            try:
+                _shut(handle)
+            except OSError as error:
+                warnings.warn(f"rank {rank} cannot close its socket to other programs of this machine "
+                              f"({error}); who opens a thousand connections can end this run",
+                              stacklevel=2)
+
+
+def meet(backend: str, **place: int | str) -> None:
+    """As `meeting`, for one group alone."""
+    with meeting(backend, **place):
+        pass
+
+
+def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
+    """Where ranks find one another, once all are there and the first has left the secret. Raises
+    ConfigError."""
+    try:
+        store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
+        if here and not isinstance(store, dist.FileStore):
+            store = _private(store, rank, world)
+        if rank == 0:
+            store.set("secret", secrets.token_hex(PROOF_BYTES))
+        store.set(f"here {rank}", "")
+        store.wait(["secret", *(f"here {each}" for each in range(world))], MEETING_TIMEOUT)
+    except (dist.DistError, ValueError) as error:       # of the network; of the environment
+        raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
+                          f"{str(error).splitlines()[0]}; start all with torchrun, with another "
+                          f"--master-port where this one is taken") from None
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return store
+
+
+def _private(store: dist.Store, rank: int, world: int) -> dist.Store:
+    """A file that no other user can open, instead of a `store` that is open to all. What others
+    write there can keep the ranks from meeting, and nothing else."""
+    if rank == 0:
+        folder = tempfile.mkdtemp(prefix="lpkit-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        store.set("folder", folder)
+    folder = os.fsdecode(store.get("folder"))
+    status = os.lstat(folder) if os.path.lexists(folder) else None
+    if status is None or status.st_uid != os.geteuid() or status.st_mode != stat.S_IFDIR | 0o700:
+        raise ConfigError(f"rank {rank} was told to meet the others in {named(folder)!r}, which is "
+                          f"no private folder of this user: {STRANGER}")
+    return dist.FileStore(os.path.join(folder, "store"), world)
+
+
+def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
+    """Raises ConfigError when one of `group` is not who it should be."""
+    mine, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+
+    def proofs(pairs: list[tuple[int, int]]) -> bytearray:
+        return bytearray(b"".join(hmac.digest(secret, f"{name} {ranks} {pair}".encode(), "sha256")
+                                  for pair in pairs))
+
+    due = proofs([(rank, mine) for rank in ranks])
+    found = bytearray(len(due))
+    dist.all_to_all_single(torch.frombuffer(found, dtype=torch.uint8),
+                           torch.frombuffer(proofs([(mine, rank) for rank in ranks]),
+                                            dtype=torch.uint8), group=group)
+    for at, rank in enumerate(ranks):
+        part = slice(at * PROOF_BYTES, (at + 1) * PROOF_BYTES)
+        if not hmac.compare_digest(found[part], due[part]):
+            raise ConfigError(f"who answers rank {mine} as rank {rank} does not know the secret of "
+                              f"this launch: {STRANGER}")
+
+
+@contextmanager
+def _said_plainly(rank: int) -> Iterator[None]:
+    """Where a connection closes, or brings no proof in time, gloo says so in words of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        raise ConfigError(f"rank {rank} cannot make sure of the others: {STRANGER}") from error
+
+
+@contextmanager
+def _on_loopback(here: bool) -> Iterator[None]:
+    """gloo listens at the address of the host's name, which other machines may reach."""
+    names = {name for _, name in socket.if_nameindex()}
+    before, name = os.environ.get(INTERFACE), next((one for one in LOOPBACKS if one in names), None)
+    if not here or name is None:
+        yield
+        return
+    os.environ[INTERFACE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERFACE)
+        if before is not None:
+            os.environ[INTERFACE] = before
+
+
+def _listening() -> dict[int, int]:
+    """The TCP sockets of this process that listen: by inode, the file descriptor. None are found
+    where there is no /proc."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with suppress(OSError):         # closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    inet = one.family in (socket.AF_INET, socket.AF_INET6)
+                    if inet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[status.st_ino] = int(name)
+    return found
+
+
+def _shut(handle: int) -> None:
+    """gloo would end the process if its socket were closed; so it stays, and hears nothing. Where
+    filters are root's alone, it asks for signatures that nobody can make."""
+    program = ctypes.create_string_buffer(DROP, len(DROP))
+    with socket.socket(fileno=os.dup(handle)) as one:
+        try:
+            one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER,
+                           struct.pack("HP", 1, ctypes.addressof(program)))
+        except PermissionError:
+            key = secrets.token_bytes(MD5_KEY_BYTES)
+            one.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT,
+                           struct.pack(MD5_OF_ALL, one.family, 1, 0, len(key), 0, key))

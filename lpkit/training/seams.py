@@ -1,0 +1,88 @@
+"""What the seams cannot carry yet, found by trying rows on something small before a run begins.
+
+A row from outside may want more than its seam gives: a block that sets a weight itself meets an
+initialisation that fills every parameter afterwards; an optimizer that reads whole parameters is
+given rows by ZeRO. Neither fails: they train other numbers. Here they are refused in a sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lpkit.config import Config
+from lpkit.contracts import Choice
+from lpkit.errors import ConfigError
+from lpkit.nn.transformer import Transformer
+from lpkit.techniques import blocks, optimizers
+from lpkit.techniques.attention import KINDS
+from lpkit.techniques.inits import INITS
+
+OWN = "lpkit."      # the kit's implementations
+PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "attention": KINDS}
+
+
+def refuse(config: Config) -> None:
+    """Raises ConfigError for what would silently train other numbers than it says."""
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        refuse_overwritten(config)
+        if config.parallel.stage:
+            refuse_rows(config)
+
+
+def refuse_overwritten(config: Config) -> None:
+    """Where a part from outside has set a parameter, which the initialisation then fills: one that
+    is the same number everywhere, or that no module of PyTorch holds."""
+    m = config.model
+    named = {field: getattr(getattr(m, field), "name", getattr(m, field)) for field in PARTS}
+    parts = [f"model.{field}={name}" for field, name in named.items()
+             if not (PARTS[field][name].implementation or OWN).startswith(OWN)]
+    if not parts:
+        return
+    model = Transformer(replace(m, layers=1, vocab=2))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    INITS[m.init.name].load()(model)
+    for name, p in model.named_parameters():
+        was, holder = before[name], model.get_submodule(name.rpartition(".")[0])
+        own = not type(holder).__module__.startswith(("torch.", OWN))
+        same = bool((was == was.flatten()[0]).all())
+        if (own or same) and not torch.equal(was, p):
+            first = f"{was.flatten()[0].item():.3g}"
+            raise ConfigError(
+                f"model.init={m.init.name} fills every parameter, also {name}, which "
+                f"{' or '.join(parts)} sets to {first if same else f'{first}, ...'}; add a row to "
+                f"lpkit.techniques.inits that leaves it as it is, and name that")
+
+
+def refuse_rows(config: Config) -> None:
+    """Where an optimizer updates a parameter otherwise than its rows one by one."""
+    settings = config.optimizer
+    row = optimizers.find(settings.name)
+    rule, draw = row.load(), torch.Generator().manual_seed(0)
+    w = torch.randn(32, 16, generator=draw)
+    w[16:] *= 100       # a norm of the whole is another one than that of its rows
+    g = torch.randn(32, 16, generator=draw)
+    g[:16] *= 100
+
+    def updated(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        w, slots = w.clone(), [torch.zeros_like(w) for _ in row.slots]
+        for update in (1, 2):
+            rule(w, g.clone(), slots, settings, update)
+        return w
+
+    apart = torch.cat([updated(w[rows], g[rows]) for rows in (slice(16), slice(16, None))])
+    if not torch.allclose(updated(w, g), apart, rtol=1e-6, atol=1e-7):
+        raise ConfigError(
+            f"optimizer={settings.name} reads a parameter as a whole, and ZeRO "
+            f"{config.parallel.stage} gives each rank rows of it, which it would update otherwise; "
+            f"set parallel.zero=0")
+
+
+def governing(config: Config) -> dict[str, Choice]:
+    """A doubt that belongs to what a run has chosen."""
+    names = ", ".join(one.name for one in config.governors)
+    why = ("it changes weights before an update, which changes them again: what is evaluated, "
+           "sampled and saved is as the update left it")
+    return {"governors": Choice(asked=names, used=names, why=why)} if names else {}

@@ -1,0 +1,36 @@
+"""Every performance figure that the project claims, measured beside its peer in one process.
+
+A benchmark is a function `(rounds) -> list[Result]`, one Result for each case and peer, and one row
+below. Most of them call `race`, and `check` holds the contenders to each other before any timing:
+
+    race("sum", ours=total, peers={"torch.sum": torch.sum}, over=[(data,)], check=check, target=1.2,
+         case="1Mi float32", rounds=rounds)
+
+Nothing but the command line imports this room.
+"""
+
+BENCHES = {     # module of this folder and function, and what is beside what
+    "attention-cpu": ("kernels:attention", "attention on a CPU beside PyTorch's flash kernel"),
+    "course": ("course:run", "every notebook at tier cpu, alone and beside four busy processes"),
+    "decode": ("decode:run", "a generated token beside transformers.generate, with the same cache"),
+    "evidence": ("evidence:run", "everything that only a GPU can tell, for minutes on one"),
+    "fp8-linear": ("fp8:linear", "a Linear in FP8 with its casts beside bf16, on a GPU"),
+    "fp8-products": ("fp8:products", "the three FP8 products of a Linear beside bf16's, on a GPU"),
+    "fp8-step": ("fp8:step", "whole training steps in FP8 beside bf16, on a GPU"),
+    "fsdp2": ("fsdp2:run", "ZeRO 3 beside accelerate's FSDP2"),
+    "import": ("imports:run", "`import lpkit` beside `import torch`"),
+    "kernels": ("fused:fused", "each kernel beside eager and compiled PyTorch and other libraries"),
+    "launch": ("launch:run", "how soon a rank that failed is named, and what starting ranks costs"),
+    "ledger": ("ledger:run", "predicted bytes of a step beside what it really held"),
+    "linear-cross-entropy": ("losses:run", "the chunked loss beside the plain one"),
+    "loader": ("loader:run", "random batches from token files beside DataLoader"),
+    "low-precision-cpu": ("steps:low_precision_cpu", "a step of each recipe beside bf16's"),
+    "mx-qdq": ("kernels:mx_qdq", "MXFP8 and back beside torchao"),
+    "planner": ("planner:run", "the planner's page in a browser, against its budgets"),
+    "published": ("published:run", "predicted seconds beside runs that others published"),
+    "qdq": ("kernels:qdq", "E4M3 and back beside ml_dtypes and PyTorch"),
+    "recipe-losses": ("recipe_losses:run", "what each recipe costs in loss after 300 steps"),
+    "reliability": ("reliability:run", "attacks on runs, commands and folders: none may do harm"),
+    "telemetry": ("steps:telemetry", "what looking at a run's tensors costs"),
+    "train-nanogpt": ("nanogpt:run", "a training step beside nanoGPT's, eager and compiled"),
+}

@@ -1,0 +1,180 @@
+"""data/published/fit.json anew, on standard output: `python -m tests.bench.fit`. Minutes.
+
+Fitted are the numbers of `lpkit.predict.evidence` that no table states, to runs of sources that are
+not held out and of machines without a power limit. The loss is the median-like mean of |log(formula
+/ published)|, a source's rows on a machine counting as the root of their number, none for more than
+CAP. The held-out runs give the ranges: of a kind, what nine of ten took over what was said, whether
+sources count alike or runs; after a calibration, by the run before it on its page.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from lpkit.predict import evidence, published
+from lpkit.predict.params import parameter_count
+from lpkit.predict.published import Run, runs, seconds, step
+
+CAP = 0.7               # of |log|: a run that is off by twice has other reasons
+START, LEAST_STEP, ROUNDS = 0.1, 0.005, 12
+AT_MOST_ONE = ("overlap", "split_overlap")
+BEGIN = {"a100 keeps": 0.87, "h100 keeps": 0.74, "b200 keeps": 0.66, "mi300x keeps": 0.38,
+         "mi325x keeps": 0.6, "eager attention": 0.61, "eager fused": 1.12, "eager overlap": 0.58,
+         "eager layer_seconds": 9e-4, "megatron fused": 0.26, "megatron overlap": 1.0,
+         "megatron split_overlap": 1.0}
+ENOUGH = 5
+NINE_OF_TEN = (0.05, 0.95)
+Numbers = dict[str, float]
+
+
+def taken(held_out: bool) -> list[Run]:
+    """Those that the formula takes."""
+    some = (run for run in runs() if run.source.held_out == held_out)
+    return [run for run, _ in published.taken(some, functools.partial(step, numbers=BEGIN))]
+
+
+def fit(some: Sequence[Run], numbers: Numbers) -> Numbers:
+    """Coordinate by coordinate, with steps that shrink where none helps."""
+    weights = _weights(some)
+    stated = [run.published_seconds for run in some]
+
+    def loss(tried: Numbers) -> float:
+        off = [min(CAP, abs(math.log(seconds(run, numbers=tried) / true)))
+               for run, true in zip(some, stated)]
+        return sum(map(float.__mul__, weights, off)) / sum(weights)
+
+    best, steps = loss(numbers), dict.fromkeys(numbers, START)
+    for _ in range(ROUNDS):
+        for name in numbers:
+            while steps[name] > LEAST_STEP:
+                tries = []
+                for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                    value = numbers[name] * factor
+                    value = min(1.0, value) if name.endswith(AT_MOST_ONE) else value
+                    tries.append((loss(numbers | {name: value}), value))
+                if min(tries)[0] >= best:
+                    steps[name] /= 2
+                    break
+                best, numbers = min(tries)[0], numbers | {name: min(tries)[1]}
+    return {name: float(f"{value:.3g}") for name, value in numbers.items()}
+
+
+def _weights(some: Iterable[Run]) -> list[float]:
+    groups: dict[tuple[str, str], int] = defaultdict(int)
+    for run in some:
+        groups[run.source.name, run.machine] += 1
+    return [groups[run.source.name, run.machine] ** -0.5 for run in some]
+
+
+def ratios(some: Iterable[Run], numbers: Numbers) -> Iterator[tuple[tuple[str, ...], str, float]]:
+    """Of each run its source, machine and precision; its kind; published seconds over the
+    formula's."""
+    for run in some:
+        made = step(run, numbers=numbers)
+        yield ((run.source.name, run.machine, made.precision),
+               evidence.kind_of(made.machine, made.precision),
+               run.published_seconds / seconds(run, numbers=numbers))
+
+
+def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
+    """The ranges by "kinds" and "calibrated"."""
+    found = [*ratios(some, numbers)]
+    after = after_one((same, off) for same, _, off in found)
+    return {"kinds": _ranges(found),
+            "calibrated": _ranges((same, kind, off) for (same, kind, _), off
+                                  in zip(found, after) if off is not None)}
+
+
+def after_one(each: Iterable[tuple[Hashable, float]]) -> Iterator[float | None]:
+    """Each over the one before it that is of the same: what is left after a calibration by that."""
+    before: dict[Hashable, float] = {}
+    for same, off in each:
+        yield off / before[same] if same in before else None
+        before[same] = off
+
+
+def _ranges(each: Iterable[tuple[tuple[str, ...], str, float]]) -> dict[str, dict[str, float]]:
+    """By kind, of `ratios`."""
+    kinds: dict = defaultdict(lambda: defaultdict(list))
+    for (source, *_), kind, off in each:
+        kinds[kind][source].append(off)
+    return {kind: _range(by_source) for kind, by_source in kinds.items()}
+
+
+def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
+    """1 for each run that is outside the range which the other sources of its kind give, else 0."""
+    found, each = [], [*ratios(some, numbers)]
+    for name, own in itertools.groupby(each, lambda one: one[0][0]):
+        others = _ranges(one for one in each if one[0][0] != name)
+        for _, kind, off in own:
+            known = evidence.range_of(others, kind)
+            found.append(float(not known["low"] <= off <= known["high"]))
+    return found
+
+
+def _range(by_source: dict[str, list[float]]) -> dict[str, float]:
+    """The wider one: where sources count alike, and where runs do."""
+    each = sorted((off, len(offs)) for offs in by_source.values() for off in offs)
+    ways = [[(off, 1.0) for off, _ in each], [(off, 1 / count) for off, count in each]]
+    low = min(_quantile(one, NINE_OF_TEN[0]) for one in ways)
+    high = max(_quantile(one, NINE_OF_TEN[1]) for one in ways)
+    return {"low": float(f"{low:.3g}"), "high": float(f"{high:.3g}"), "runs": len(each),
+            "sources": len(by_source)}
+
+
+def _quantile(each: Sequence[tuple[float, float]], share: float) -> float:
+    left = share * sum(weight for _, weight in each)
+    for value, weight in each:
+        left -= weight
+        if left <= 1e-9:
+            return value
+    return each[-1][0]
+
+
+def made() -> dict:
+    held_out, all_open = taken(True), taken(False)
+    every, open_runs = [*all_open, *held_out], [run for run in all_open if not run.limited]
+    numbers, most = fit(open_runs, BEGIN), defaultdict(int)
+    for run in every:
+        shape = evidence.shape_of(run.layout)
+        most[shape] = max(most[shape], run.devices)
+    return {"command": "python -m tests.bench.fit", "runs": len(open_runs), "numbers": numbers,
+            **kinds(held_out, numbers), "most_devices": dict(sorted(most.items())),
+            "best_mfu": best_mfu(every),
+            "best_layouts": best_layouts(every)}
+
+
+def best_mfu(some: Iterable[Run]) -> dict[str, float]:
+    """By generation and kind, where there are at least ENOUGH without a power limit."""
+    reached: dict[str, list[float]] = defaultdict(list)
+    for run in some:
+        made = step(run, numbers=BEGIN)
+        mfu = made.model_flops / run.published_seconds / made.devices / made.peak_flops
+        if not run.limited:
+            generation = evidence.generation_of(made.machine)
+            kind = evidence.kind_of(made.machine, made.precision)
+            reached[f"{generation}, {kind}"].append(mfu)
+    return {key: float(f"{max(each):.3g}") for key, each in sorted(reached.items())
+            if len(each) >= ENOUGH}
+
+
+def best_layouts(some: Iterable[Run]) -> list[list[int]]:
+    """Parameters, devices and ranks of tensor, pipeline and context, of the fastest run of each
+    model on each number of devices of a page."""
+    best: dict[tuple, Run] = {}
+    for run in some:
+        same = (run.source.url, run.model, run.context, run.devices, run.precision)
+        if same not in best or run.published_seconds < best[same].published_seconds:
+            best[same] = run
+    return [list(split) for split in sorted({
+        (parameter_count(run.config.model), run.devices, run.layout.tensor, run.layout.pipeline,
+         run.layout.context) for run in best.values() if run.devices > 1})]
+
+
+if __name__ == "__main__":
+    text = json.dumps(made(), indent=1)
+    print(re.sub(r"\[[\d\s,]+\]", lambda found: json.dumps(json.loads(found[0])), text))

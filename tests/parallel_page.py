@@ -1,0 +1,105 @@
+"""The page docs/parallel.md: `python -m tests.parallel_page > docs/parallel.md`."""
+
+import json
+
+from lpkit.files import resource
+from lpkit.tables import markdown_table
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
+from tests import parity
+from tests.bench.harness import recorded
+
+INTRODUCTION = """\
+# Several processes
+
+    lpkit train cpu-3m --processes 2
+    lpkit train cpu-3m --processes 2 parallel.shard=2 parallel.zero=3
+    lpkit train gpt2-124m --processes 8 parallel.shard=8 parallel.gathered=fp8 \\
+        precision.recipe=fp8-tensorwise
+    torchrun --nproc-per-node 8 -m lpkit train gpt2-124m parallel.shard=8
+
+and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.
+A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
+world, layout=...)` rehearses a layout in one process, and `lpkit.predict.messages` has what its
+ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` does what torchrun does,
+also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
+refuses, and says how to start two. `--processes` holds no port; where torchrun ends with EADDRINUSE,
+`--standalone` finds a free one.
+
+## How ranks meet
+
+Another user of the machine can connect wherever a rank listens, and gloo takes whoever connects first
+for the rank that it waits for. So:
+
+- Ranks exchange tensors and JSON, with a bound on its length. Nothing that arrives is unpickled, and
+  nothing that arrives is executed.
+- Ranks of one machine listen on loopback alone. They meet by a file in a folder that only their user
+  can open, where the first leaves 32 random bytes.
+- In each group, before anything else, each rank sends each other rank an HMAC of that secret, of the
+  group and of both their numbers. Where another answers, or nobody within 30 s, the launch ends in
+  one sentence.
+- Once they have met, what listens drops every packet (Linux). Nobody connects to a run that goes on.
+
+A user who watches can still keep ranks from meeting, for as long as he watches: he gets a sentence on
+your terminal, and nothing else. `python -m tests.attack ranks` is such a user, in 50 launches.
+
+torchrun and `accelerate launch` open a store of their own. It listens on all interfaces, it has no
+password, and who reaches it can read it and write into it. Where they start all ranks on one machine,
+the ranks take from it the name of a private folder and nothing else, and meet there, on loopback.
+With `--nnodes 2` the store is all that the ranks share. The secret then lies in it, and the handshake
+stops only those who cannot reach it: who can reach it may take a rank's place, end the run or change
+its numbers, but he cannot execute anything. Use several machines in a network of your own. Gloo
+listens there on the address of the host's name, or on the interface that GLOO_SOCKET_IFNAME names.
+NCCL knows its ranks by an id from the store; NCCL_SOCKET_IFNAME says where it listens.
+
+## Where model states lie
+
+`parallel.data` counts replicas, `parallel.shard` the ranks that keep a part each, by
+`parallel.zero`. With both, a model is sharded inside groups, and the groups are replicas (hybrid
+sharding).
+
+"""
+
+
+RECORDED = {
+    "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how "
+              "often the right one was not named in time, or a process or a folder was left.\n\n",
+    "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and by "
+             "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are medians; "
+             "what is met is the median of the ratios of pairs.\n\n"}
+
+
+def page() -> str:
+    """Parity is computed now, by up to 4 processes; faults and starts are as last recorded."""
+    rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
+    refused = [(f"`{row.key}`", f"`{row.only}`", f"ZeRO {row.stage}" if row.stage else "any",
+                row.why) for row in UNSHARDED]
+    parts = [
+        INTRODUCTION,
+        markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
+        "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
+        markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
+        "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
+        markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
+        "\n\nNot everything goes with several ranks yet:\n\n",
+        markdown_table(("setting", "must be", "from", "because it"), refused),
+        "\n\n## The same numbers\n\n", parity.page(parity.measure())]
+    for bench, words in RECORDED.items():
+        parts += _recorded(bench, words)
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _recorded(bench: str, words: str) -> list[str]:
+    """Nothing where nobody has measured it."""
+    parts = []
+    for path in sorted(resource("data/measured").glob(f"{bench}-*.json")):
+        result = json.loads(path.read_text())
+        lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}",
+                  f"{one['peer_median']:.3g} {one['peer']}", one["verdict"])
+                 for one in result["cases"]]
+        parts += ["#", "\n".join(recorded(result)), "\n",
+                  markdown_table(("", "median", "beside", ""), lines), "\n"]
+    return [words, *parts] if parts else []
+
+
+if __name__ == "__main__":
+    print(page(), end="")

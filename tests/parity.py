@@ -1,0 +1,290 @@
+"""Do several ranks compute what one process does? Every recipe in every layout, over 20 updates.
+
+A sum in another order is another number, and an update later everything is. So the measure is what
+another order does where nothing else differs: one process takes the micro-batches of each update in
+other orders, and sigma is how far that leads, as a root of a mean of squares. A layout must stay
+within 3 sigma, in the losses and gradient norms of all updates (relative, root of the mean of
+squares) and in the weights at the end (norm of the difference over the norm). Float32 must be
+within 1e-5 in each of these, and in the last loss: its sigma is some last bits, and less than what
+the norm of all gradients loses as a sum of a million squares, which ranks add up otherwise.
+
+Other orders also move what is meant to differ between ranks: histories of delayed scaling meet
+micro-batches in another order, and stochastic rounding draws other noise for them.
+
+Weights that are gathered in 16 bits make the residual stream 16 bits wide, which is another
+arithmetic: those layouts are held to the same gathering on one rank, and how far that is from one
+process is a column. Sigma is one process's, here too. Gradients of 8 bits add up in float32 without
+rounding, so that orders do nothing; but ranks also add up the norm of all gradients otherwise.
+
+    python -m tests.parallel_page       prints docs/parallel.md, which has the table
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from lpkit.config import Config
+from lpkit.contracts import Batch, DataPolicy
+from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.parallel.ranks import joined
+from lpkit.tables import markdown_table
+from lpkit.techniques.layouts import GATHERED, Layout
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.training import Training
+
+UPDATES, ORDERS = 20, 3
+MIXED = "one rank that gathers in 16 bits"
+SIGMAS = 3.0
+FLOAT32 = 1e-5
+# Every recipe tiles, and two ranks have whole blocks of 128 rows; a micro-batch is one sequence
+CONFIG = Config().replace({
+    "model.layers": 2, "model.width": 256, "model.heads": 4, "model.context": 128,
+    "global_batch": 4, "grad_accum_steps": 4, "system.device": "cpu", "system.threads": 1,
+    "eval_every": 0, "checkpoint_every": 0, "steps": UPDATES})
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"data": 2},
+    "ZeRO 1": {"shard": 2, "zero": 1},
+    **{f"ZeRO {zero}, {gathered}": {"shard": 2, "zero": zero, "gathered": gathered}
+       for gathered in GATHERED for zero in (2, 3)},
+    "hybrid": {"data": 2, "shard": 2, "zero": 3, "gathered": "float32"},
+}
+
+
+class OneRank(Layout):
+    """Of one rank that gathers as several do."""
+
+    @property
+    def stage(self) -> int:
+        return self.zero
+
+
+@dataclass(frozen=True)
+class Reordered(DataPolicy):
+    """The sequences of each batch in another order, which `seed` and the step decide."""
+
+    policy: DataPolicy
+    seed: int
+
+    def batch(self, step: int) -> Batch:
+        batch = self.policy.batch(step)
+        order = np.random.default_rng([self.seed, step]).permutation(len(batch.tokens))
+        return Batch(**{name: t[torch.from_numpy(order)] for name, t in batch.present.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a set of ranks trains. `order`: of micro-batches, 0 is the config's. `weights`: the file
+    that they end in, or are compared with."""
+
+    recipe: str
+    layout: dict[str, Any] = field(default_factory=dict)
+    order: int = 0
+    weights: str = ""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the residual stream is in 16 bits: only where there is something to gather."""
+        row = GATHERED[self.layout.get("gathered", "float32")]
+        return row.mixed and RECIPES[self.recipe].compute is not None
+
+    @property
+    def world(self) -> int:
+        return Layout(**self.layout).devices
+
+    @property
+    def config(self) -> Config:
+        config = CONFIG.replace({"precision.recipe": self.recipe})
+        kind = OneRank if self.world == 1 and self.mixed else Layout
+        return replace(config, parallel=kind(**self.layout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Relative, of one run from another."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+    last_loss: float
+
+
+NUMBERS = "loss", "grad_norm", "weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    recipe: str
+    layout: str
+    distance: Distance      # from the same recipe on one rank
+    sigma: Distance         # what another order of micro-batches does there
+    apart: float            # the losses of that rank from those of one process; 0: it is one
+
+    @property
+    def sigmas(self) -> list[float]:
+        """Of each of NUMBERS."""
+        return [getattr(self.distance, key) / getattr(self.sigma, key) for key in NUMBERS]
+
+    @property
+    def float32(self) -> bool:
+        return RECIPES[self.recipe].compute is None
+
+    @property
+    def same(self) -> bool:
+        if self.float32:
+            return max(asdict(self.distance).values()) <= FLOAT32
+        return max(self.sigmas) <= SIGMAS
+
+
+def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """A rank: cases, one after the other."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = []
+    for i, case in enumerate(told["cases"]):
+        case = Case(**case)
+        config, path = case.config, Path(case.weights)
+        with ExitStack() as until_end:
+            ranks = None
+            if config.parallel.stage or place.world > 1:
+                ranks = until_end.enter_context(joined(
+                    config, local_rank=place.local_rank,
+                    **place.among | {"init_method": f"{place.store}-{i}"}))
+            training = Training.build(config, ranks=ranks)
+            if case.order:
+                training = replace(training, data=Reordered(training.data, case.order))
+            losses, norms = [], []
+            for step in range(told["updates"]):
+                place.at(step, f"{case.recipe} in {config.parallel}")
+                done = training.update(step)
+                losses.append(done.loss.item())
+                norms.append(done.grad_norm.item())
+            weights, distance = whole_weights(training), 0.0
+        if path.exists():
+            due = torch.from_numpy(np.load(path))
+            distance = ((weights - due).norm() / due.norm()).item()
+        else:
+            np.save(path, weights.numpy())
+        found.append({"losses": losses, "norms": norms, "weights": distance})
+    return found
+
+
+def whole_weights(training: Training) -> torch.Tensor:
+    """All of them, one after the other; all ranks call this."""
+    state = training.state_dict()
+    whole = (state[f"model/{name}"].detach() for name in training.sharding.owned)
+    return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).flatten() for t in whole])
+
+
+def measure(recipes: Iterable[str] = RECIPES, layouts: Iterable[str] = LAYOUTS, *,
+            updates: int = UPDATES, orders: int = ORDERS) -> list[Row]:
+    """A row for each recipe and layout that go together. Processes are started once for each
+    number of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        cases: dict[Any, Case] = {}
+        for recipe in recipes:
+            path = f"{folder}/{recipe}"
+            alone = Case(recipe=recipe, weights=f"{path}.npy")
+            mixed = replace(alone, layout={"gathered": "compute"}, weights=f"{path}-16.npy")
+            layout_cases = {name: replace(alone, layout=LAYOUTS[name]) for name in layouts
+                            if _goes(recipe, LAYOUTS[name])}
+            if any(case.mixed for case in layout_cases.values()):
+                cases[recipe, MIXED] = mixed
+            cases |= {(recipe, order): replace(alone, order=order) for order in range(orders + 1)}
+            cases |= {(recipe, name): replace(case, weights=mixed.weights) if case.mixed else case
+                      for name, case in layout_cases.items()}
+        found: dict[Any, dict[str, Any]] = {}
+        with WarmParent() as parent:
+            for world in sorted({case.world for case in cases.values()}):
+                mine = {key: case for key, case in cases.items() if case.world == world}
+                told = {"cases": [asdict(case) for case in mine.values()], "updates": updates}
+                with Processes("tests.parity:run", told, world=world,
+                               parent=parent) as running:
+                    found |= zip(mine, running.wait()[0])
+    return [_row(recipe, layout, case.mixed, found, orders)
+            for (recipe, layout), case in cases.items() if layout in LAYOUTS]
+
+
+def _goes(recipe: str, layout: dict[str, Any]) -> bool:
+    """Not where the recipe has no cast to gather, or is in float32 whatever is gathered."""
+    row = GATHERED[layout.get("gathered", "float32")]
+    return RECIPES[recipe].gathers if row.cast else not row.mixed or bool(RECIPES[recipe].compute)
+
+
+def _row(recipe: str, layout: str, mixed: bool, found: dict[Any, Any], orders: int) -> Row:
+    alone = found[recipe, 0]
+    due = found[recipe, MIXED] if mixed else alone
+    noise = [_distance(found[recipe, order + 1], alone) for order in range(orders)]
+    # what is compared are numbers in float32, half of whose last bit is noise
+    sigma = Distance(**{key: max(_rms([getattr(one, key) for one in noise]), 2.0**-24)
+                        for key in asdict(noise[0])})
+    return Row(recipe=recipe, layout=layout, distance=_distance(found[recipe, layout], due),
+               sigma=sigma, apart=_distance(due, alone).loss)
+
+
+def _distance(found: dict[str, Any], due: dict[str, Any]) -> Distance:
+    loss, norm = ([0.0 if a == b else (a - b) / b if b else math.inf
+                   for a, b in zip(found[key], due[key], strict=True)]
+                  for key in ("losses", "norms"))       # no norm: the update overflowed
+    return Distance(loss=_rms(loss), grad_norm=_rms(norm), weights=found["weights"],
+                    last_loss=abs(loss[-1]))
+
+
+def _rms(numbers: Sequence[float]) -> float:
+    return math.sqrt(sum(x * x for x in numbers) / len(numbers))
+
+
+INTRODUCTION = f"""\
+Every recipe in every layout, {UPDATES} updates on the CPU (gloo), against one process with the same
+micro-batches. A cell is how far the run is from that, in sigmas: losses, gradient norms, final
+weights. A sigma is how far one process gets when it takes the micro-batches of each update in
+another order ({ORDERS} of them), and stands in the first columns, relative. The tolerance is
+{SIGMAS:g} sigma; in float32, whose cells are the largest relative distance, {FLOAT32:g}. Where the
+residual stream is in 16 bits (gathered=compute), the one process gathers so too; how far that is
+from the one that does not is the last column, in sigmas of the loss.
+
+"""
+
+
+def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads, and a line a recipe."""
+    layouts = list(dict.fromkeys(row.layout for row in rows))
+    lines = []
+    for recipe in dict.fromkeys(row.recipe for row in rows):
+        of = {row.layout: row for row in rows if row.recipe == recipe}
+        first = next(iter(of.values()))
+        sigma = (f"{getattr(first.sigma, key):.1e}" for key in NUMBERS)
+        apart = max(row.apart for row in of.values())
+        lines.append((recipe, *sigma, *(_cell(of.get(layout)) for layout in layouts),
+                      f"{apart / first.sigma.loss:.1f}" if apart else ""))
+    heads = ("recipe", *(f"sigma, {word}" for word in ("loss", "gradient norm", "weights")),
+             *layouts, "16-bit stream")
+    return heads, lines
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    words = " ".join(f"{number:.1f}" for number in row.sigmas)
+    if row.float32:
+        words = f"{max(asdict(row.distance).values()):.0e}"
+    return words if row.same else f"**{words}**"
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The table of docs/parallel.md."""
+    return f"{INTRODUCTION}{markdown_table(*table(rows))}\n"
+
+
+if __name__ == "__main__":
+    print(page(measure()), end="")

@@ -1,0 +1,93 @@
+"""No wrong answer is right: definitions changed in one place, and those that a person writes. All of them: python -m tests.mutants."""
+
+import pytest
+import torch
+
+from lpkit.course.exercises import EXERCISES, check
+from lpkit.course.kernel_exercises import PUZZLES
+from lpkit.course.rank_exercises import EXERCISES as ON_RANKS
+from tests.mutants import SAME, is_same, judged_right, mutants, on_threads
+
+EACH = 6        # of a puzzle: an interpreter takes its time
+F = torch.nn.functional
+
+
+@pytest.mark.parametrize("name", [name for name in EXERCISES if name not in PUZZLES])
+def test_every_change_of_a_definition_is_wrong(name):
+    changed = mutants(name)
+    assert changed and [one.change for one in judged_right(changed)] == [one.change for one in changed if is_same(one)]
+
+
+def test_some_changes_of_each_kernel_are_wrong():
+    chosen = [one for name in PUZZLES for every in [mutants(name)] for one in every[len(name) % 3::len(every) // EACH]]
+    assert len(chosen) >= 14 * EACH and judged_right(chosen) == [one for one in chosen if is_same(one)]
+
+
+def test_there_are_enough_and_each_exception_has_a_reason():
+    every = {name: mutants(name) for name in EXERCISES}
+    assert sum(map(len, every.values())) > 3000 and all(every.values())
+    for name, parts, reason in SAME:
+        assert reason and all(any(part in f"{one.change}$" for one in every[name]) for part in parts), (name, parts)
+    assert sum(is_same(one) for found in every.values() for one in found) < 120
+
+
+def all_logits(h, w, targets, chunk):
+    h = h.requires_grad_()
+    loss = F.cross_entropy(h @ w.T, targets)
+    return loss.detach(), torch.autograd.grad(loss, h)[0]
+
+
+def chunks_that_stay(h, w, targets, chunk):
+    """The logits of each chunk, kept for one backward pass over all."""
+    h = h.requires_grad_()
+    loss = sum(F.cross_entropy(a @ w.T, b, reduction="sum") for a, b in zip(h.split(chunk), targets.split(chunk))) / len(h)
+    return loss.detach(), torch.autograd.grad(loss, h)[0]
+
+
+def first_micro_batch_alone(nbytes, ranks, stage, micro_batches):
+    return EXERCISES["14.sent_bytes"].spec(nbytes, ranks, stage, 1)
+
+
+def papers_zero_two(nbytes, ranks, stage, micro_batches):
+    return (ranks - 1) / ranks * nbytes * (2, 2, micro_batches + 1, 3 * micro_batches)[stage]
+
+
+@pytest.mark.parametrize("name, attempt, said", [
+    ("08.chunked_loss", all_logits, "at once, and 32.8 kB are the limit"),
+    ("08.chunked_loss", chunks_that_stay, "at once, and 32.8 kB are the limit"),
+    ("13.linear_attention", lambda q, k, v: F.normalize((q @ k.T).tril(), p=1, dim=-1) @ v, "at once, and 131 kB are the limit"),
+    ("13.linear_attention", lambda q, k, v: (q @ k.T).tril() @ v / (q * k.cumsum(0)).sum(1, keepdim=True), "are the limit"),
+    ("06.fp8_forward", lambda x, w, sx, sw: (x / sx).to(torch.float8_e4m3fn).float() @ (w / sw).to(torch.float8_e4m3fn).float().T * sx * sw,
+     "clamp before the cast"),
+    ("03.mx_cast", lambda x: (x / (s := 2.0 ** (torch.frexp(x.abs().amax())[1] - 9))).to(torch.float8_e4m3fn).float() * s, "clamp before the cast"),
+    ("14.sent_bytes", first_micro_batch_alone, "ZeRO 2 and 3 send in every micro-batch"),
+    ("14.sent_bytes", papers_zero_two, "that is the paper's ZeRO 2"),
+    ("04.int8_db", lambda crest: 10 * torch.tensor(12 * (128 / crest) ** 2).log10().item(), "expected"),
+    ("05.with_masters", lambda weight, updates: weight - sum(updates), "expected"),
+    ("08.recomputed", lambda block, x, dy: (y := block(x.requires_grad_()), torch.autograd.grad(y, x, dy)[0]), "the first forward kept"),
+])
+def test_what_a_person_writes_instead_is_wrong(name, attempt, said):
+    verdict = check(EXERCISES[name], attempt)
+    assert verdict.status == "wrong" and said in verdict.detail
+
+
+def by_momentum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m.mul_(0.9).add_(reduce_scatter(g.div_(ranks)))
+    each = len(w) // ranks
+    return all_gather(torch.sub(w[rank * each:(rank + 1) * each], m, alpha=lr)), m
+
+
+def in_float64(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m.double() + reduce_scatter(g).double() / ranks
+    return all_gather((w.view(ranks, -1)[rank] - lr * m).float()), m
+
+
+def by_reciprocal(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.abs()).max() / 448
+    codes = (rows * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return scale * all_gather_bytes(codes.view(torch.uint8)).view(torch.float8_e4m3fn).to(torch.float32)
+
+
+@pytest.mark.parametrize("name, attempt", [("14.zero_one", by_momentum), ("14.zero_one", in_float64), ("15.eight_bits", by_reciprocal)])
+def test_right_answers_on_ranks(name, attempt):
+    assert not on_threads(ON_RANKS[name], attempt)

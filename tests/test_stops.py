@@ -1,0 +1,213 @@
+"""A stop is heard between micro-batches, in an evaluation and in the first step; the run goes on bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import lpkit
+from lpkit.config import Config
+from lpkit.nn.transformer import Transformer
+from lpkit.training import checkpoint
+from lpkit.training.background import Control, start, train
+from lpkit.training.loop import fit
+from lpkit.training.runs import Run
+from lpkit.training.training import Training
+from tests.attack import patience
+
+SECONDS = 2.0
+
+
+@pytest.fixture
+def tiny(corpus, monkeypatch) -> Config:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return Config().replace({
+        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
+        "steps": 6, "global_batch": 8, "grad_accum_steps": 4, "eval_every": 3, "eval_batches": 4, "checkpoint_every": 0,
+        "schedule.warmup_steps": 2, "precision.recipe": "fp32", "precision.backend": "auto", "system.device": "cpu",
+        "system.compile": False, "system.threads": 1})
+
+
+def at_forward(monkeypatch, number: int, what) -> list:
+    """Call `what` in the forward with that number, of training and of evaluation alike."""
+    calls, build = [], Training.build.__func__
+
+    def built(cls, *args, **more):
+        training = build(cls, *args, **more)
+        loss = training.loss
+
+        def watched(model, batch):
+            calls.append(model.training)
+            if len(calls) == number:
+                what()
+            return loss(model, batch)
+
+        object.__setattr__(training, "loss", watched)
+        return training
+
+    monkeypatch.setattr(Training, "build", classmethod(built))
+    return calls
+
+
+def lines(run) -> list[dict]:
+    return [{key: value for key, value in line.items() if key not in ("step_seconds", "peak_bytes")} for line in run.metrics]
+
+
+def same(one, two) -> bool:
+    a, b = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (one, two))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def stopped_at(tiny, folder, monkeypatch, number: int):
+    """The run that was asked to stop in that forward, and how many it took."""
+    control = Control()
+    with monkeypatch.context() as patch:
+        calls = at_forward(patch, number, lambda: control.stop("SIGTERM"))
+        run = fit(Training.build(tiny), folder, resume=folder.exists(), control=control)
+    assert len(calls) == number, "no forward after it"
+    assert run.summary["status"] == "stopped" and run.problems == []
+    return run
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp8-delayed", "nvfp4"])
+def test_a_step_is_given_up_between_micro_batches(tiny, tmp_path, monkeypatch, recipe):
+    """Histories of casts and draws of roundings are those of the step before, and so is all that comes."""
+    tiny = tiny.replace({"precision.recipe": recipe} | ({"precision.recipe.high_precision_layers": "head"} if recipe == "nvfp4" else {}))
+    whole = train(tiny, out=tmp_path / "whole")
+    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)        # in step 5: an evaluation came after 3
+    assert run.summary["steps"] == 4 and checkpoint.load_latest(run.checkpoints)[0].step == 4
+    again = train(tiny, out=run.path, resume=True)
+    assert lines(again) == lines(whole) and same(again, whole) and again.problems == []
+
+
+def test_without_going_back_the_histories_would_differ(tiny, tmp_path, monkeypatch):
+    """The test above can fail."""
+    tiny = tiny.replace({"precision.recipe": "fp8-delayed"})
+    whole = train(tiny, out=tmp_path / "whole")
+    monkeypatch.setattr(Training, "undone", lambda self: nullcontext())
+    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
+    again = train(tiny, out=run.path, resume=True)
+    assert not same(again, whole)
+
+
+def test_an_evaluation_is_given_up_and_comes_again(tiny, tmp_path, monkeypatch):
+    """Also when it is given up a second time; the line of its step then has the loss that it would have had."""
+    whole = train(tiny, out=tmp_path / "whole")
+    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 2)
+    assert run.summary["steps"] == 3 and checkpoint.load_latest(run.checkpoints)[0].step == 3
+    assert [line.get("val_loss") for line in run.metrics] == [None] * 3
+    run = stopped_at(tiny, run.path, monkeypatch, 1)
+    assert [line["step"] for line in run.metrics] == [1, 2, 3] and run.summary["steps"] == 3
+    again = train(tiny, out=run.path, resume=True)
+    assert lines(again) == lines(whole) and "val_loss" in again.metrics[2] and same(again, whole) and again.problems == []
+
+
+def test_a_governors_step_is_finished(tiny, tmp_path, monkeypatch):
+    """Its begin may have changed the model, which nothing undoes."""
+    class Counts:
+        def begin(self, training, step):
+            pass
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    control = Control()
+    with monkeypatch.context() as patch:
+        at_forward(patch, 2, control.stop)
+        training = Training.build(tiny)
+        training.governors["counts"] = Counts()
+        assert fit(training, tmp_path / "run", control=control).summary["steps"] == 1
+
+
+@pytest.mark.parametrize("number", [2, 4 * 3 + 2], ids=["step", "evaluation"])
+def test_the_handle_of_a_notebook_stops_a_long_step_and_a_long_evaluation(tiny, tmp_path, monkeypatch, number):
+    reached = threading.Event()
+    calls = at_forward(monkeypatch, number, reached.set)
+    monkeypatch.setattr(Transformer, "hidden", slowed(calls, number))
+    handle = start(tiny.replace({"global_batch": 400, "grad_accum_steps": 200, "eval_batches": 200} if number == 2 else {"eval_batches": 200}),
+                   out=tmp_path / "run")
+    assert reached.wait(60)
+    begun = time.monotonic()
+    handle.stop()
+    assert handle.result().summary["status"] == "stopped" and time.monotonic() - begun < SECONDS * patience()
+
+
+def slowed(calls: list, number: int):
+    hidden = Transformer.hidden
+
+    def slow(self, *args, **more):
+        if len(calls) >= number:
+            time.sleep(0.2)
+        return hidden(self, *args, **more)
+
+    return slow
+
+
+@pytest.mark.parametrize("number_of", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [1, 4 * 3 + 1], ids=["first step", "evaluation"])
+def test_a_signal_breaks_off_what_is_not_saved(tiny, tmp_path, monkeypatch, number, number_of):
+    """The first step, which may compile for minutes, and a batch of an evaluation that takes longer than all of it."""
+    def long():
+        threading.Timer(0.1, os.kill, (os.getpid(), number_of)).start()
+        time.sleep(30)
+
+    at_forward(monkeypatch, number, long)
+    begun = time.monotonic()
+    run = lpkit.train(tiny, out=tmp_path / "run")
+    assert time.monotonic() - begun < 25
+    assert run.summary["status"] == "stopped" and run.summary["stopped_by"] == number_of.name and run.problems == []
+    assert run.summary["steps"] == (0 if number == 1 else 3)
+
+
+COMMAND = """
+import fcntl, sys, termios
+from lpkit import cli
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)        # its terminal: who closes it hangs up
+sys.exit(cli.main(["train", sys.argv[1], "--out", sys.argv[2]]))
+"""
+
+
+def test_a_terminal_that_closes_is_a_hangup(tiny, tmp_path):
+    """With one process, too, whose result nobody can read: 129, and not 2 for an error of the output."""
+    (tmp_path / "config.yaml").write_text(tiny.replace({"steps": 10**6, "eval_every": 0}).to_yaml())
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 200))
+    with open(ours, "r+b", buffering=0) as terminal, subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(tmp_path / "config.yaml"), str(tmp_path / "run")],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as command:
+        os.close(theirs)
+        shown = b""
+        while b"loss" not in shown:
+            shown += terminal.read(4096)
+        terminal.close()
+        assert command.wait(60) == 129
+    assert Run(tmp_path / "run").summary["stopped_by"] == "SIGHUP" and checkpoint.load_latest(tmp_path / "run" / "checkpoints")[0]
+
+
+def test_a_step_given_up_in_a_destructor_says_nothing(monkeypatch):
+    """The exception is lost there, and the run stops at its next micro-batch; what others lose is said."""
+    control, said = Control(), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: said.append(what.exc_type))
+
+    class Dying:
+        def __init__(self, dies):
+            self.dies = dies
+
+        def __del__(self):
+            self.dies()
+
+    with control.breaking(True):
+        Dying(lambda: control.signalled("SIGHUP"))
+        Dying(lambda: 1 / 0)
+    Dying(lambda: 1 / 0)
+    assert said == [ZeroDivisionError] * 2 and control.stopped_by == "SIGHUP"
