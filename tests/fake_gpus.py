@@ -444,12 +444,8 @@ def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
         "max_memory_reserved": fake.allocated, "reset_peak_memory_stats": lambda device=None: None, "synchronize": fake.synchronize,
         "Stream": fake.Stream, "Event": fake.Event, "stream": fake.stream, "current_stream": fake.current,
         "default_stream": lambda device=None: fake.default[fake.index(device)], "get_rng_state": lambda device=None: torch.get_rng_state(),
-<<<<<<< HEAD
-        "set_rng_state": lambda state, device=None: None, "_lazy_init": lambda: None, "get_arch_list": list, "is_initialized": lambda: True}
-=======
-        "set_rng_state": lambda state, device=None: None, "_lazy_init": lambda: None, "is_initialized": lambda: True,
+        "set_rng_state": lambda state, device=None: None, "_lazy_init": lambda: None, "get_arch_list": list, "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False}       # a build for CUDA asks its driver
->>>>>>> torch211
     with pytest.MonkeyPatch.context() as patch:
         for name, one in told.items():
             patch.setattr(torch.cuda, name, one)
