@@ -199,6 +199,8 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "top_k must be positive"),
     (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"), (["export", "nowhere", "--out", "x"], "holds no run"),
     (["train", "cpu-3m", "steps=many"], "whole number"), (["train", "--resume", "--out", "nowhere"], "holds no run"),
+    (["train", "cpu-3m", "parallel.tensor=2"], "data and shard so far"), (["train", "cpu-3m", "parallel.data=2"], "takes 2 processes, and this is one"),
+    (["warm", "cpu-3m", "parallel.tensor=2"], "data and shard so far"), (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
     (["bench", "imports"], "did you mean 'import'"), (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
     (["lab", "--port", "70000", "--no-browser"], "between 0 and 65535"), (["lab", "--reset", "42"], "choose one of 00, 01"),
     (["notebook", "42"], "there is no notebook '42'; choose one of 00, 01, 02, 03, 04, 05, 06, 07, 08, 09, 10, 11, 12, 13, 14, 15, 99"),

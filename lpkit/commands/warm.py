@@ -21,9 +21,11 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> dict:
+    from lpkit.parallel.processes import told
     from lpkit.presets import resolve
 
     config, begun = resolve(args.target, asked(args)), perf_counter()
+    told(config)
     from lpkit.parallel.ranks import here  # imports torch
     from lpkit.training.build import decide, refuse_what_cannot_fit
     from lpkit.training.exhausted import said

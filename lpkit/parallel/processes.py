@@ -25,9 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lpkit.errors import ConfigError, RunFailedError, unpacked
+from lpkit.config import Config
+from lpkit.errors import ConfigError, RunFailedError, shown, unpacked
 from lpkit.files import lockable
 from lpkit.processes import Children, end, new_folder
+from lpkit.techniques.layouts import refuse_untrainable
 
 MEETING = "meeting the others"      # the first phase of ranks
 STRANGER = ("another program of this machine may have taken a rank's place on its socket; start "
@@ -231,3 +233,31 @@ class Processes:
         if not self._report.closed:
             self._report.read()     # until the supervisor has ended them
         self._end()
+
+
+def told(config: Config) -> dict[str, int]:
+    """Where torchrun, or whoever started this process, says that it stands; alone where nobody does.
+
+    Raises ConfigError for a layout that nobody trains, and for one of several processes alone.
+    """
+    layout = config.parallel
+    said = {key: _number(name, default) for key, name, default in (
+        ("world", "WORLD_SIZE", 1), ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
+        ("local_world", "LOCAL_WORLD_SIZE", 1))}
+    refuse_untrainable(config)
+    if said["world"] == 1 and layout.devices > 1:
+        raise ConfigError(
+            f"parallel: {layout} takes {layout.devices} processes, and this is one; start them "
+            f"with `lpkit train --processes {layout.devices}`, in Python with lpkit.launch, or by "
+            f"`torchrun --nproc-per-node {layout.devices} -m lpkit train` (on CPUs `accelerate "
+            f"launch --cpu` starts a single process and says nothing)")
+    return said
+
+
+def _number(name: str, default: int) -> int:
+    """Of the environment. Raises ConfigError."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"the environment has {name}={shown(value)}, and it is to be a number; "
+                          f"start all ranks with torchrun, or unset {name}")
+    return int(value)

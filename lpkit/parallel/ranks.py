@@ -28,8 +28,9 @@ import lpkit
 from lpkit import records
 from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
-from lpkit.errors import ConfigError, packed, shown, unpacked
+from lpkit.errors import ConfigError, packed, unpacked
 from lpkit.parallel.meeting import BACKENDS, meeting
+from lpkit.parallel.processes import told
 from lpkit.techniques.layouts import TRAINED, Layout, refuse_untrainable, wrong_world
 
 # their names up to torch 2.11
@@ -234,29 +235,9 @@ def here(config: Config) -> Iterator[Ranks]:
 
     Raises ConfigError when the config asks for several processes and this is one.
     """
-    layout = config.parallel
-    said = {key: _number(name, default) for key, name, default in (
-        ("world", "WORLD_SIZE", 1), ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
-        ("local_world", "LOCAL_WORLD_SIZE", 1))}
-    world = said["world"]
-    refuse_untrainable(config)
-    if world == 1 and layout.devices > 1:
-        raise ConfigError(
-            f"parallel: {layout} takes {layout.devices} processes, and this is one; start them "
-            f"with `lpkit train --processes {layout.devices}`, in Python with lpkit.launch, or by "
-            f"`torchrun --nproc-per-node {layout.devices} -m lpkit train` (on CPUs `accelerate "
-            f"launch --cpu` starts a single process and says nothing)")
-    if world == 1:
+    said = told(config)
+    if said["world"] == 1:
         yield Ranks()
         return
     with joined(config, **said) as ranks:
         yield ranks
-
-
-def _number(name: str, default: int) -> int:
-    """Of the environment. Raises ConfigError."""
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise ConfigError(f"the environment has {name}={shown(value)}, and it is to be a number; "
-                          f"start all ranks with torchrun, or unset {name}")
-    return int(value)

@@ -24,6 +24,7 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.files import one_name, own_folder
+from lpkit.parallel.processes import told
 from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
@@ -99,7 +100,8 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
-    from lpkit.training.exhausted import said  # torch takes seconds to import
+    told(config)        # what is wrong about its place is said at once: torch takes seconds to import
+    from lpkit.training.exhausted import said
 
     with _let_go(), said(config, "this run"):
         return _trained(config, path, resume, observers, control)
