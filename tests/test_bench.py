@@ -267,6 +267,10 @@ def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
     rows = "\n".join(f"| {name} | 1 |" for name in NAMES)
     pages = [f"Measured 2026-01-01 at commit {commit} with x\n{rows}" for commit in [*commits, "0123456789ab"]]
     assert [re.findall(r"in (\d+) commits", _page.age(page, tmp_path)) for page in pages] == [["1"], ["1"], [], []]
+    gone = "a commit that it was measured at is not in this history"
+    assert [gone in _page.age(page, tmp_path) for page in pages] == [False, False, False, True]
+    git("clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
+    assert _page.age(pages[3], tmp_path / "shallow") == "", "git cannot tell"
     kept = pages[2].replace(f"| {NAMES[0]} | 1 |", f"| {NAMES[0]} | 1 | {commits[0]} | |")
     assert "in 1 commits" in _page.age(kept, tmp_path), "a row that was measured before"
     assert _page.age(pages[0], tmp_path / "nowhere") == _page.age(pages[2], tmp_path) == ""

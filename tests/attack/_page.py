@@ -41,19 +41,28 @@ def _row(case: dict) -> tuple[str, ...]:
 
 def age(text: str, root: Path = ROOT) -> str:
     """What is to be said of a page that is older than the code; nothing where git cannot tell (no checkout, a shallow one)."""
+    whole = _git(root, "rev-parse", "--is-shallow-repository") == "false"
     sections = [re.findall(r"(?: at commit |\| )([0-9a-f]{12})(?: with | \|)", section) for section in text.split("\n## ")]
     counts = [[_commits_since(commit, root) for commit in set(commits)] for commits in sections]
     since = min((max(some) for some in counts if some and None not in some), default=0)
+    gone = whole and any(None in some for some in counts)
     absent = [name for name in NAMES if f"| {name} |" not in text]
     said = [f"lpkit/ has changed in {since} commits since it was measured"] * (since > 0)
+    said += ["a commit that it was measured at is not in this history"] * gone
     said += [f"it has no row for {', '.join(absent)}"] * bool(absent)
     renew = "`lpkit bench reliability --out data/measured` and `python -m tests.attack --page > docs/reliability.md` renew it"
     return f"docs/reliability.md is old: {'; '.join(said)}. {renew}" if said else ""
 
 
 def _commits_since(commit: str, root: Path) -> int | None:
+    said = _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit")
+    return int(said) if said else None
+
+
+def _git(root: Path, *words: str) -> str:
+    """What it says; nothing where it fails."""
     try:
-        done = subprocess.run(["git", "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit"], cwd=root, capture_output=True, text=True)
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
     except OSError:
-        return None
-    return int(done.stdout) if done.returncode == 0 else None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
