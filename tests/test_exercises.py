@@ -264,6 +264,33 @@ def by_vjp(block, x, dy):
     return y, leaf.grad
 
 
+def one_number_at_a_time(q, k, v):
+    state, total, out = torch.zeros(k.shape[1], v.shape[1]), (q * k.cumsum(0)).sum(-1), torch.empty(len(q), v.shape[1])
+    for i, (key, value) in enumerate(zip(k, v)):
+        state.addr_(key, value)
+        out[i] = state.T.mv(q[i]) / total[i]
+    return out
+
+
+def logits_in_place(h, w, targets, chunk):
+    total, grads = 0.0, []
+    for rows, wanted in zip(h.split(chunk), targets.split(chunk)):
+        logits = rows @ w.T
+        lse = logits.logsumexp(1)
+        total += (lse - logits.gather(1, wanted[:, None])[:, 0]).sum().item()
+        logits.sub_(lse[:, None]).exp_().scatter_add_(1, wanted[:, None], -torch.ones(len(rows), 1))
+        grads.append(logits @ w / len(h))
+    return total / len(h), torch.cat(grads)
+
+
+def one_after_another(values, turns):
+    """In a turn nobody sends what arrives in it."""
+    for turn in range(turns):
+        for rank, row in enumerate(values):
+            values[(rank + 1) % len(values)][(rank - turn) % len(values)] += row[(rank - turn) % len(values)]
+    return values
+
+
 def by_compare(x, exponent_bits, mantissa_bits, largest):
     """All values of the format, and the nearest: of two that are as near the one with an even code."""
     codes = torch.arange(2 ** (exponent_bits + mantissa_bits))
@@ -403,11 +430,11 @@ OTHERS = {
     "08.moment_bytes": [lambda N, block: 2 * N + 8 * -(-N // block)],
     "08.segment": [lambda layers, block, kept: min((-(-layers // n) * kept + n * block, n) for n in range(1, layers + 1))[1]],
     "08.recomputed": [by_vjp],
-    "08.chunked_loss": [by_softmax_of_chunks],
+    "08.chunked_loss": [by_softmax_of_chunks, logits_in_place],
     "09.micro_batches": [lambda stages, most: next(m for m in itertools.count(1) if (stages - 1) / (m + stages - 1) <= most)],
     "09.tokens": [lambda dollars, price, peak, mfu, N: 600 * dollars * peak * mfu / (price * N)],
     "09.tensor_ranks": [lambda states, device, heads: next((n for n in range(1, heads + 1) if not heads % n and states / n <= device), 0)],
-    "09.reduce_scatter": [sums_of_ring],
+    "09.reduce_scatter": [sums_of_ring, one_after_another],
     "09.micro_batch": [lambda states, each, device, batch: next((n for n in range(batch, 0, -1) if not batch % n and n * each <= device - states), 0)],
     "12.kept_bytes": [lambda B, H, T, E, size, flash: B * H * T * ((3 * E + (E if flash else T)) * size + 4 * flash)],
     "12.tiles": [lambda T, tile, window: sum(-(-(min(first + tile, T) - max(0, first + 1 - window)) // tile) for first in range(0, T, tile))],
@@ -417,7 +444,7 @@ OTHERS = {
     "13.window_pairs": [lambda T, window: T * min(T, window) - min(T, window) * (min(T, window) - 1) / 2],
     "13.document_mask": [lambda lengths: torch.tensor([[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
                                                       if (ids := [d for d, n in enumerate(lengths.tolist()) for _ in range(n)]) else [])],
-    "13.linear_attention": [by_cumsum, in_chunks],
+    "13.linear_attention": [by_cumsum, in_chunks, one_number_at_a_time],
     "14.sent_bytes": [lambda nbytes, ranks, stage, m: nbytes * (1 - 1 / ranks) * {0: 2, 1: 2, 2: 2 * m, 3: 3 * m}[stage]],
     "14.rows": [by_counting],
     "14.buckets": [from_the_last],

@@ -29,6 +29,7 @@ from lpkit.predict.terms import Lettered, letter
 from lpkit.studies import attention_tiles, linear_operands, memory_techniques
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.training.training import RandomTokens, Training
+from lpkit.ui import race_figure
 from tests.fake_gpus import H100, gpus
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
@@ -220,6 +221,26 @@ def test_an_fp8_gather_may_differ_on_gpus_by_their_atomics(device, off, holds):
              "tiny": SimpleNamespace(checkpoint_every=1), "data_parallel": None}
     with nullcontext() if holds else pytest.raises(AssertionError, match="differ by"):
         claimed("15", "full-40", **names)
+
+
+@pytest.mark.parametrize("stopped", ["bf16", "fp8", "resumed"])
+def test_runs_that_were_stopped_before_their_first_step_decide_nothing(stopped):
+    """Stop in 15 ended in a TypeError: a run without a step has no loss."""
+    whole = SimpleNamespace(summary={"steps": 3, "final_loss": 1.0}, metrics=[{"step": step, "loss": 1.0} for step in (1, 2, 3)])
+    runs = dict.fromkeys(("bf16", "fp8", "resumed"), whole) | {stopped: SimpleNamespace(summary={"steps": 0, "final_loss": None}, metrics=[])}
+    trained = SimpleNamespace(losses=[1.0], most={}, sent_bytes={})
+    names = {**runs, "processes": 2, "reached": 0, "begun_at": 0, "stop_at": 2, "steps": 3, "race_figure": race_figure, "Figure": lambda spec: spec,
+             "counted": {"FP8": trained, "FP8, sent in float32": trained}, "pick_bits": SimpleNamespace(scored=str), "DIGITS": 1, "SAME": 0}
+    for cell in ("full-35", "full-39"):
+        exec(cells("15")[cell], names)
+    names |= {"counted": {}, "due": {}, "traced": {}, "ways": {}, "here": {}, "told": {}, "device": "cpu", "blamed": "rank 1 of 2 died", "ranks": 2}
+    with pytest.raises(InterruptedError, match=r"were stopped; steps done: .*: 0"):
+        claimed("15", "full-40", **names, cannot_tell=leaves)
+
+
+def leaves(when: object, why: str) -> None:
+    if when:
+        raise InterruptedError(why)
 
 
 @pytest.mark.parametrize(("kind", "best", "holds"), [("cpu", 3, True), ("cpu", 5, False), ("gpu", 5, True), ("gpu", 9, False)])

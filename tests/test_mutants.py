@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lpkit.course import puzzles
 from lpkit.course.exercises import EXERCISES, check
 from lpkit.course.kernel_exercises import PUZZLES
 from lpkit.course.rank_exercises import EXERCISES as ON_RANKS
@@ -52,7 +53,53 @@ def papers_zero_two(nbytes, ranks, stage, micro_batches):
     return (ranks - 1) / ranks * nbytes * (2, 2, micro_batches + 1, 3 * micro_batches)[stage]
 
 
+def never_below(least):
+    def scaler(finite, scale, interval):
+        scales, good = [], 0
+        for ok in finite:
+            scales.append(scale)
+            good = good + 1 if ok else 0
+            if not ok:
+                scale = max(scale / 2, least)
+            elif good == interval:
+                scale, good = scale * 2, 0
+        return scales
+    return scaler
+
+
+def first_alone_saw_nothing(a, lse_a, b, lse_b):
+    """Forgets the first where it is the second that has seen nothing."""
+    out, lse = EXERCISES["12.merge"].spec(a, lse_a, b, lse_b)
+    return torch.where(lse_b.isinf()[:, None], b, out), torch.where(lse_b.isinf(), lse_b, lse)
+
+
+def of_the_scores_largest(m, l, acc, scores, v):
+    new = torch.maximum(m, scores.max())
+    p, shrink = (scores - new[:, None]).exp(), (m - new).exp()
+    return new, l * shrink + p.sum(1), acc * shrink[:, None] + p @ v
+
+
+def dk_not_turned(q, k, v, out, lse, d_out):
+    scale = q.shape[1] ** -0.5
+    p = (q @ k.T * scale - lse[:, None]).exp()
+    ds = p * (d_out @ v.T - (d_out * out).sum(1, keepdim=True)) * scale
+    return ds @ k, ds @ q, p.T @ d_out
+
+
 @pytest.mark.parametrize("name, attempt, said", [
+    ("00.cross_entropy", lambda logits, targets: ((x := logits - logits.max()).exp().sum(1).log() - x.gather(1, targets[:, None])[:, 0]).mean(),
+     "expected"),
+    ("02.roofline_seconds", lambda ops, peak, speed: sum(max(f / 1e12, b / 1e9) for f, b in ops), "expected"),
+    ("03.mx_cast", lambda x: (x / (s := 2.0 ** (torch.frexp(x.amax())[1] - 9.0))).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s, "expected"),
+    ("04.shared_by", lambda rows, columns, high, wide: (high or 256) * (wide or 512), "expected"),
+    ("05.loss_scaler", never_below(1.0), "expected"),
+    ("06.fp8_forward", lambda x, w, sx, sw: (x / sx).clamp(max=448).to(torch.float8_e4m3fn).float() @ (w / sw).clamp(max=448).to(
+        torch.float8_e4m3fn).float().T * sx * sw, "got nan"),
+    ("07.worst_row", lambda x, y: int(torch.nan_to_num((x - y).abs().amax(1) / x.abs().amax(1)).argmax()), "expected"),
+    ("12.backward", dk_not_turned, "expected"),
+    ("12.merge", first_alone_saw_nothing, "expected"),
+    ("12.step", of_the_scores_largest, "expected"),
+    ("13.document_mask", lambda lengths: ((ids := lengths.repeat_interleave(lengths))[:, None] == ids[None]).tril(), "expected"),
     ("08.chunked_loss", all_logits, "at once, and 32.8 kB are the limit"),
     ("08.chunked_loss", chunks_that_stay, "at once, and 32.8 kB are the limit"),
     ("13.linear_attention", lambda q, k, v: F.normalize((q @ k.T).tril(), p=1, dim=-1) @ v, "at once, and 131 kB are the limit"),
@@ -69,6 +116,20 @@ def papers_zero_two(nbytes, ranks, stage, micro_batches):
 def test_what_a_person_writes_instead_is_wrong(name, attempt, said):
     verdict = check(EXERCISES[name], attempt)
     assert verdict.status == "wrong" and said in verdict.detail
+
+
+@pytest.mark.parametrize("name, old, new", [
+    ("10.amax", "tl.max(tl.abs(v), 0)", "tl.abs(tl.max(v, 0))"),
+    ("10.cast_both", "r[:, None] * x_stride", "r[:, None] * C"),
+    ("11.dequant_matmul", "k // B", "k // 16"),
+    ("11.matmul", "(k + j)[:, None] * N", "(k + j)[:, None] * K"),
+    ("11.matmul", "tl.dot(left, right)", "tl.dot(left.to(tl.float16), right.to(tl.float16))"),
+    ("11.stochastic", "tl.load(dice + i", "tl.load(dice + tl.arange(0, BLOCK)"),
+])
+def test_what_a_person_writes_into_a_kernel_instead_is_wrong(name, old, new):
+    assert old in PUZZLES[name].solution
+    [verdict] = puzzles.run([(name, PUZZLES[name].solution.replace(old, new))])
+    assert verdict["status"] == "wrong"
 
 
 def by_momentum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):

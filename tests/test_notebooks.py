@@ -314,6 +314,21 @@ def test_no_guess_is_right_where_it_starts():
         assert scale.keys() == {"low", "high"} and 3 * scale["low"] < RIGHT[key] < scale["high"], key
 
 
+# what draws seconds of this machine
+TIMED = {"bought_figure", "cost_figure", "overlap_figure", "roofline_figure", "training_figure", "LiveRun"}
+
+
+def test_seconds_know_what_others_took(book):
+    """So that they are drawn pale where other processes took the cores."""
+    for cell in code_of(book):
+        for node in ast.walk(ast.parse(cell.source)):
+            match node:
+                case ast.Call(func=ast.Name(id=name), keywords=given):
+                    said = {one.arg: one.value for one in given}
+                    seconds = name == "Row" and getattr(said.get("unit"), "value", "") in ("s", "seconds")
+                    assert "others" in said or not (seconds or name in TIMED), ast.unparse(node)
+
+
 def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
     [page] = [cell.source for cell in nbformat.read(BOOKS[0], as_version=4).cells if cell.id == "start-ways"]
     assert "Shift+Enter" in page

@@ -162,7 +162,8 @@ def mx_exponent(amax: float, largest_exponent: int) -> int:
 
 @exercise("04.shared_by", (256, 512, 1, 32), (256, 512, 0, 0), (256, 512, 1, 0),
           (256, 512, 128, 128),
-          draw=lambda r: (256, 512, r.choice((0, 1, 16, 128)), r.choice((0, 1, 32, 128))),
+          draw=lambda r: (r.choice((256, 4096)), r.choice((512, 1024)), r.choice((0, 1, 16, 128)),
+                          r.choice((0, 1, 32, 128))),
           mistakes={"a side of 0 spans the axis": lambda rows, columns, high, wide: high * wide})
 def shared_by(rows: int, columns: int, block_rows: int, block_columns: int) -> int:
     return (block_rows or rows) * (block_columns or columns)

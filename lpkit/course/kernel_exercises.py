@@ -506,22 +506,24 @@ def _few_codes(r: Random, N: int, K: int) -> Tensor:
     return codes_of(torch.tensor([r.randint(-8, 8) / 4 for _ in range(N * K)]).view(N, K))
 
 
-def _quantised(r: Random, M: int = 0, N: int = 0, K: int = 0,
-               size: float = 1.0) -> tuple[Tensor, Tensor, Tensor, int]:
+def _quantised(r: Random, M: int = 0, N: int = 0, K: int = 0, size: float = 1.0,
+               block: int = 0) -> tuple[Tensor, Tensor, Tensor, int]:
     M, N, K = M or r.randint(1, 20), N or r.randint(1, 20), K or r.randint(1, 50)
-    scales = torch.tensor([2.0 ** r.randint(-2, 2) for _ in range(N * -(-K // 16))]).view(N, -1)
-    return size * _few_bits(r, M, K, most=512), _few_codes(r, N, K), scales, 16
+    block = block or r.choice((16, 32))
+    scales = torch.tensor([2.0 ** r.randint(-2, 2) for _ in range(N * cdiv(K, block))]).view(N, -1)
+    return size * _few_bits(r, M, K, most=512), _few_codes(r, N, K), scales, block
 
 
 def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Launch:
     (M, K), N = a.shape, len(codes)
-    return Launch(cdiv(M, 16), cdiv(N, 16), out={"c": blank(M, N)}, a=a, codes=codes,
+    return Launch(cdiv(M, block), cdiv(N, block), out={"c": blank(M, N)}, a=a, codes=codes,
                   scales=scales, M=M, N=N, K=K, B=block)
 
 
 @puzzle("11.dequant_matmul", _quantised(_SOME, 2, 3, 5), _quantised(_SOME, 17, 18, 33),
         _quantised(_SOME, 1, 1, 1), _quantised(_SOME, 150, 3, 5, HUGE),
-        _quantised(_SOME, 3, 150, 5, TINY), _quantised(_SOME, 2, 3, 300), spec=_dequant_matmul,
+        _quantised(_SOME, 3, 150, 5, TINY), _quantised(_SOME, 2, 3, 300),
+        _quantised(_SOME, 33, 34, 100, block=32), spec=_dequant_matmul,
         minutes=15, stars=3, draw=_quantised, launch=_dequant_launch,
         mistakes={"each block along K has a scale of its own":
                       ("s = tl.load(scales + n * tl.cdiv(K, B) + k // B",

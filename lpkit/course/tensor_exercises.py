@@ -133,8 +133,8 @@ def flops(a: Tensor, b: Tensor) -> int:
 
 
 @exercise("02.roofline_seconds", ([(1e9, 1e6)], 1e12, 1e9), ([(1e9, 0.0), (0.0, 1e6)], 1e12, 1e9),
-          draw=lambda r: ([(10 ** r.uniform(6, 9), 10 ** r.uniform(3, 6))
-                           for _ in range(r.randint(1, 5))], 1e12, 1e9), minutes=4,
+          draw=lambda r: ([(10 ** r.uniform(6, 9), 10 ** r.uniform(3, 6)) for _ in range(
+              r.randint(1, 5))], 10 ** r.uniform(11, 13), 10 ** r.uniform(8, 10)), minutes=4,
           mistakes={"the bound of each operation, then the sum": lambda ops, peak, speed:
                         max(sum(f for f, _ in ops) / peak, sum(b for _, b in ops) / speed),
                     "moving and computing overlap within one operation": lambda ops, peak, speed:
@@ -276,8 +276,8 @@ def _never_reset(finite: list[bool], scale: float, interval: int) -> list[float]
 
 
 @exercise("05.loss_scaler", ([True, False], 8.0, 2), ([True, True, True], 8.0, 2),
-          draw=lambda r: ([r.random() < 0.8 for _ in range(r.randint(1, 20))], 65536.0,
-                          r.randint(1, 4)), minutes=10, stars=2,
+          draw=lambda r: ([r.random() < 0.8 for _ in range(r.randint(1, 20))],
+                          r.choice((1.0, 65536.0)), r.randint(1, 4)), minutes=10, stars=2,
           mistakes={"an overflow starts the count again": _never_reset,
                     "the scale that a step was done with": lambda finite, scale, interval:
                         loss_scaler([*finite, True], scale, interval)[1:]})
@@ -624,8 +624,10 @@ def step(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
 def _halves(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, E, size = r.randint(1, 4), r.randint(1, 4), r.choice((1, 5, 300))
     lse = [normal(r, n, size=size) for _ in range(2)]
-    lse[0][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf      # saw nothing
-    return normal(r, n, E) * lse[0].isfinite()[:, None], lse[0], normal(r, n, E), lse[1]
+    of = r.randrange(2)
+    lse[of][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf     # saw nothing
+    a, b = (normal(r, n, E) * one.isfinite()[:, None] for one in lse)
+    return a, lse[0], b, lse[1]
 
 
 def _overflows(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
