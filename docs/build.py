@@ -154,7 +154,7 @@ def planner(source: Path) -> str:
 
 def way(executed: list[Path]) -> str:
     """The notebooks in order, with the questions of the README and what each takes."""
-    from lpkit.course.exercises import EXERCISES
+    from tests.course import EXERCISES
 
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))

@@ -11,7 +11,7 @@ _WHERE = {
     "preset": "lpkit.presets",
     "Run": "lpkit.training.runs",
     "train": "lpkit.training.background",
-    "advise": "lpkit.studies.advice",
+    "advise": "lpkit.measure.advice",
     "start": "lpkit.training.background",
     "start_each": "lpkit.training.background",
     "launch": "lpkit.parallel.launch",

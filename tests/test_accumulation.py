@@ -7,10 +7,16 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from lessons.l11_fp8_matmul import (
+    accumulate,
+    expected_error,
+    gaussian,
+    lost_sums_figure,
+    relative_error,
+    sums_figure,
+)
 from lpkit.errors import ConfigError
-from lpkit.studies.accumulation import accumulate, expected_error, gaussian, relative_error
 from lpkit.techniques.recipes import RECIPES
-from lpkit.ui import lost_sums_figure, sums_figure
 from lpkit.ui.figure import plain
 
 

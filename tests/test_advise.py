@@ -9,6 +9,12 @@ import pytest
 from lpkit.cli import main
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
+from lpkit.measure.advice import (
+    MIN_WORTHWHILE_SPEEDUP,
+    advise,
+    claims,
+    recorded_steps,
+)
 from lpkit.predict import evidence
 from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.flops import Product
@@ -17,12 +23,6 @@ from lpkit.predict.precision import step_cost
 from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
-from lpkit.studies.advice import (
-    MIN_WORTHWHILE_SPEEDUP,
-    advise,
-    claims,
-    recorded_steps,
-)
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES
 

@@ -15,10 +15,10 @@ import torch
 
 from lpkit.course import attempts, judge
 from lpkit.course.attempts import Parcel, Unknown, asked, pack, unpack
-from lpkit.course.exercises import EXERCISES, check
 from lpkit.course.judge import Verdict
-from lpkit.course.kernel_exercises import PUZZLES
+from lpkit.course.learner import check
 from lpkit.course.puzzles import run
+from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 3.0
 RIGHT = b'{"status": "right", "detail": ""}'

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lessons import l12_flash_attention as attention_tiles
+from lessons.l12_flash_attention import held_figure, steps_view, traffic_figure
 from lpkit.kernels.tiled_attention import attend
-from lpkit.studies import attention_tiles
 from lpkit.techniques.attention import Rule
-from lpkit.ui import held_figure, steps_view, traffic_figure
 
 
 @pytest.mark.parametrize("name", ["plain", "tiled", "sdpa"])

@@ -12,8 +12,8 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast_tensor
 from lpkit.kernels.jit import INTERPRETED
+from lpkit.measure.advice import advise, case_name, recorded_steps
 from lpkit.predict.evidence import catalogued
-from lpkit.studies.advice import advise, case_name, recorded_steps
 from lpkit.techniques.machines import CATALOGUE
 from tests.bench import fp8
 from tests.bench.harness import provenance, summary

@@ -9,9 +9,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from lessons import l99_predict_the_unseen as capstone
+from lessons.l99_predict_the_unseen import QUESTIONS, draw, mark
 from lpkit import predict_trace
-from lpkit.course import capstone
-from lpkit.course.capstone import QUESTIONS, draw, mark
 from lpkit.predict.ledger import LOSS
 from tests import by_hand
 

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import lpkit
+from lessons import l14_data_parallel_and_zero as data_parallel
+from lessons.l14_data_parallel_and_zero import overlap_figure, stages_view
+from lessons.l15_multi_gpu_fp8 import gathers_view
 from lpkit import cli
 from lpkit.course import rank_exercises
-from lpkit.course.exercises import EXERCISES, check
+from lpkit.course.learner import check
 from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError
 from lpkit.measure.overlap import BACKWARD, FORWARD, Span, Timeline
@@ -22,10 +25,10 @@ from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import ALL_REDUCE, messages
-from lpkit.studies import data_parallel
 from lpkit.techniques.layouts import REDUCTIONS, Layout
-from lpkit.ui import gathers_view, overlap_figure, stacked_figure, stages_view
+from lpkit.ui import stacked_figure
 from lpkit.ui.figure import plain
+from tests.course import EXERCISES
 
 pytestmark = pytest.mark.dist
 SMALL = lpkit.preset("cpu-3m").replace({

@@ -241,7 +241,7 @@ def test_a_page_explains_its_recipe():
 
 def test_pictures_of_recipes_show_what_was_measured():
     """The dB of a picture is that of lpkit.studies.outliers' own measure; colours keep their order in grey."""
-    from lpkit.studies import outliers
+    from lessons import l04_scaling_recipes as outliers
     from lpkit.techniques.recipes import RECIPES
 
     for name in outliers.NAMES:

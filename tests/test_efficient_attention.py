@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lessons.l13_efficient_attention import Layer, crossing, learn, mask_view, reach
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.attention import plain, sees
 from lpkit.nn.transformer import Transformer
-from lpkit.studies.efficient_attention import Layer, crossing, learn, reach
 from lpkit.techniques.attention import KINDS, Rule
 from lpkit.techniques.data import Recall
 from lpkit.techniques.row import chosen
-from lpkit.ui import mask_view
 
 SOFTMAX = [name for name, row in KINDS.items() if row.settings.rule(8) is not None]
 

@@ -14,15 +14,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit.course import judge
-from lpkit.course.exercises import EXERCISES, Exercise, Verdict
-from lpkit.course.judge import Disturbed
-from lpkit.course.kernel_exercises import PUZZLES
-from lpkit.course.rank_exercises import EXERCISES as ON_RANKS
+from lpkit.course.judge import Disturbed, Exercise, Verdict
 from lpkit.errors import ConfigError
 from lpkit.kernels.tiled_attention import tiles
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.recipes import Cast
+from tests.course import EXERCISES, ON_RANKS, PUZZLES
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}
 

@@ -7,6 +7,23 @@ import statistics
 import pytest
 import torch
 
+from lessons.l07_when_fp8_fails import (
+    FAULTS,
+    Accusation,
+    Case,
+    Injection,
+    Starts,
+    bisect,
+    case_figure,
+    cure,
+    inject,
+    low_precision_products,
+    run_in_high_precision,
+    search,
+    search_figure,
+    telemetry_explorer,
+    train,
+)
 from lpkit.config import Config
 from lpkit.course import learner
 from lpkit.course.learner import keep
@@ -14,19 +31,9 @@ from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import nonfinite_report, source_of_nonfinite, standing_out
 from lpkit.precision.linear import scaled_linears
-from lpkit.studies.bisect import Starts, bisect, search, train
-from lpkit.studies.case import Case
-from lpkit.studies.faults import (
-    FAULTS,
-    Injection,
-    cure,
-    inject,
-    low_precision_products,
-    run_in_high_precision,
-)
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
-from lpkit.ui import TIED, Accusation, case_figure, search_figure, telemetry_explorer
+from lpkit.ui import TIED
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 60,

@@ -14,11 +14,12 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from lessons import l03_number_formats as linear_operands
+from lessons.l03_number_formats import Bits, exponents_figure, ranges_figure, value_figure
 from lpkit.errors import ConfigError
 from lpkit.precision.formats import ROUNDINGS, decode, encode, landings, listed, round_to, values
-from lpkit.studies import linear_operands
 from lpkit.techniques.formats import FORMATS, format_of
-from lpkit.ui import Bits, exponents_figure, landing_figure, ranges_figure, value_figure
+from lpkit.ui import landing_figure
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,
              "e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,

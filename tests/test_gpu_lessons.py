@@ -17,6 +17,9 @@ import pytest
 import torch
 
 import lpkit
+from lessons import l03_number_formats as linear_operands
+from lessons import l08_recompute_and_offload as memory_techniques
+from lessons import l12_flash_attention as attention_tiles
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.course import notebooks, puzzles
@@ -26,7 +29,6 @@ from lpkit.nn.attention import backend
 from lpkit.parallel import processes
 from lpkit.predict.activations import kept
 from lpkit.predict.terms import Lettered, letter
-from lpkit.studies import attention_tiles, linear_operands, memory_techniques
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.training.training import RandomTokens, Training
 from lpkit.ui import race_figure

@@ -21,19 +21,27 @@ import psutil
 import pytest
 import torch
 
+from lessons.l10_custom_kernels import (
+    BETWEEN,
+    EXTREME,
+    MATRICES,
+    ONE,
+    Moved,
+    bounds_figure,
+    cast_both_layouts,
+    moved_figure,
+)
 from lpkit.course import puzzles
-from lpkit.course.exercises import EXERCISES, check
 from lpkit.course.judge import source_of
-from lpkit.course.kernel_exercises import BETWEEN, EXTREME, MATRICES, ONE, PUZZLES
+from lpkit.course.learner import check
 from lpkit.course.puzzles import run
 from lpkit.kernels import cast, defects, jit
 from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
-from lpkit.studies.moved import Moved, cast_both_layouts
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
-from lpkit.ui import bounds_figure, moved_figure
 from lpkit.ui.figure import plain
+from tests.course import EXERCISES, PUZZLES
 
 tl = pytest.importorskip("triton.language")
 e2m1 = e4m3 = e4m3_value = None     # names of the process that runs a kernel

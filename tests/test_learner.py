@@ -14,13 +14,14 @@ import traitlets
 from ipywidgets import HTML, Widget
 
 from lpkit.course import copies, learner
-from lpkit.course.exercises import EXERCISES, check
 from lpkit.course.judge import Exercise
+from lpkit.course.learner import check
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by, rivals
 from lpkit.ui import Explorer, Guess, Pick, progress_figure
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from lpkit.ui.questions import TIED
+from tests.course import EXERCISES
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from lpkit.course import puzzles
-from lpkit.course.exercises import EXERCISES, check
-from lpkit.course.kernel_exercises import PUZZLES
-from lpkit.course.rank_exercises import EXERCISES as ON_RANKS
+from lpkit.course.learner import check
+from tests.course import EXERCISES, ON_RANKS, PUZZLES
 from tests.mutants import SAME, is_same, judged_right, mutants, on_threads
 
 EACH = 6        # of a puzzle: an interpreter takes its time

@@ -16,13 +16,13 @@ import pytest
 from papermill.inspection import inspect_notebook
 
 import lpkit
+from lessons import l04_scaling_recipes as outliers
 from lpkit.course import notebooks
-from lpkit.course.exercises import EXERCISES
 from lpkit.precision.formats import listed
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
-from lpkit.studies import outliers
+from tests.course import EXERCISES
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 HEADINGS = ["Predict", "Run", "Reconcile", "By hand", "Exercise", "Further reading"]

@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from lessons.l01_memory_math import memory_view
+from lessons.l08_recompute_and_offload import predicted, with_technique
 from lpkit import cli
+from lpkit.measure.advice import advise
 from lpkit.predict import folklore, memory, predict
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
@@ -28,14 +31,11 @@ from lpkit.predict.recipes import precision_of
 from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
-from lpkit.studies.advice import advise
-from lpkit.studies.memory_techniques import predicted, with_technique
 from lpkit.techniques import hardware, machines, optimizers
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
-from lpkit.ui.memory import memory_view
 
 ROOT = Path(__file__).parents[1] / "lpkit"
 ELSEWHERE = {"techniques/hardware.py", "precision/backends.py", "measure/matrix.py", "kernels/amax.py", "kernels/cast_blocks.py", "kernels/cast_nvfp4.py",

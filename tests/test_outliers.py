@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from lessons import l04_scaling_recipes as outliers
+from lessons import l05_mixed_precision as mixed_precision
+from lessons.l04_scaling_recipes import outlier_figure, outlier_map
+from lessons.l05_mixed_precision import lost_figure, scaling_view
 from lpkit.precision.formats import round_to
-from lpkit.studies import mixed_precision, outliers
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
-from lpkit.ui import lost_figure, outlier_figure, outlier_map, scaling_view
 
 
 @pytest.mark.parametrize("name", outliers.NAMES)
@@ -92,7 +94,7 @@ def test_stochastic_storing_keeps_the_mean_and_the_neighbours():
 
 
 def test_underflow_from_exponents_alone():
-    from lpkit.studies.linear_operands import exponent_shares
+    from lessons.l03_number_formats import exponent_shares
 
     g = [torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 1e-7]
     for scale in (2.0**-4, 1.0, 2.0**8):

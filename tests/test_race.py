@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import lpkit
+from lessons import l06_fp8_training as recipe_race
+from lessons.l06_fp8_training import LiveRuns, gap_figure, telemetry_of_runs
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.measure import telemetry
+from lpkit.measure.advice import advise
 from lpkit.precision.scaled import quantise
-from lpkit.studies import recipe_race
-from lpkit.studies.advice import advise
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
-from lpkit.ui import LiveRuns, gap_figure, html_table, race_figure, telemetry_of_runs
+from lpkit.ui import html_table, race_figure
 from lpkit.ui.figure import plain
 from tests.bench.harness import paired
 

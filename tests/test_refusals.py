@@ -19,12 +19,12 @@ import lpkit.parallel.launch
 from lpkit.config import Config
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
+from lpkit.measure.advice import advise
 from lpkit.parallel.ranks import here
 from lpkit.predict import evidence, memory, predict
 from lpkit.predict.ledger import LOW_HEAD, OFFLOADED, PADDED
 from lpkit.predict.plan import plan
 from lpkit.presets import preset
-from lpkit.studies.advice import advise
 from lpkit.techniques import blocks, changes, inits, layouts, optimizers
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.attention import KINDS

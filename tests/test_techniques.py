@@ -3,9 +3,17 @@
 import plotly.graph_objects as go
 import pytest
 
+from lessons.l08_recompute_and_offload import (
+    INSIDE,
+    WIDE,
+    _box,
+    _edge,
+    _hidden,
+    _positions,
+    bits_figure,
+    bought_figure,
+)
 from lpkit.errors import ConfigError
-from lpkit.ui import bits_figure, bought_figure
-from lpkit.ui.memory import INSIDE, WIDE, _box, _edge, _hidden, _positions
 
 PREDICTED = {"plain": (100.0, 1.0), "half": (50.0, 1.3), "most": (20.0, None)}
 MEASURED = {"plain": (101.0, 1.0), "half": (51.0, 1.2), "most": (20.0, 1.5)}
@@ -21,8 +29,8 @@ def small():
 
 def test_formula_and_step_agree_and_what_is_exact_is():
     pytest.importorskip("torch")
+    from lessons import l08_recompute_and_offload as memory_techniques
     from lpkit.predict import Machine
-    from lpkit.studies import memory_techniques
 
     config, cpu = small(), Machine(
         name="this", title="a CPU", kind="cpu", flops={"fp32": 1e11, "bf16": 1e11}, memory_bytes=2**33, bytes_per_second=1e10,
@@ -42,8 +50,8 @@ def test_formula_and_step_agree_and_what_is_exact_is():
 
 def test_few_bits_err_as_normal_numbers_do():
     torch = pytest.importorskip("torch")
+    from lessons import l08_recompute_and_offload as memory_techniques
     from lpkit.memory.saved import Quantized
-    from lpkit.studies import memory_techniques
 
     torch.manual_seed(0)
     x = torch.randn(2**16)
@@ -56,7 +64,7 @@ def test_few_bits_err_as_normal_numbers_do():
 
 def test_a_technique_that_there_is_not():
     pytest.importorskip("torch")
-    from lpkit.studies import memory_techniques
+    from lessons import l08_recompute_and_offload as memory_techniques
 
     with pytest.raises(ConfigError, match="recompute"):
         memory_techniques.with_technique(small(), "recomput")

@@ -7,6 +7,7 @@ import pytest
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.measure.advice import advise
 from lpkit.predict.casts import Recipe, on_hardware
 from lpkit.predict.flops import forward_flops, products, training_flops
 from lpkit.predict.links import Link, link
@@ -15,7 +16,6 @@ from lpkit.predict.published import calibrated, published
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
 from lpkit.predict.time import PHASES, bill, calibrate, rank_products, step_floor, step_time
 from lpkit.presets import PRESETS, preset
-from lpkit.studies.advice import advise
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.memory import RECOMPUTE

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 import pytest
 
+from lessons.l01_memory_math import memory_figure
+from lessons.l08_recompute_and_offload import timelines_view
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import memory
-from lpkit.ui import memory_figure, timeline_figure, timelines_view
+from lpkit.ui import timeline_figure
 from lpkit.ui.memory import ROW_COLOURS
 
 

@@ -17,6 +17,10 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from lessons.l02_where_the_time_goes import roofline_figure
+from lessons.l08_recompute_and_offload import bought_figure
+from lessons.l13_efficient_attention import cost_figure
+from lessons.l14_data_parallel_and_zero import overlap_figure
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
 from lpkit.predict import CATALOGUE, Comparison
@@ -27,12 +31,8 @@ from lpkit.ui import (
     Figure,
     Guess,
     LiveRun,
-    bought_figure,
     comparison_figure,
-    cost_figure,
     html_table,
-    overlap_figure,
-    roofline_figure,
     style,
     training_figure,
     waiting,

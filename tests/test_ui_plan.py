@@ -7,15 +7,7 @@ import re
 
 import pytest
 
-from lpkit.predict import CATALOGUE
-from lpkit.predict.frontier import frontier, grid, triangle
-from lpkit.predict.ledger import memory
-from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
-from lpkit.predict.published import calibrated, published, runs, table
-from lpkit.predict.scaling import LAWS
-from lpkit.presets import preset
-from lpkit.ui import (
-    Explorer,
+from lessons.l09_predict_before_you_rent import (
     budget_view,
     layouts_view,
     opened,
@@ -26,6 +18,14 @@ from lpkit.ui import (
     published_figure,
     unseen_figure,
 )
+from lpkit.predict import CATALOGUE
+from lpkit.predict.frontier import frontier, grid, triangle
+from lpkit.predict.ledger import memory
+from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
+from lpkit.predict.published import calibrated, published, runs, table
+from lpkit.predict.scaling import LAWS
+from lpkit.presets import preset
+from lpkit.ui import Explorer
 
 FREE = {"budget": math.inf, "deadline": math.inf}
 H200, LLAMA = CATALOGUE["h200"], preset("llama-70b")

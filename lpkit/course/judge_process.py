@@ -16,9 +16,9 @@ import traceback
 import torch
 
 from lpkit.course.attempts import NO_ANSWERS, Frames
-from lpkit.course.exercises import EXERCISES
 from lpkit.measure import tracking as tracking  # what counts bytes is there before the first fork
 from lpkit.processes import adopt_orphans, end_with_parent, sweep
+from tests.course import EXERCISES
 
 PR_SET_DUMPABLE = 4
 

@@ -26,10 +26,10 @@ from triton.runtime.jit import mangle_type
 
 from lpkit.course import attempts
 from lpkit.course.attempts import Answer, Parcel, line_of
-from lpkit.course.kernel_exercises import PUZZLES
 from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
 from lpkit.course.puzzles import UNTOUCHED, Launch, Puzzle, bits
 from lpkit.kernels.interpreter import mend_calls
+from tests.course import PUZZLES
 
 LARGE = 1 << 27                 # elements on which a GPU is timed
 TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU

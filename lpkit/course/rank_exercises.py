@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from random import Random
 from typing import Any
 
 import torch
@@ -25,14 +24,12 @@ from lpkit.course.judge import (
     ENDED,
     Exercise,
     Verdict,
-    adding_to,
     answer,
     difference,
     short,
     source_of,
 )
 from lpkit.course.puzzles import as_text
-from lpkit.course.tensor_exercises import normal
 from lpkit.errors import ConfigError
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place, Processes, WarmParent
@@ -189,98 +186,3 @@ def _largest(x: Tensor) -> Tensor:
 COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "reduce_scatter": _scattered, "all_gather": _gathered, "all_gather_bytes": _gathered_bytes,
     "all_reduce_max": _largest}
-
-
-# 14, data parallel and ZeRO.
-
-EXERCISES: dict[str, Exercise] = {}
-exercise = adding_to(EXERCISES, OnRanks)
-
-
-def _step(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
-    each = r.randint(1, 4)
-    w = normal(r, WORLD * each).expand(WORLD, -1)
-    return w, normal(r, WORLD, WORLD * each), normal(r, WORLD, each), r.choice((0.1, 0.5, 1.0))
-
-
-# Text alone travels, so each stands on its own.
-def _of_the_sum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
-    m = 0.9 * m + reduce_scatter(g)
-    return all_gather(w.chunk(ranks)[rank] - lr * m), m
-
-
-def _of_own_gradient(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
-    m = 0.9 * m + g.chunk(ranks)[rank]
-    return all_gather(w.chunk(ranks)[rank] - lr * m), m
-
-
-def _of_the_first_part(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
-    m = 0.9 * m + reduce_scatter(g) / ranks
-    return all_gather(w.chunk(ranks)[0] - lr * m), m
-
-
-def _not_spread(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
-    m = 0.9 * m + reduce_scatter(g) / ranks
-    w = w.clone()
-    w.chunk(ranks)[rank].sub_(lr * m)
-    return w, m
-
-
-@exercise("14.zero_one",
-          (torch.tensor([[1.0, 1.0]] * 2), torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
-           torch.zeros(2, 1), 1.0),
-          draw=_step, tolerance=1e-5, stars=3, minutes=15,
-          mistakes={"the ranks' mean, not their sum": _of_the_sum,
-                    "the other ranks have seen other sequences: their gradients count, too":
-                        _of_own_gradient,
-                    "each rank updates its own part": _of_the_first_part,
-                    "the other ranks have parts of the new weights that this one needs":
-                        _not_spread})
-def zero_one_step(w: Tensor, g: Tensor, m: Tensor, lr: float, rank: int, ranks: int,
-                  reduce_scatter: Callable[[Tensor], Tensor],
-                  all_gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    m = 0.9 * m + reduce_scatter(g) / ranks
-    part = w.chunk(ranks)[rank] - lr * m
-    return all_gather(part), m
-
-
-# 15, multi-GPU FP8.
-
-def _own_scale(rows, rank, ranks, all_reduce_max, all_gather_bytes):
-    scale = rows.abs().amax() / 448
-    cast = (rows / scale).to(torch.float8_e4m3fn)
-    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
-
-
-def _never_scaled_back(rows, rank, ranks, all_reduce_max, all_gather_bytes):
-    scale = all_reduce_max(rows.abs().amax()) / 448
-    cast = (rows / scale).to(torch.float8_e4m3fn)
-    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float()
-
-
-def _up_to_one(rows, rank, ranks, all_reduce_max, all_gather_bytes):
-    scale = all_reduce_max(rows.abs().amax())
-    cast = (rows / scale).to(torch.float8_e4m3fn)
-    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
-
-
-def _signed(rows, rank, ranks, all_reduce_max, all_gather_bytes):
-    scale = all_reduce_max(rows.amax()) / 448
-    cast = (rows / scale).to(torch.float8_e4m3fn)
-    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
-
-
-@exercise("15.eight_bits",
-          (torch.tensor([[1.0, 0.3], [-7.0, 0.5]]),),
-          draw=lambda r: (normal(r, WORLD, r.randint(1, 9)) * normal(r, WORLD, 1).exp(),),
-          stars=3, minutes=12,
-          mistakes={"one scale for all: the largest magnitude may be another rank's": _own_scale,
-                    "what arrives has been divided by the scale": _never_scaled_back,
-                    "E4M3 reaches to 448: that is where the largest magnitude goes": _up_to_one,
-                    "a magnitude has no sign": _signed})
-def eight_bit_gather(rows: Tensor, rank: int, ranks: int,
-                     all_reduce_max: Callable[[Tensor], Tensor],
-                     all_gather_bytes: Callable[[Tensor], Tensor]) -> Tensor:
-    scale = all_reduce_max(rows.abs().amax()) / 448
-    cast = (rows / scale).to(torch.float8_e4m3fn)
-    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale

@@ -3,29 +3,21 @@ And a roofline: what a machine's ceilings allow at each arithmetic intensity, an
 products lie."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
 from textwrap import wrap
 
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import DIFFERENCES, Row, disturbance
-from lpkit.predict.flops import Product
-from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
-from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import PALE, SECONDS, axis, figure, note, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS
+from lpkit.ui.draw import PALE, axis, figure, rule, scatter
+from lpkit.ui.style import ANSWER_COLOURS
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
            "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", "bottom center")}
 LINEAR = 0.1        # deviations below it are drawn in proportion, those above by powers of ten
 NAME_LETTERS = 22   # of a line of a row's name
 SHOWN = 10.0        # at least so far does the axis reach to both sides
-PRODUCTS = {    # how names of products end
-    "forward": (("",), COLOURS[0], "circle"),
-    "input gradient": (("input gradient", "left gradient"), COLOURS[1], "square"),
-    "weight gradient": (("weight gradient", "right gradient"), COLOURS[2], "diamond"),
-}
 
 
 def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
@@ -99,52 +91,3 @@ def _powers(reach: float) -> dict:
     return {"tickvals": list(map(_place, ticks)),
             "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
             "range": [-1.35 * reach, 1.35 * reach], "zeroline": False}
-
-
-def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
-                    title: str = "", others: float = 0.0) -> dict:
-    """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that
-    each operand moves once. Products of equal shape lie on one another. Where operands come from a
-    cache faster than memory is swept, a second roof says how fast: no point lies above it. Raises
-    ConfigError for a product that is faster than the arithmetic of `machine`."""
-    def roof(intensity: float) -> float:
-        return attainable_flops(machine, dtype, intensity)
-
-    def words(p: Product) -> str:
-        together = f", {p.group} at once" if p.group > 1 else ""
-        share = rates[p] / roof(p.intensity(itemsize))
-        return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
-                f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of memory's and arithmetic's roof")
-
-    ridge, peak = machine.ridge(dtype), machine.peak_flops(dtype)
-    if (fastest := max(rates.values())) > peak:
-        raise ConfigError(f"a product reached {quantity(fastest, 'FLOP/s')}, and the roof is "
-                          f"{quantity(peak, 'FLOP/s')}: it was measured too low; measure again")
-    intensities = [p.intensity(itemsize) for p in rates]
-    ends = [min(ridge, *intensities) / 4, ridge, max(ridge, *intensities) * 4]
-    data = [scatter(ends, map(roof, ends), "roof", COLOURS[5], hover=None)]
-    swept = machine.bytes_per_second
-    cached = max(rate / p.intensity(itemsize) for p, rate in rates.items())
-    if cached > swept:
-        reach = [ends[0], peak / cached, ridge]
-        data.append(scatter(reach, [min(peak, cached * x) for x in reach],
-                            f"roof of the caches: {quantity(cached, 'B/s')}", COLOURS[5],
-                            line={"width": 1.5, "dash": "dot"}, hover=None))
-    for kind, (names, colour, symbol) in PRODUCTS.items():
-        ours = [p for p in rates if p.name.partition(": ")[2] in names]
-        if ours:
-            data.append(scatter([p.intensity(itemsize) for p in ours], [rates[p] for p in ours],
-                                kind, colour, mode="markers", text=list(map(words, ours)),
-                                marker={"symbol": symbol, "size": 9},
-                                hover="%{text}<extra></extra>", **SECONDS))
-    bottom = min(roof(ends[0]), *rates.values()) / 2
-    speed = (f"memory: {quantity(machine.bytes_per_second, 'B/s')}; "
-             f"ridge at {ridge:.0f} FLOPs per byte")
-    return figure(
-        data, title, others=others, height=440, xaxis=axis("FLOPs per byte moved", type="log", dtick="D2"),
-        yaxis=axis(f"FLOP/s in {dtype}", type="log", dtick="D2", exponentformat="SI",
-                   range=[math.log10(bottom), math.log10(2 * peak)]),
-        shapes=[rule(x=ridge, layer="below")],
-        annotations=[note(f"arithmetic: {quantity(peak, 'FLOP/s')}", 0.99, math.log10(peak),
-                          "right bottom", xref="paper"),
-                     note(speed, 0.99, 0.03, "right bottom", xref="paper", yref="paper")])

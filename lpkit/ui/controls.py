@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from types import SimpleNamespace
 from typing import Any
 
 import ipywidgets as widgets
-import traitlets
 
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FONT, TEXT
@@ -119,34 +117,3 @@ def _control(control: Control, label: str) -> widgets.Widget:
     if isinstance(made, widgets.Dropdown) and max(len(label) for label, _ in made.options) > WORDS:
         made.layout.grid_area = "auto / 1 / auto / -1"      # the whole row
     return made
-
-
-class Bits(widgets.VBox):
-    """Eight bits to switch, and a slider over the number they make: `.value`, 0 to 255. A control
-    of an Explorer."""
-
-    value = traitlets.Int(0, min=0, max=255)
-    # an Explorer gives its controls words and a width of words; the bits need neither
-    description = ""
-
-    def __init__(self):
-        self.style = SimpleNamespace()
-        small = {"width": "30px", "padding": "0", "margin": "1px"}
-        self.buttons = [widgets.ToggleButton(tooltip=f"bit {7 - i}", description="0", layout=small)
-                        for i in range(8)]
-        self.slider = widgets.IntSlider(min=0, max=255, description="code", layout={"width": "98%"},
-                                        style={"description_width": "46px"})
-        label = widgets.Label("bits", layout={"width": "46px"})
-        super().__init__([widgets.HBox([label, *self.buttons]), self.slider])
-        for button in self.buttons:
-            button.observe(self._switched, names="value")
-        widgets.link((self, "value"), (self.slider, "value"))
-        self.observe(self._show, names="value")
-
-    def _switched(self, change: dict) -> None:
-        bit = 128 >> self.buttons.index(change["owner"])
-        self.value = self.value | bit if change["new"] else self.value & ~bit
-
-    def _show(self, change: dict) -> None:
-        for button, bit in zip(self.buttons, f"{change['new']:08b}"):
-            button.value, button.description = bit == "1", bit

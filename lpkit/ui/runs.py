@@ -5,8 +5,6 @@ and speed; or recipes on one model, one after the other, and what each cost when
 follow a handle with them. Losses are in nats per token.
 """
 
-import contextlib
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -14,10 +12,9 @@ from typing import Any
 import ipywidgets as widgets
 
 from lpkit.contracts import StepRecord
-from lpkit.errors import ConfigError
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import FAINT, FONT, INK, QUIET, TEXT, html_table
-from lpkit.ui.draw import NAMES, SECONDS, axis, bars, box, figure, heat, note, rule, scatter
+from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
+from lpkit.ui.draw import SECONDS, axis, figure, heat, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS, DECIBELS, lines_of
 from lpkit.ui.throttle import Throttle
@@ -249,85 +246,3 @@ def _noise_map(samples: Mapping[str, Sequence[Any]]) -> dict:
     return heat([escape(name) for name in samples], layers, values, ends=DECIBELS, bar={"x": 1.01},
                 xaxis="x3", yaxis="y3",
                 hovertemplate="%{x}, %{y}: %{z:.1f} dB<extra></extra>")
-
-
-class LiveRuns(LiveRun):
-    """A live figure of the series of runs that `lpkit.start_each` returned, with Stop and Pause.
-    Stop ends the run at hand and begins no other.
-
-    `read(path)` returns the telemetry samples of a run folder, and raises ConfigError while there
-    are none; None: no map.
-    """
-
-    def __init__(self, series: Any, *, read: Callable[[Any], Sequence[Any]] | None = None):
-        self._read, self._ended = read, {}
-        super().__init__(series)
-
-    def _spec(self) -> dict:
-        begun, configs = dict(self.handle.handles), self.handle.configs
-        losses = {name: {record.step: record.loss for record in list(one.records)}
-                  for name, one in begun.items()}
-        first = next(iter(configs.values())).seed
-        samples = self._samples(begun) if self._read else None
-        return race_figure(losses, samples, planned_steps=self.handle.planned_steps,
-                           title=f"{len(begun)} of {len(configs)}: {self.handle.title}",
-                           paired=[name for name in begun if configs[name].seed == first])
-
-    def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-        """Of a run that has ended they are read once."""
-        samples = {}
-        for name, one in begun.items():
-            ended = one.done
-            with contextlib.suppress(ConfigError), warnings.catch_warnings():
-                # the last line of a run that goes on may be half written
-                warnings.simplefilter("default" if ended else "ignore")
-                samples[name] = self._ended.get(name) or self._read(one.path)
-                if ended:
-                    self._ended[name] = samples[name]
-        return samples
-
-    @property
-    def _reached_all(self) -> bool:
-        return len(self.handle.handles) == len(self.handle.configs) and super()._reached_all
-
-    def _words(self) -> str:
-        return f"{self.handle.title} · {super()._words()}"
-
-
-def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
-               predicted: Mapping[str, float], measured: Mapping[str, float | None], base: str,
-               title: str = "") -> dict:
-    """The plotly spec of what recipes cost. Left: the validation loss above the base's, in percent
-    over the steps, over a band of +-`band` that two seeds of the base differ by; None where the
-    second was not run. Right: signal over noise of a product in dB, by formula and measured."""
-    lines = lines_of(gaps)
-    order = sorted(predicted, key=lambda name: -predicted[name])
-    colours = [lines[name]["color"] if name in lines else FAINT for name in order]
-    right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
-    data = [scatter(gap, gap.values(), escape(name), mode="lines+markers", line=lines[name],
-                    marker={"size": 6}, legendgroup=name, hover="step %{x}: %{y:+.2f}%")
-            for name, gap in gaps.items()]
-    data += [
-        bars(order, [predicted[name] for name in order], "formula", width=0.62,
-             hover="%{y}: %{x:.1f} dB by formula<extra></extra>",
-             marker={"color": colours, "opacity": 0.45}, **right),
-        scatter([measured.get(name) for name in order], order, "measured", mode="markers",
-                marker={"symbol": "line-ns", "size": 18, "line": {"color": INK, "width": 3}},
-                hover="%{y}: %{x:.1f} dB measured<extra></extra>", **right)]
-    notes, shapes = [note("bar: formula; mark: measured", 0, 1.01, xref="x2 domain", yref="paper",
-                          font={"size": 12})], []
-    if band is not None:
-        shapes.append(box(0, 1, -band, band, fill=COLOURS[6], xref="x domain", yref="y",
-                          layer="below", opacity=0.22))
-        notes.append(note(f"two seeds of {escape(base)} differ by {band:.2g}%", 0.01, -band,
-                          xref="x domain", font={"color": FAINT, "size": 12}))
-    largest = max([band or 0, *(abs(value) for gap in gaps.values() for value in gap.values())])
-    reach = 1.15 * largest or 1.0
-    return figure(
-        data, title, height=440, margin={"t": 92}, legend={"y": 1.08}, shapes=shapes,
-        annotations=notes, xaxis=axis("step", domain=[0, 0.56], rangemode="tozero"),
-        yaxis=axis(f"validation loss above {escape(base)}'s, %", zeroline=True,
-                   zerolinecolor=FAINT, range=[-reach, reach]),
-        xaxis2=axis("signal over noise of a product, dB", domain=[0.72, 1], anchor="y2",
-                    rangemode="tozero"),
-        yaxis2={**NAMES, "anchor": "x2"})

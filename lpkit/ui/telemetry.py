@@ -149,28 +149,6 @@ def quality_table(sample: Any) -> str:
                       caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
 
 
-def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = None,
-                       title: str = "") -> Explorer:
-    """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the
-    map. Raises ConfigError when there is nothing to show."""
-    samples = list(samples)
-    return _explorer(lambda **choices: _cell(samples, title=title, **choices), samples, start)
-
-
-def telemetry_of_runs(runs: Mapping[str, Samples], *,
-                      start: Mapping[str, Any] | None = None) -> Explorer:
-    """The same over the samples of several runs of one model, by name: one menu says which run,
-    another what its tensors are looked at as. Raises ConfigError when no run has samples."""
-    held = {name: list(samples) for name, samples in runs.items() if samples}
-
-    def show(run: str, **choices: Any) -> tuple[dict, str]:
-        return _cell(held[run], title=f"Trained with {run}", **choices)
-
-    return _explorer(show, [sample for samples in held.values() for sample in samples], start,
-                     run=list(held),
-                     labels={"run": "trained with", "role": "tensor", "recipe": "looked at"})
-
-
 def _explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
               start: Mapping[str, Any] | None, **more: Any) -> Explorer:
     """Menus over all that was sampled; they begin at the last step. A click into the map chooses

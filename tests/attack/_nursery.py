@@ -141,7 +141,7 @@ def warm() -> None:
 
     import lpkit.commands.train
     import lpkit.measure
-    import lpkit.studies.advice
+    import lpkit.measure.advice
     import lpkit.training.loop
     import lpkit.training.sampling  # noqa: F401
     from lpkit.course import notebooks

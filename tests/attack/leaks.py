@@ -12,10 +12,10 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons import l07_when_fp8_fails as faults
 from lpkit.config import Config
 from lpkit.measure import telemetry
 from lpkit.measure.tracking import Tracker
-from lpkit.studies import faults
 from lpkit.training.loop import fit
 from lpkit.training.training import Training
 from tests.attack import Outcome

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lpkit.course import notebooks, puzzles
-from lpkit.course.exercises import EXERCISES
-from lpkit.course.kernel_exercises import PUZZLES
 from tests.bench.harness import ROUNDS, Result, paired
+from tests.course import EXERCISES, PUZZLES
 
 BUSY, TIMES, BUDGET_SECONDS, JUDGED_SECONDS = 4, 6.0, 60.0, 120.0
 PACKAGES = ("torch", "jupyterlab", "ipykernel", "papermill")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.l12_flash_attention import at
 from lpkit.commands import needs
 from lpkit.config import Config
-from lpkit.studies.decoding import at
 from lpkit.training.export import family
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training

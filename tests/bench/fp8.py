@@ -3,7 +3,7 @@
 `linear` casts by the kit's kernels, as a run does, and races the same Linear with the casts'
 definitions, which the compiler fuses, and torchao's tensorwise; `products` the three of a Linear
 without their casts, by how sums are kept. `step` races recipes and the advisor's choice: what
-`lpkit.studies.advice` says before anything is timed, by formula or with a recorded `fp8-linear`; an
+`lpkit.measure.advice` says before anything is timed, by formula or with a recorded `fp8-linear`; an
 earlier record of `fp8-step` would be its own answer, and is not shown to it. The choice must not be
 slower than the fastest of all that were timed: at least LEAST of its speed.
 """
@@ -27,9 +27,9 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels import jit
 from lpkit.kernels.choose import choose
+from lpkit.measure.advice import Advice, advise, case_name
 from lpkit.precision.backends import BACKENDS
 from lpkit.predict.evidence import MEASURED, catalogued
-from lpkit.studies.advice import Advice, advise, case_name
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES

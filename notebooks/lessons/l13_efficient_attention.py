@@ -1,4 +1,6 @@
-"""What a kind of attention costs over the context, and what it forgets.
+"""Lesson 13, efficient attention: its study, its figures and its exercises.
+
+What a kind of attention costs over the context, and what it forgets.
 
     at = Layer(kind=KINDS["window"].settings, context=1024)
     at.needed_flops, at.computed_flops, at.saved_bytes      # by formula: of the kind, of its backend
@@ -15,17 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from random import Random
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from lessons.draws import normal
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores
 from lpkit.measure import saved_bytes
+from lpkit.tables import FAINT
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import operations
@@ -34,6 +41,10 @@ from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
+from lpkit.ui.draw import SECONDS, axis, figure, rule, scatter
+from lpkit.ui.style import lines_of
+
+# ---- The study
 
 T = TypeVar("T")
 FLASH_PRODUCTS = 3.5        # forward 2 products over pairs, backward 5: the scores once more
@@ -265,3 +276,149 @@ def _attending(config: Config, kind: Settings) -> Config:
     policy = "random-documents" if KINDS[kind.name].reads_ids else "random-windows"
     return replace(config, model=replace(config.model, attention=kind),
                    data=replace(config.data, policy=policy))
+
+
+# ---- Figures
+
+SEEN, HIDDEN = "#004488", "#eef1f5"
+Curve = Mapping[float, float]
+
+
+def mask_view(context: int) -> Callable[..., dict]:
+    """For an Explorer: a function of `kind`, the length of documents, and settings of kinds by
+    their names, of which a kind takes those that it has."""
+    def show(kind: str, document: int, **settings: int) -> dict:
+        row = KINDS[kind]
+        has = {field.name for field in fields(row.settings)}
+        given = {key: value for key, value in settings.items() if key in has}
+        rule_ = replace(row.settings, name=kind, **given).rule(context)
+        if rule_ is None:
+            raise ConfigError(f"{kind} attention hides no key: all of the past is added up in one "
+                              f"state, and what is lost there is lost by adding; choose a kind "
+                              f"with softmax")
+        seen = [[bool(rule_.sees(i, j)) and not (rule_.documents and i // document != j // document)
+                 for j in range(context)] for i in range(context)]
+        count, all_ = sum(map(sum, seen)), context * (context + 1) // 2
+        used = {"document": document} if rule_.documents else given
+        words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in used.items())
+        return figure(
+            [{"type": "heatmap", "z": [[int(one) for one in line] for line in seen],
+              "zmin": 0, "zmax": 1, "colorscale": [[0, HIDDEN], [1, SEEN]], "showscale": False,
+              "xgap": 1, "ygap": 1, "hovertemplate": "query %{y}, key %{x}<extra></extra>"}],
+            f"{kind}{f', {words}' if words else ''}: {count:,} pairs, {count / all_:.0%} of full",
+            height=460, margin={"t": 48}, xaxis=axis("key", constrain="domain"),
+            yaxis=axis("query", autorange="reversed", scaleanchor="x", constrain="domain"))
+
+    return show
+
+
+def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, unit: str,
+                title: str = "", others: float = 0.0) -> dict:
+    """The plotly spec, both axes logarithmic: over the context, by kind, a line by formula and
+    marks as measured."""
+    data, lines = [], lines_of(measured)
+    for name, found in measured.items():
+        data.append(scatter(formula[name], formula[name].values(), "", hover=None, showlegend=False,
+                            line=lines[name], legendgroup=name))
+        data.append(scatter(found, found.values(), name, lines[name]["color"], mode="markers",
+                            legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
+    contexts = sorted({T for found in measured.values() for T in found})
+    return figure(data, title, others=others, height=440,
+                  xaxis=axis("tokens in a sequence", type="log", tickvals=contexts,
+                             ticktext=[f"{T:,}" for T in contexts]),
+                  yaxis=axis("", type="log", dtick=1, exponentformat="SI", ticksuffix=unit))
+
+
+def recall_figure(found: Mapping[str, Sequence[Curve]], *, chance: float, ends: Mapping[str, float],
+                  title: str = "") -> dict:
+    """The plotly spec: the share of right answers over the distance, by kind: a line through the
+    means of the seeds, a mark for each. `ends`: how far a kind can be told anything."""
+    data, lines = [], lines_of(found)
+    for name, seeds in found.items():
+        means = {far: sum(one[far] for one in seeds) / len(seeds) for far in seeds[0]}
+        data.append(scatter(means, means.values(), name, hover="%{x:g} back: %{y:.0%}",
+                            line=lines[name], legendgroup=name))
+        for one in seeds:
+            data.append(scatter(one, one.values(), "", lines[name]["color"], mode="markers",
+                                hover=None, showlegend=False, legendgroup=name,
+                                marker={"size": 5, "opacity": 0.6}))
+    shapes = [rule(y=chance, colour=FAINT)]
+    shapes += [rule(x=end, colour=lines[name]["color"]) for name, end in ends.items()]
+    return figure(data, title, height=400, shapes=shapes,
+                  xaxis=axis("places between a question and its answer", rangemode="tozero"),
+                  yaxis=axis("right", tickformat=".0%", range=[-0.03, 1.05]))
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: what a query sees.
+
+@exercise("13.window_pairs", (4, 8), (4, 2), (1, 1), (4096, 256),
+          draw=lambda r: (r.randint(1, 9000), r.randint(1, 600)), minutes=5,
+          mistakes={"the first queries have not so many keys yet": lambda T, window: T * window,
+                    "a window may be longer than the sequence": lambda T, window:
+                        window * (window + 1) // 2 + (T - window) * window,
+                    "that is full attention": lambda T, window: T * (T + 1) // 2})
+def window_pairs(T: int, window: int) -> int:
+    window = min(window, T)
+    return window * (window + 1) // 2 + (T - window) * window   # the first ones, then all others
+
+
+# Exercises: a mask, and a state in place of one.
+
+def _lengths(r: Random) -> tuple[Tensor]:
+    return (torch.tensor([r.randint(1, 5) for _ in range(r.randint(1, 5))]),)
+
+
+def _ids(lengths: Tensor) -> Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+
+@exercise("13.document_mask", (torch.tensor([1, 2]),), (torch.tensor([3]),), draw=_lengths,
+          tolerance=0, minutes=8,
+          mistakes={"a token does not see the future of its document": lambda lengths:
+                        _ids(lengths)[:, None] == _ids(lengths)[None],
+                    "a document does not see the one before it": lambda lengths:
+                        torch.ones(int(lengths.sum()), int(lengths.sum())).tril().bool(),
+                    "a token sees itself": lambda lengths: document_mask(lengths).tril(-1)})
+def document_mask(lengths: Tensor) -> Tensor:
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return (ids[:, None] == ids[None]).tril()
+
+
+def _mapped(r: Random, T: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    T, features = T or r.randint(1, 6), r.randint(1, 4)
+    return (normal(r, T, features).exp(), normal(r, T, features).exp(),
+            normal(r, T, r.randint(1, 4)))
+
+
+def _unnormalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.T).tril() @ v
+
+
+def _of_the_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ (k.T @ v) / (q @ k.sum(0))[:, None]
+
+
+def _after_reading(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.T).tril(-1)
+    return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+@exercise("13.linear_attention",
+          (torch.ones(2, 1), torch.ones(2, 1), torch.tensor([[1.0], [3.0]])),
+          _mapped(Random(1), 256), draw=_mapped, tolerance=1e-5, minutes=12, stars=2,
+          most_bytes=lambda q, k, v: max(2 * len(q) ** 2, 1 << 14),     # half of a (T, T) matrix
+          mistakes={"weights add up to 1: divide by their sum": _unnormalised,
+                    "a token sees its past alone": _of_the_whole,
+                    "a token sees itself: add it to the state before you read": _after_reading})
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, total, out = torch.zeros(k.shape[1], v.shape[1]), torch.zeros(k.shape[1]), []
+    for t in range(len(q)):
+        state = state + k[t][:, None] * v[t]
+        total = total + k[t]
+        out.append(q[t] @ state / (q[t] @ total))
+    return torch.stack(out)

@@ -1,4 +1,6 @@
-"""Runs that nobody has seen, drawn by seed: eleven numbers to predict of each, and their marks.
+"""Lesson 99, predict the unseen: its study, its figures and its exercises.
+
+Runs that nobody has seen, drawn by seed: eleven numbers to predict of each, and their marks.
 
     case = draw(7)
     case.sheet                      # what is given: letters, choices, the machine
@@ -20,8 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lessons.l06_fp8_training import predicted_db
 from lpkit.config import Config, ModelConfig
-from lpkit.course.exercises import EXERCISES
 from lpkit.course.judge import MARKS
 from lpkit.predict import published
 from lpkit.predict.activations import kept
@@ -33,7 +35,6 @@ from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.terms import sizes
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
-from lpkit.studies.recipe_race import predicted_db
 from lpkit.tables import html_table
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES

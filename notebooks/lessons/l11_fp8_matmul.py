@@ -1,14 +1,23 @@
-"""The exercises of the course that are Triton kernels: elementwise, reductions and casts for
-notebook 10, what stands around a product in 8 or 4 bits for notebook 11.
+"""Lesson 11, fp8 matmul: its study, its figures and its exercises.
 
-Each definition takes a case and says what is right; the kernel under it is a solution. Kernels get
-float32 and whole numbers alone, and write FP8, FP4 and bf16 as the integers that these are:
-Triton's interpreter is right for those. Names that a kernel uses are those of its own process
-(`lpkit.course.kernel_process`).
+How many bits a sum keeps: FP8 products as Hopper's tensor cores add them, emulated.
+
+The products of two FP8 numbers are exact. A tensor core takes STEP of them together with the sum so
+far, shifts them all to the largest exponent among them, keeps the highest BITS bits of each, cuts
+off what lies below, and adds (DeepSeek-V3, https://arxiv.org/abs/2412.19437, sections 3.3.2 and
+3.5.2: 32 products, 14 bits, seen on an H800). The way out is theirs, too: after every so many
+products the sum is added, in float32, to one outside the tensor core.
+
+    accumulate(a, b, bits=14)                       # `use_fast_accum=True`
+    accumulate(a, b, bits=14, promote_every=128)    # as block-wise scaling does anyway
+    relative_error(got, a, b)
+
+What is emulated is the description above and not the circuit, whose details nobody has published.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from math import isqrt
 from random import Random
@@ -17,47 +26,192 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lpkit.course.puzzles import Launch, Puzzle, blank
-from lpkit.course.tensor_exercises import FP8, LARGEST, normal
+from lessons.draws import LARGEST, normal
+from lessons.l10_custom_kernels import (
+    AWKWARD,
+    BLOCKS,
+    EXTREME,
+    HUGE,
+    LONG,
+    MANY,
+    MATRICES,
+    ONE,
+    ROWS,
+    TINY,
+    _softmax,
+    block,
+    by_blocks,
+    by_rows,
+    cdiv,
+    codes_of,
+    matrix,
+    rows,
+    value_of,
+)
+from lpkit.course import puzzles
+from lpkit.course.judge import Exercise
+from lpkit.course.puzzles import Launch, blank
+from lpkit.errors import ConfigError
+from lpkit.tables import FAINT
+from lpkit.techniques.recipes import Recipe
+from lpkit.ui.draw import NAMES, axis, bars, figure, note, scatter
+from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
 
-PUZZLES: dict[str, Puzzle] = {}
-EPS = 1e-6
+
+# ---- The study
+
+STEP, BITS = 32, 14             # products at a time; bits that are kept of each
+DRAWN, QUANTILES = 2**15, 16    # of the formula
 
 
-def puzzle(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callable]:
-    def add(kernel: Callable) -> Callable:
-        PUZZLES[name] = Puzzle(name=name, cases=cases, kernel=kernel, **more)
-        return kernel
+def accumulate(a: Tensor, b: Tensor, *, bits: int = BITS, promote_every: int | None = None,
+               step: int = STEP) -> Tensor:
+    """a @ b.T, (M, N) float64; a (M, K) and b (N, K) hold values of an 8-bit format.
 
-    return add
+    promote_every: products after which the sum moves to float32, a multiple of `step`. Raises
+    ConfigError where it is not.
+    """
+    if bits < 2 or step < 1:
+        raise ConfigError(f"a sum keeps 2 bits or more of 1 product or more; got bits={bits}, "
+                          f"step={step}")
+    if promote_every is not None and promote_every % step:
+        raise ConfigError(f"promote_every={promote_every} is no multiple of the {step} products "
+                          f"that are added at a time")
+    a, b = a.double(), b.double()
+    K = a.shape[1]
+    outside = torch.zeros(len(a), len(b), dtype=torch.float32)
+    inside = torch.zeros(len(a), len(b), dtype=torch.float64)
+    for start in range(0, K, step):
+        terms = a[:, None, start:start + step] * b[None, :, start:start + step]
+        inside = _aligned_sum(torch.cat((inside[..., None], terms), -1), bits)
+        if promote_every and (start + step) % promote_every == 0:
+            outside += inside.float()
+            inside = torch.zeros_like(inside)
+    return outside.double() + inside
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+def _aligned_sum(terms: Tensor, bits: int) -> Tensor:
+    """Over the last axis: of each term the bits that reach down to 2^-(bits - 1) of the largest
+    one's power of two, the rest cut off towards 0."""
+    exponent = torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - bits
+    shifted = torch.ldexp(terms, -exponent).trunc()
+    return torch.ldexp(shifted.sum(-1), exponent[..., 0])
 
 
-def block(n: int, small: int = 16) -> int:
-    """Several for a small n, which the interpreter runs; a GPU's for a large one."""
-    return 1024 if n >= 1 << 16 else 4 * small if n >= 1 << 12 else small
+def gaussian(K: int, change: Callable[[Tensor], Tensor], rows: int = 16) -> tuple[list, list]:
+    """Two operands (rows, K) of Gaussian numbers that went through `change`, over E4M3's range; and
+    the same cast to E4M3, as float32. A K has the same numbers each time."""
+    rng = torch.Generator().manual_seed(K)
+    drawn = [change(torch.randn(rows, K, generator=rng)) for _ in range(2)]
+    wide = [x / x.abs().max() * 448 for x in drawn]
+    return wide, [x.to(torch.float8_e4m3fn).float() for x in wide]
 
 
-def by_blocks(x: Tensor, out: Mapping[str, Tensor], small: int = 16, **given: Tensor) -> Launch:
-    """A program for each block of a vector."""
-    B = block(len(x), small)
-    return Launch(cdiv(len(x), B), out=out, x=x, **given, n=len(x), BLOCK=B)
+def relative_error(got: Tensor, a: Tensor, b: Tensor) -> float:
+    """Of the whole matrix, against float64: 0.01 is one percent of its norm."""
+    exact = a.double() @ b.double().T
+    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
-def by_rows(x: Tensor, out: str = "y", **more: Any) -> Launch:
-    """A program for each row, which fits into one block; results, a letter each, are like x."""
-    R, C = x.shape
-    return Launch(R, out={name: blank(R, C) for name in out}, x=x, x_stride=x.stride(0), columns=C,
-                  **{"BLOCK": max(2, 1 << (C - 1).bit_length()), **more})
+def expected_error(a: Tensor, b: Tensor, *, bits: int = BITS, step: int = STEP,
+                   promote_every: int | None = None) -> float:
+    """The same by a formula: as if the products of a row were drawn independently of each other.
 
+    After k products the sum is normal, with k times their mean and variance. Its power of two, or
+    that of a step's largest product where it is larger, gives the unit of the cut, and the products
+    say what they lose to such a unit: one with 8 bits loses nothing to a unit below its last. What
+    is cut off adds up where products have one sign, and like noise where they have both. The sum
+    itself loses nothing while its exponent stays.
+    """
+    K = a.shape[1]
+    drawn = torch.randint(K, (DRAWN,), generator=torch.Generator().manual_seed(0))
+    products = a.double()[torch.arange(DRAWN) % len(a), drawn] \
+        * b.double()[torch.arange(DRAWN) // len(a) % len(b), drawn]
+    mean, deviation = products.mean(), products.std()
+    largest = products.abs().view(-1, step).amax(1).median()
+    quantiles = torch.special.ndtri((torch.arange(QUANTILES) + 0.5) / QUANTILES).double()
+    lost: dict[int, Tensor] = {}    # of a product: mean and variance, by the exponent of the unit
+    run = min(promote_every or K, K)
+    bias = noise = 0.0
+    for k in range(0, run, step):
+        sums = (k * mean + k**0.5 * deviation * quantiles).abs().clamp(min=largest)
+        for exponent in (torch.frexp(sums).exponent - bits).tolist():
+            if exponent not in lost:
+                cut = products - (products / 2.0**exponent).trunc() * 2.0**exponent
+                lost[exponent] = torch.stack((cut.mean(), cut.var()))
+            of_mean, of_variance = lost[exponent].tolist()
+            bias += step * of_mean / QUANTILES
+            noise += step * of_variance / QUANTILES
+    runs = K / run
+    of_result = K**0.5 * math.hypot(K**0.5 * mean, deviation)
+    return math.hypot(bias * runs, (noise * runs) ** 0.5) / of_result
+
+
+# ---- Figures
+
+AFTER, CUDA_CORES, INSIDE = ("after the sum", "in the sum, by the CUDA cores",
+                             "in the sum, by the tensor core")
+SCALED_IN = {AFTER: COLOURS[0], CUDA_CORES: COLOURS[1], INSIDE: COLOURS[4]}
+
+
+def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: str = "") -> dict:
+    """The plotly spec: for each recipe the sum of one number of y = x wT, as long as `products`, in
+    pieces that share their scales, in the colour of who multiplies those in."""
+    pieces = {name: max(cast.block[1] for cast in recipe.products["y"]) or products
+              for name, recipe in recipes.items()}
+    data = []
+    for place, colour in SCALED_IN.items():
+        shown = [(name, piece, start) for name, piece in pieces.items()
+                 if place == (AFTER if piece == products else CUDA_CORES if piece > 32 else INSIDE)
+                 for start in range(0, products, piece)]
+        data.append(bars([name for name, *_ in shown], [piece for _, piece, _ in shown], place,
+                         colour, base=[start for *_, start in shown],
+                         text=["" if start + piece < products else f"{products // piece}"
+                               for _, piece, start in shown],
+                         hover="%{y}: the %{x} products of a piece share their scales"))
+    return figure(data, title, height=170 + 46 * len(recipes), barmode="overlay",
+                  xaxis=axis("products of one sum; behind it, how often scales are multiplied in",
+                             range=[0, 1.2 * products], tickvals=range(0, products + 1, 128)),
+                  yaxis={**NAMES, "categoryarray": list(recipes)}, margin={"t": 92})
+
+
+def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]], *,
+                title: str = "") -> dict:
+    """The plotly spec of relative errors over the length of a sum, a panel for each name: curves by
+    name, each what a formula says (a line) and what was found (marks), by length. A curve without a
+    formula is dashed."""
+    data, axes, notes = [], {}, []
+    for i, (panel, curves) in enumerate(panels.items(), 1):
+        left, right = (i - 1) / len(panels), i / len(panels) - 0.06 * (i < len(panels))
+        for (name, (said, found)), colour in zip(curves.items(), (COLOURS[2], COLOURS[0], FAINT)):
+            more = {"xaxis": f"x{i}", "yaxis": f"y{i}", "legendgroup": name}
+            if said:
+                data.append(scatter(said, said.values(), "", colour, hover=None,
+                                    showlegend=False, **more))
+            data.append(scatter(found, found.values(), name, colour, showlegend=i == 1, **more,
+                                mode="markers" if said else "lines+markers", line={"dash": "dot"},
+                                hover="%{x:,} products: off by %{y:.2~%}"))
+        lengths = list(found)
+        ends = math.log10(lengths[0] / 1.3), math.log10(1.3 * lengths[-1])
+        axes[f"xaxis{i}"] = axis("products in a sum", type="log", range=ends, anchor=f"y{i}",
+                                 domain=[left, right], tickvals=lengths[::2],
+                                 ticktext=[f"{length:,}" for length in lengths[::2]])
+        axes[f"yaxis{i}"] = axis("off by, of the result" if i == 1 else "", type="log", dtick=1,
+                                 tickformat=".2~%", range=[-4.3, 0], anchor=f"x{i}")
+        notes.append(note(panel, left, 1.01, xref="paper", yref="paper", font={"size": 14}))
+    return figure(data, title, height=460, annotations=notes, legend={"y": 1.08},
+                  margin={"t": 112}, **axes)
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+puzzle = puzzles.adding_to(EXERCISES)
 
 def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte: int = 1,
               **more: Any) -> Launch:
@@ -68,237 +222,7 @@ def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte:
                   x=x, x_stride=x.stride(0), columns=C, **more)
 
 
-def rows(r: Random, *, most: int = 40, size: float = 1.0) -> Tensor:
-    """A matrix, some with rows further apart than they are long."""
-    return normal(r, r.randint(1, 5), r.randint(1, most), size=size)
-
-
-def vector(n: int) -> tuple[Tensor]:
-    return (torch.randn(n),)
-
-
-def matrix(n: int) -> tuple[Tensor]:
-    return (torch.randn(-(-n // 4096), 4096),)
-
-
-def codes_of(x: Tensor) -> Tensor:
-    """E4M3, saturating, as uint8."""
-    return x.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
-
-
-def value_of(codes: Tensor) -> Tensor:
-    return codes.view(FP8).float()
-
-
-AWKWARD = tuple(torch.arange(n) / 4 - 3 for n in (5, 123, 1))
-EXTREME = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-38, 448.0, -449.0, 464.0, 0.0009765625,
-                        0.00146484375, 1.9999999, 17.0, 19.0, float("inf")])
-MATRICES = ((torch.arange(10.0) / 4 - 1).view(2, 5), (torch.arange(24.0) - 7).view(3, 8)[:, :5],
-            torch.sin(torch.arange(123.0))[None], torch.ones(4, 1))
-# beyond float16 and below; more rows, longer rows and more blocks than are usually tried by hand
-HUGE, TINY = 2.0**17, 2.0**-20
-MANY, LONG = normal(Random(1), 70, 3), normal(Random(2), 14, 5000)
-BLOCKS = HUGE * normal(Random(3), 1200), TINY * normal(Random(4), 8389)
-
-
-# 10, custom kernels: elementwise, reductions, casts.
-
-@puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME, *BLOCKS)), spec=lambda x: x.clone(),
-        minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector,
-        launch=lambda x: by_blocks(x, {"y": blank(len(x))}),
-        mistakes={"mask the last block: n need not be a multiple of BLOCK":
-                      ("mask=i < n", "mask=i < i + 1"),
-                  "each program has a block of its own": ("tl.program_id(0) * BLOCK + ", ""),
-                  "the last element is n - 1": ("mask=i < n", "mask=i <= n")})
-def copy(x, y, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
-
-
-def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax()[None] if x.numel() else torch.zeros(1)
-
-
-@puzzle("10.amax", *((x,) for x in AWKWARD), (torch.tensor([-9.0, 2.0, 3.0]),), (-AWKWARD[1],),
-        (EXTREME,), *((x,) for x in BLOCKS), spec=_amax, minutes=8, stars=2, large=vector,
-        draw=lambda r: (normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9)),),
-        launch=lambda x: by_blocks(x, {"out": torch.zeros(1)}),
-        mistakes={"the largest magnitude: a negative number has one, too":
-                      ("tl.abs(v)", "v"),
-                  "programs run at the same time: what they share takes an atomic":
-                      ("tl.atomic_max(out, tl.max(tl.abs(v), 0))",
-                       "tl.store(out, tl.maximum(tl.load(out), tl.max(tl.abs(v), 0)))"),
-                  "mask the last block": (", mask=i < n, other=0.0", "")})
-def amax(x, out, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + i, mask=i < n, other=0.0)
-    tl.atomic_max(out, tl.max(tl.abs(v), 0))
-
-
-def _softmax(x: Tensor) -> Tensor:
-    return x.softmax(-1)
-
-
-ROWS = [(x,) for x in (*MATRICES, torch.tensor([[1e4, 1e4 - 1, -1e4]]), -200 - MATRICES[0],
-                      torch.linspace(-90, 90, 40)[None], torch.linspace(90, -90, 40)[None],
-                      HUGE * MATRICES[2], TINY * MATRICES[2], MANY, LONG[:1, :200], LONG)]
-
-
-@puzzle("10.softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
-        mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
-                  "what lies outside is -inf, so that its exp is nothing":
-                      ('other=float("-inf")', "other=0.0"),
-                  "the rows of x lie x_stride apart": ("row * x_stride", "row * columns")})
-def softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    v = tl.load(x + row * x_stride + i, mask=i < columns, other=float("-inf"))
-    v = tl.exp(v - tl.max(v, 0))
-    tl.store(y + row * columns + i, v / tl.sum(v, 0), mask=i < columns)
-
-
-def _rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], w, EPS)
-
-
-def _with_weights(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.arange(x.shape[-1]) / 8 + 0.5
-
-
-@puzzle("10.rms_norm", *map(_with_weights, (*MATRICES, 1e-4 * MATRICES[0], torch.zeros(1, 5),
-                                            1e15 * MATRICES[0], HUGE * MANY, TINY * MANY, LONG)),
-        spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2,
-        draw=lambda r: _with_weights(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda n: _with_weights(*matrix(n)),
-        launch=lambda x, w: by_rows(x, w=w, eps=EPS),
-        mistakes={"the mean is over the columns, and BLOCK may be more": ("/ columns", "/ BLOCK"),
-                  "eps stands inside of the root":
-                      ("tl.rsqrt(tl.sum(v * v, 0) / columns + eps)",
-                       "1 / (tl.sqrt(tl.sum(v * v, 0) / columns) + eps)"),
-                  "RMSNorm takes no mean away":
-                      ("    scale", "    v = tl.where(i < columns, v - tl.sum(v, 0) / columns, "
-                                    "0.0)\n    scale")})
-def rms_norm(x, w, y, x_stride, columns, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    v = tl.load(x + row * x_stride + i, mask=i < columns, other=0.0)
-    scale = tl.rsqrt(tl.sum(v * v, 0) / columns + eps)
-    g = tl.load(w + i, mask=i < columns, other=0.0)
-    tl.store(y + row * columns + i, v * scale * g, mask=i < columns)
-
-
-def _add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    h = x + r
-    return h, _rms_norm(h, w)
-
-
-def _residual(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x, torch.cos(x).mul(x.abs().amax()).contiguous(), _with_weights(x)[1]
-
-
-@puzzle("10.add_norm", *map(_residual, (*MATRICES, 1e-4 * MATRICES[0], HUGE * MANY, LONG)),
-        spec=_add_norm, tolerance=1e-5, minutes=10, stars=2, once=("x", "r"),
-        draw=lambda r: _residual(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda n: _residual(*matrix(n)),
-        launch=lambda x, r, w: by_rows(x, "hy", r=r, w=w, eps=EPS),
-        mistakes={"the norm is of the sum": ("tl.sum(v * v, 0)", "tl.sum((v - b) * (v - b), 0)"),
-                  "the next block adds to h, which has no norm yet":
-                      ("tl.store(h + row * columns + i, v,",
-                       "tl.store(h + row * columns + i, v * tl.rsqrt(tl.sum(v * v, 0) / columns "
-                       "+ eps),"),
-                  "r lies without gaps, x does not":
-                      ("r + row * columns", "r + row * x_stride")})
-def add_norm(x, r, w, h, y, x_stride, columns, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    b = tl.load(r + row * columns + i, mask=i < columns, other=0.0)
-    v = tl.load(x + row * x_stride + i, mask=i < columns, other=0.0) + b
-    tl.store(h + row * columns + i, v, mask=i < columns)
-    scale = tl.rsqrt(tl.sum(v * v, 0) / columns + eps)
-    g = tl.load(w + i, mask=i < columns, other=0.0)
-    tl.store(y + row * columns + i, v * scale * g, mask=i < columns)
-
-
-def _with_scale(r: Random) -> tuple[Tensor, Tensor]:
-    return (normal(r, r.randint(1, 99), size=10 ** r.uniform(-3, 3)),
-            torch.tensor([r.choice((1.0, 0.3, 7.0, 2.0**-5))]))
-
-
-ONE = torch.ones(1)
-# every value of E4M3, what lies half way between two, and a little beside that
-BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
-           + torch.tensor([0.0, 0.4999, 0.5, 0.5001])
-           * value_of(torch.arange(127, dtype=torch.uint8)).diff()[:, None]).flatten()
-
-
-@puzzle("10.scaled_cast", *((x, ONE) for x in AWKWARD), (EXTREME, ONE), (BETWEEN, ONE),
-        (torch.tensor([1.0, -2.0, float("nan")]), torch.tensor([0.5])),
-        (-BETWEEN, torch.tensor([2.0])), (BLOCKS[0], ONE / HUGE), (BLOCKS[1], ONE / TINY),
-        spec=lambda x, scale: codes_of(x * scale),
-        minutes=25, stars=3, draw=_with_scale, large=lambda n: (*vector(n), ONE),
-        launch=lambda x, scale: by_blocks(x, {"codes": blank(len(x), dtype=torch.uint8)}, 32,
-                                          scale=scale),
-        mistakes={"to the nearest, half way to the even one: the bits that go decide":
-                      ("magic = (field + (20 << 23)).to(tl.float32, bitcast=True)\n"
-                       "    size = (size + magic) - magic",
-                       "size = (size.to(tl.int32, bitcast=True) & -(1 << 20))"
-                       ".to(tl.float32, bitcast=True)"),
-                  "what is too large saturates at 448: 0x7F is NaN":
-                      ("tl.minimum(tl.abs(v), 448.0)", "tl.minimum(tl.abs(v), 480.0)"),
-                  "below 2^-6 the spacing stays 2^-9: these are subnormal":
-                      ("tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)",
-                       "tl.where(size < 0.015625, 0, normal)"),
-                  "NaN stays NaN": ("tl.where(v != v, 0x7F, code)", "code")})
-def scaled_cast(x, scale, codes, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + i, mask=i < n, other=0.0) * tl.load(scale)
-    size = tl.where(v != v, 0.0, tl.minimum(tl.abs(v), 448.0))
-    field = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # a number so large that the sum's last bit is the spacing: the addition rounds
-    magic = (field + (20 << 23)).to(tl.float32, bitcast=True)
-    size = (size + magic) - magic
-    normal = (size.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
-    code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)
-    code = tl.where(v != v, 0x7F, code) | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    tl.store(codes + i, code.to(tl.uint8), mask=i < n)
-
-
-def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    codes = codes_of(x * scale)
-    return codes, codes.T.contiguous(), _amax(x)
-
-
-def _both_launch(x: Tensor, scale: Tensor) -> Launch:
-    (R, C), (BR, BC) = x.shape, (16, 64) if len(x) > 8 else (4, 16)
-    return Launch(cdiv(R, BR), cdiv(C, BC), x=x, scale=scale, x_stride=x.stride(0), R=R, C=C,
-                  BR=BR, BC=BC, out={"codes": blank(R, C, dtype=torch.uint8),
-                                     "turned": blank(C, R, dtype=torch.uint8),
-                                     "next_amax": torch.zeros(1)})
-
-
-@puzzle("10.cast_both", *((x, ONE) for x in MATRICES), (10 * MATRICES[1], torch.tensor([30.0])),
-        (HUGE * normal(Random(5), 150, 190), ONE / HUGE), (TINY * LONG[:7, :300], ONE / TINY),
-        spec=_cast_both, minutes=15, stars=3, launch=_both_launch,
-        draw=lambda r: (rows(r, size=10), torch.tensor([r.choice((1.0, 0.3, 7.0))])),
-        large=lambda n: (*matrix(n), ONE),
-        mistakes={"the turned one has R columns":
-                      ("turned + c[None, :] * R", "turned + c[None, :] * C"),
-                  "the next amax is of x, without its scale":
-                      ("tl.max(tl.max(tl.abs(v), 1), 0)",
-                       "tl.max(tl.max(tl.abs(v * tl.load(scale)), 1), 0)"),
-                  "both axes have an end": ("(r < R)[:, None] & (c < C)[None, :]",
-                                            "(r < R)[:, None] & (c < c + 1)[None, :]")})
-def cast_both(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constexpr,
-              BC: tl.constexpr):
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    v = tl.load(x + r[:, None] * x_stride + c[None, :], mask=inside, other=0.0)
-    code = e4m3(v * tl.load(scale))
-    tl.store(codes + r[:, None] * C + c[None, :], code, mask=inside)
-    tl.store(turned + c[None, :] * R + r[:, None], code, mask=inside)
-    tl.atomic_max(next_amax, tl.max(tl.max(tl.abs(v), 1), 0))
-
-
-# 11, FP8 products: what stands before, in and behind them.
+# Exercises: what stands before, in and behind them.
 
 def _few_bits(r: Random, *shape: int, most: int = 16) -> Tensor:
     """Multiples of 4 / most in [-4, 4]: TF32 holds them (with 512 bf16 does not), and sums of their

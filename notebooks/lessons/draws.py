@@ -1,0 +1,16 @@
+"""What several lessons' exercises draw their cases from."""
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+FP8, LARGEST = torch.float8_e4m3fn, 448.0
+UNCLAMPED = "clamp before the cast: up to PyTorch 2.11, what is too large becomes NaN"
+
+
+def normal(r: Random, *shape: int, size: float = 1.0) -> Tensor:
+    """Some with a gap behind each row."""
+    rows, columns, gap = shape[:-1], shape[-1], r.choice((0, 0, 3))
+    chance = torch.Generator().manual_seed(r.getrandbits(32))
+    return (size * torch.randn(*rows, columns + gap, generator=chance))[..., :columns]

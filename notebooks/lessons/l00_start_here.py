@@ -1,0 +1,90 @@
+"""Lesson 00, start here: its study, its figures and its exercises."""
+
+import math
+from random import Random
+
+import torch
+from torch import Tensor
+
+from lessons.draws import normal
+from lpkit.course.judge import Exercise, adding_to
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: what a loss means, and what a step costs.
+
+@exercise("00.uniform_loss", (2,), (256,), (50_304,), draw=lambda r: (r.randint(2, 300_000),),
+          mistakes={"those are bits; nats come from the natural logarithm": math.log2})
+def uniform_loss(vocab: int) -> float:
+    return math.log(vocab)
+
+
+@exercise("00.bits_per_byte", (math.log(2), 1.0), (2.0, 1.0), (3.3, 4.2),
+          draw=lambda r: (r.uniform(0.1, 12), r.uniform(1, 6)),
+          mistakes={"you left it in nats": lambda loss, size: loss / size,
+                    "a token is several bytes, which share its loss":
+                        lambda loss, size: loss / math.log(2) * size})
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    return loss / math.log(2) / bytes_per_token
+
+
+@exercise("00.step_seconds", (1e6, 1e3, 1e12, 1.0), (124e6, 524_288, 989e12, 0.4),
+          (70e9, 4e6, 64 * 989e12, 0.38),
+          draw=lambda r: (10 ** r.uniform(6, 12), 10 ** r.uniform(3, 7), 10 ** r.uniform(11, 18),
+                          r.uniform(0.05, 1)),
+          mistakes={"that is the forward pass alone":
+                        lambda N, t, peak, mfu: 2 * N * t / peak / mfu,
+                    "at a lower utilisation a step takes longer":
+                        lambda N, t, peak, mfu: 6 * N * t / peak * mfu})
+def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float) -> float:
+    return 6 * parameters * tokens / (peak_flops * mfu)     # 2 forward, 4 backward
+
+
+# Exercises: what is minimised, and how far a step may go.
+
+def _plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = torch.arange(len(targets))
+    return (logits.exp().sum(-1).log() - logits[rows, targets]).mean()
+
+
+def _logits(r: Random) -> tuple[Tensor, Tensor]:
+    n, vocab = r.randint(1, 6), r.randint(2, 9)
+    return (normal(r, n, vocab, size=r.choice((1, 30, 1000))),
+            torch.tensor([r.randrange(vocab) for _ in range(n)]))
+
+
+@exercise("00.cross_entropy", (torch.zeros(1, 4), torch.tensor([2])),
+          (torch.tensor([[1000.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])), draw=_logits,
+          tolerance=1e-5, stars=2, minutes=10,
+          mistakes={"exp overflows: subtract each row's largest first": _plain_cross_entropy,
+                    "the mean over the tokens, not their sum":
+                        lambda logits, targets: len(targets) * cross_entropy(logits, targets)})
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits - logits.amax(-1, keepdim=True)
+    right = logits.gather(-1, targets[:, None])[:, 0]
+    return (logits.exp().sum(-1).log() - right).mean()
+
+
+def _clip_each(grads: list[Tensor], most: float) -> list[Tensor]:
+    return [g * min(1.0, most / max(g.norm().item(), 1e-30)) for g in grads]
+
+
+def _clip_always(grads: list[Tensor], most: float) -> list[Tensor]:
+    norm = math.sqrt(sum(g.square().sum().item() for g in grads))
+    return [g * (most / norm) for g in grads] if norm else grads
+
+
+@exercise("00.clip", ([torch.tensor([3.0]), torch.tensor([4.0])], 1.0),
+          ([torch.tensor([0.3]), torch.tensor([0.4])], 1.0), ([torch.zeros(2)], 1.0),
+          draw=lambda r: ([normal(r, r.randint(1, 5)) for _ in range(r.randint(1, 3))],
+                          r.choice((0.1, 1.0, 10.0))),
+          tolerance=1e-4, minutes=6,
+          mistakes={"one norm, over all of them": _clip_each,
+                    "a short gradient stays as it is": _clip_always})
+def clip(grads: list[Tensor], most: float) -> list[Tensor]:
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    scale = min(1.0, most / norm.item()) if norm else 1.0
+    return [g * scale for g in grads]

@@ -1,0 +1,137 @@
+"""Lesson 01, memory math: its study, its figures and its exercises."""
+
+import dataclasses
+from itertools import accumulate
+from random import Random
+
+import torch
+from torch import Tensor
+
+from lpkit.config import Config, ModelConfig
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.predict.ledger import MOMENTS, Memory, memory
+from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.terms import kept_terms
+from lpkit.predict.units import quantity
+from lpkit.tables import html_table
+from lpkit.techniques.machines import Machine
+from lpkit.ui.memory import limit_of, stacked_figure
+from lpkit.ui.terms import terms_table
+
+# ---- Figures
+
+def memory_figure(held: Memory, *, title: str = "") -> dict:
+    """The plotly spec. The longest bar is the peak."""
+    return stacked_figure(
+        list(MOMENTS), {row.name: [row.at.get(one) for one in MOMENTS] for row in held.rows},
+        about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
+
+
+def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
+                optimizer: str, zero_stage: int, recompute: str) -> tuple[dict, str]:
+    """For an Explorer: `sequences` per device at a time, no accumulation. The figure, and the peak
+    as a table."""
+    config = dataclasses.replace(model, global_batch=sequences * devices, grad_accum_steps=1)
+    held = memory(config, machine, devices, precision=precision, optimizer=optimizer,
+                  zero=zero_stage, recompute=recompute)
+    peak, moment = quantity(held.peak_bytes, "bytes"), held.peak_moment
+    title = (f"A peak of {peak} {'fits' if held.fits else 'does not fit'} into the "
+             f"{quantity(machine.memory_bytes, 'bytes')} of one {machine.title}")
+    rows = [(name, quantity(size, "bytes"), f"{size / held.peak_bytes:.0%}")
+            for name, size in sorted(held.at(moment).items(), key=lambda row: -row[1])]
+    heads = ("held at the peak", "per device", "share")
+    return memory_figure(held, title=title), html_table(
+        heads, [*rows, ("sum", peak, "100%")], caption=f"{moment}: {MOMENTS[moment]}")
+
+
+KEPT = {    # a row of PRECISIONS, and the kind of machine
+    "fp32": ("fp32", "cpu"), "bf16": ("bf16", "cpu"), "fp8, on a GPU": ("fp8-tensorwise", "gpu")}
+
+
+def kept_table(model: ModelConfig, style: str) -> str:
+    """HTML: bytes that autograd keeps, by operation and precision, with fused attention: those of
+    one block, and those outside the blocks."""
+    columns = {}
+    for name, (precision, kind) in KEPT.items():
+        p = PRECISIONS[precision]
+        columns[name] = kept_terms(
+            model, 8, attention="sdpa", kind=kind, compute_bytes=p.compute_bytes,
+            residual_bytes=p.residual_bytes, operand_bytes=p.low and p.low.bits / 8)
+    both = [{name: terms[i] for name, terms in columns.items()} for i in (0, 1)]
+    return (terms_table(both[0], rows="operation", caption=f"{style}: bytes that one block keeps")
+            + terms_table(both[1], rows="operation", caption=f"{style}: outside the blocks"))
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: Bytes.
+
+@exercise("01.state_bytes", (1_000, 1, 0), (1_000, 4, 3), (7_500_000_000, 64, 1),
+          (7_500_000_000, 64, 2),
+          draw=lambda r: (r.randint(1, 10**11), r.choice((1, 2, 4, 8, 64, 1024)), r.randrange(4)),
+          mistakes={"each stage shards one thing more":
+                        lambda N, devices, stage: 16 * N / (devices if stage else 1)})
+def state_bytes(parameters: int, devices: int, stage: int) -> float:
+    # 1 shards the optimizer's 12 bytes, 2 the gradients' as well, 3 the weights' too
+    shared = [devices if stage >= needed else 1 for needed in (1, 2, 3)]
+    return parameters * (12 / shared[0] + 2 / shared[1] + 2 / shared[2])
+
+
+@exercise("01.loss_bytes", (1, 1, 256), (16, 1024, 50_304),
+          draw=lambda r: (r.randint(1, 64), r.randint(1, 8192), r.randint(2, 200_000)),
+          mistakes={"there are three of them": lambda B, T, V: 4 * B * T * V})
+def loss_bytes(sequences: int, context: int, vocab: int) -> int:
+    return 3 * 4 * sequences * context * vocab
+
+
+@exercise("01.score_bytes", (1, 1, 8, 4), (2, 12, 1024, 2),
+          draw=lambda r: (r.randint(1, 64), r.randint(1, 64), r.randint(8, 8192), r.choice((2, 4))),
+          mistakes={"each head has its own":
+                        lambda B, H, T, itemsize: B * T * (T * itemsize - 4),
+                    "a flash kernel keeps a number per token and head":
+                        lambda B, H, T, itemsize: B * H * T * T * itemsize})
+def score_bytes(sequences: int, heads: int, context: int, itemsize: int) -> int:
+    return sequences * heads * context * (context * itemsize - 4)
+
+
+# Exercises: bytes that are there, and when.
+
+def _views(r: Random) -> tuple[list[Tensor]]:
+    bases = [torch.zeros(r.randint(1, 9), 8, dtype=r.choice((torch.float32, torch.bfloat16)))
+             for _ in range(2)]
+    return ([r.choice((base, base.t(), base[:1], base.flatten()[2:4]))
+             for base in r.choices(bases, k=4)],)
+
+
+@exercise("01.saved_bytes", ([torch.zeros(2, 3)],), ([torch.zeros(2, 8)[:1]],),
+          ([(x := torch.zeros(4)), x, x[1:]],), draw=_views, tolerance=0, minutes=6, stars=2,
+          mistakes={"what shares a storage is there once":
+                        lambda tensors: sum(t.numel() * t.element_size() for t in tensors),
+                    "a slice keeps the whole storage alive":
+                        lambda tensors: sum({t.untyped_storage().data_ptr():
+                                             t.numel() * t.element_size()
+                                             for t in tensors}.values())})
+def saved_bytes(tensors: list[Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _lives(r: Random) -> tuple[list[tuple[int, int, int]]]:
+    begins = [r.randrange(10) for _ in range(r.randint(1, 8))]
+    return ([(begin, begin + r.randint(1, 6), r.randint(1, 99)) for begin in begins],)
+
+
+def _freed_late(lives: list[tuple[int, int, int]]) -> int:
+    return max(sum(n for begin, end, n in lives if begin <= now <= end) for now, _, _ in lives)
+
+
+@exercise("01.peak_bytes", ([(0, 1, 8)],), ([(0, 2, 8), (2, 3, 4), (1, 2, 1)],), draw=_lives,
+          minutes=6, stars=2,
+          mistakes={"not all of them at once": lambda lives: sum(n for _, _, n in lives),
+                    "what ends at a moment makes room for what begins": _freed_late})
+def peak_bytes(lives: list[tuple[int, int, int]]) -> int:
+    changes = sorted([(begin, n) for begin, _, n in lives] + [(end, -n) for _, end, n in lives])
+    return max(accumulate(n for _, n in changes))

@@ -1,0 +1,141 @@
+"""Lesson 02, where the time goes: its study, its figures and its exercises."""
+
+import math
+from collections.abc import Mapping
+from random import Random
+
+import torch
+from torch import Tensor
+
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.errors import ConfigError
+from lpkit.predict.flops import Product
+from lpkit.predict.roofline import attainable_flops
+from lpkit.predict.units import quantity
+from lpkit.techniques.machines import Machine
+from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
+from lpkit.ui.style import COLOURS
+
+# ---- Figures
+
+PRODUCTS = {    # how names of products end
+    "forward": (("",), COLOURS[0], "circle"),
+    "input gradient": (("input gradient", "left gradient"), COLOURS[1], "square"),
+    "weight gradient": (("weight gradient", "right gradient"), COLOURS[2], "diamond"),
+}
+
+
+def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
+                    title: str = "", others: float = 0.0) -> dict:
+    """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that
+    each operand moves once. Products of equal shape lie on one another. Where operands come from a
+    cache faster than memory is swept, a second roof says how fast: no point lies above it. Raises
+    ConfigError for a product that is faster than the arithmetic of `machine`."""
+    def roof(intensity: float) -> float:
+        return attainable_flops(machine, dtype, intensity)
+
+    def words(p: Product) -> str:
+        together = f", {p.group} at once" if p.group > 1 else ""
+        share = rates[p] / roof(p.intensity(itemsize))
+        return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
+                f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of memory's and arithmetic's roof")
+
+    ridge, peak = machine.ridge(dtype), machine.peak_flops(dtype)
+    if (fastest := max(rates.values())) > peak:
+        raise ConfigError(f"a product reached {quantity(fastest, 'FLOP/s')}, and the roof is "
+                          f"{quantity(peak, 'FLOP/s')}: it was measured too low; measure again")
+    intensities = [p.intensity(itemsize) for p in rates]
+    ends = [min(ridge, *intensities) / 4, ridge, max(ridge, *intensities) * 4]
+    data = [scatter(ends, map(roof, ends), "roof", COLOURS[5], hover=None)]
+    swept = machine.bytes_per_second
+    cached = max(rate / p.intensity(itemsize) for p, rate in rates.items())
+    if cached > swept:
+        reach = [ends[0], peak / cached, ridge]
+        data.append(scatter(reach, [min(peak, cached * x) for x in reach],
+                            f"roof of the caches: {quantity(cached, 'B/s')}", COLOURS[5],
+                            line={"width": 1.5, "dash": "dot"}, hover=None))
+    for kind, (names, colour, symbol) in PRODUCTS.items():
+        ours = [p for p in rates if p.name.partition(": ")[2] in names]
+        if ours:
+            data.append(scatter([p.intensity(itemsize) for p in ours], [rates[p] for p in ours],
+                                kind, colour, mode="markers", text=list(map(words, ours)),
+                                marker={"symbol": symbol, "size": 9},
+                                hover="%{text}<extra></extra>", **SECONDS))
+    bottom = min(roof(ends[0]), *rates.values()) / 2
+    speed = (f"memory: {quantity(machine.bytes_per_second, 'B/s')}; "
+             f"ridge at {ridge:.0f} FLOPs per byte")
+    return figure(
+        data, title, others=others, height=440, xaxis=axis("FLOPs per byte moved", type="log", dtick="D2"),
+        yaxis=axis(f"FLOP/s in {dtype}", type="log", dtick="D2", exponentformat="SI",
+                   range=[math.log10(bottom), math.log10(2 * peak)]),
+        shapes=[rule(x=ridge, layer="below")],
+        annotations=[note(f"arithmetic: {quantity(peak, 'FLOP/s')}", 0.99, math.log10(peak),
+                          "right bottom", xref="paper"),
+                     note(speed, 0.99, 0.03, "right bottom", xref="paper", yref="paper")])
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: FLOPs, bytes, FLOP/s, bytes/s.
+
+@exercise("02.intensity", (1, 1, 1, 4), (4096, 768, 256, 2),
+          draw=lambda r: (r.randint(1, 9999), r.randint(1, 9999), r.randint(1, 9999),
+                          r.choice((1, 2, 4))),
+          mistakes={"the result is written, too":
+                        lambda M, N, K, itemsize: 2 * M * N * K / ((M * K + K * N) * itemsize),
+                    "a multiplication and an addition are two":
+                        lambda M, N, K, itemsize: M * N * K / ((M * K + K * N + M * N) * itemsize)})
+def intensity(M: int, N: int, K: int, itemsize: int) -> float:
+    return 2 * M * N * K / ((M * K + K * N + M * N) * itemsize)
+
+
+# who rounds up to a whole n is right
+@exercise("02.smallest_square", (200e9, 40e9, 4), (989.4e12, 4.8e12, 2), tolerance=0.01,
+          draw=lambda r: (10 ** r.uniform(13, 15), 10 ** r.uniform(10.5, 11), r.choice((1, 2, 4))),
+          mistakes={"three matrices move":
+                        lambda peak, speed, itemsize: 0.5 * itemsize * peak / speed})
+def smallest_square(peak_flops: float, bytes_per_second: float, itemsize: int) -> float:
+    # 2 n^3 / (3 n^2 itemsize) FLOPs per byte meet the ridge, peak / speed
+    return 1.5 * itemsize * peak_flops / bytes_per_second
+
+
+@exercise("02.attention_share", (256, 256), (4096, 8192),
+          draw=lambda r: (r.randint(32, 16384), r.randint(1, 200_000)),
+          mistakes={"a share of all, themselves included":
+                        lambda width, context: context / (6 * width)})
+def attention_share(width: int, context: int) -> float:
+    return context / (6 * width + context)      # 4 T D of 2 * 12 D^2 + 4 T D FLOPs a token
+
+
+# Exercises: the work of a product, and what bounds a chain of operations.
+
+def _factors(r: Random) -> tuple[Tensor, Tensor]:
+    M, N, K, batch, heads = (r.randint(1, 5) for _ in range(5))
+    a, b = r.choice((((batch, heads, M, K), (heads, K, N)), ((M, K), (batch, K, N)),
+                     ((batch, 1, M, K), (heads, K, N)), ((M, K), (K, N))))
+    return torch.zeros(a), torch.zeros(b)
+
+
+@exercise("02.flops", (torch.zeros(2, 3), torch.zeros(3, 4)),
+          (torch.zeros(2, 3), torch.zeros(5, 3, 4)), draw=_factors, minutes=8, stars=2,
+          mistakes={"a multiplication and an addition":
+                        lambda a, b: (a @ b).numel() * a.shape[-1],
+                    "what is in front broadcasts": lambda a, b: 2 * a.numel() * b.shape[-1]})
+def flops(a: Tensor, b: Tensor) -> int:
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
+    return 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+@exercise("02.roofline_seconds", ([(1e9, 1e6)], 1e12, 1e9), ([(1e9, 0.0), (0.0, 1e6)], 1e12, 1e9),
+          draw=lambda r: ([(10 ** r.uniform(6, 9), 10 ** r.uniform(3, 6)) for _ in range(
+              r.randint(1, 5))], 10 ** r.uniform(11, 13), 10 ** r.uniform(8, 10)), minutes=4,
+          mistakes={"the bound of each operation, then the sum": lambda ops, peak, speed:
+                        max(sum(f for f, _ in ops) / peak, sum(b for _, b in ops) / speed),
+                    "moving and computing overlap within one operation": lambda ops, peak, speed:
+                        sum(f / peak + b / speed for f, b in ops)})
+def roofline_seconds(operations: list[tuple[float, float]], peak_flops: float,
+                     bytes_per_second: float) -> float:
+    return sum(max(flops / peak_flops, moved / bytes_per_second) for flops, moved in operations)

@@ -1,0 +1,452 @@
+"""Lesson 03, number formats: its study, its figures and its exercises.
+
+The tensors of a real training step, and what a number format makes of them: measured, and
+expected by formula.
+
+    found = operands(Training.build(config), steps=40)      # by role
+    measured_db(x, fmt)     expected_db(fmt, crest=crest(x))
+    zero_share(x, fmt)      expected_zero_share(fmt, sigma=...)
+
+Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948,
+https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an error that is uniform over a spacing d has
+the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import ipywidgets as widgets
+import torch
+import traitlets
+from torch import Tensor, nn
+
+from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.errors import ConfigError
+from lpkit.kernels import cast as casting
+from lpkit.precision.error import sqnr_db
+from lpkit.tables import FAINT, INK
+from lpkit.techniques.formats import Format
+from lpkit.training.training import Training
+from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, scatter
+from lpkit.ui.style import COLOURS, FORMAT_COLOURS, ROLE_COLOURS, lines_of
+
+# ---- The study
+
+def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
+    """Make `steps` updates; then what each nn.Linear multiplies in the next one.
+
+    By role, one float32 tensor a layer: its weights, its input, and the gradient of its output.
+    """
+    if steps < 1:
+        raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 "
+                          f"or more, got {steps}")
+    for step in range(steps):
+        training.update(step)
+    found: dict[str, list[Tensor]] = {"weights": [], "activations": [], "gradients": []}
+
+    def keep(role: str, x: Tensor) -> None:
+        found[role].append(x.detach().float().flatten(0, -2))
+
+    def forward(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        keep("weights", layer.weight)
+        keep("activations", inputs[0])
+        y.register_hook(partial(keep, "gradients"))
+
+    hooks = [layer.register_forward_hook(forward) for layer in training.model.modules()
+             if isinstance(layer, nn.Linear)]
+    try:
+        # what was compiled does not call a later hook
+        compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            training.forward_backward(training.batch(steps))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        training.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def measured_db(x: Tensor, fmt: Format) -> float | None:
+    """Signal over noise, after scaling the largest magnitude of x to the format's largest value."""
+    scale = casting.amax(x).values / fmt.largest
+    return sqnr_db(x, casting.qdq(x, fmt, scale, dtype=torch.float32))
+
+
+def crest(x: Tensor) -> float:
+    """Largest magnitude over root mean square."""
+    return (x.abs().max() / x.double().square().mean().sqrt()).item()
+
+
+def zero_share(x: Tensor, fmt: Format) -> float:
+    """Share of the elements other than zero that become zero when nothing is scaled."""
+    return ((x.abs() <= fmt.smallest / 2) & (x != 0)).sum().item() / (x != 0).sum().item()
+
+
+def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
+    """floor(log2 |x|) of all elements other than zero, and the share of each; from -60 to 20."""
+    x = torch.cat([t.flatten() for t in tensors])
+    e = torch.frexp(x[x != 0]).exponent.sub(1).clamp(-60, 20)
+    counts = torch.bincount(e + 60, minlength=81)
+    return {k - 60: n / e.numel() for k, n in enumerate(counts.tolist()) if n}
+
+
+def expected_db(fmt: Format, *, crest: float) -> float:
+    """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the
+    format's largest value."""
+    sigma = fmt.largest / crest
+    return 10 * math.log10(sigma**2 / rounding_noise(fmt, sigma))
+
+
+def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float:
+    """Energy of the rounding errors of N(0, sigma), without the `share_below` of it that is closest
+    to zero. Each binade holds a share of the numbers and has one spacing d: d^2 / 12."""
+    noise = 0.0
+    # the first holds the subnormals too
+    for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
+        share = math.erf(2.0**(e + 1) / sigma / math.sqrt(2))
+        noise += (share - share_below) * 4.0**(e - fmt.mantissa_bits) / 12
+        share_below = share
+    return noise
+
+
+def expected_zero_share(fmt: Format, *, sigma: float) -> float:
+    """Of a Gaussian of that standard deviation: what lies within half a spacing of zero."""
+    return math.erf(fmt.smallest / 2 / sigma / math.sqrt(2))
+
+
+# ---- Figures
+
+class Bits(widgets.VBox):
+    """Eight bits to switch, and a slider over the number they make: `.value`, 0 to 255. A control
+    of an Explorer."""
+
+    value = traitlets.Int(0, min=0, max=255)
+    # an Explorer gives its controls words and a width of words; the bits need neither
+    description = ""
+
+    def __init__(self):
+        self.style = SimpleNamespace()
+        small = {"width": "30px", "padding": "0", "margin": "1px"}
+        self.buttons = [widgets.ToggleButton(tooltip=f"bit {7 - i}", description="0", layout=small)
+                        for i in range(8)]
+        self.slider = widgets.IntSlider(min=0, max=255, description="code", layout={"width": "98%"},
+                                        style={"description_width": "46px"})
+        label = widgets.Label("bits", layout={"width": "46px"})
+        super().__init__([widgets.HBox([label, *self.buttons]), self.slider])
+        for button in self.buttons:
+            button.observe(self._switched, names="value")
+        widgets.link((self, "value"), (self.slider, "value"))
+        self.observe(self._show, names="value")
+
+    def _switched(self, change: dict) -> None:
+        bit = 128 >> self.buttons.index(change["owner"])
+        self.value = self.value | bit if change["new"] else self.value & ~bit
+
+    def _show(self, change: dict) -> None:
+        for button, bit in zip(self.buttons, f"{change['new']:08b}"):
+            button.value, button.description = bit == "1", bit
+
+
+# Values.
+
+def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
+    """The plotly spec: a row of ticks for each `Listed` format (its `values` by code), as shares of
+    its largest value; all of them, and below in powers of two."""
+    data, names, lines = [], list(formats), lines_of(formats)
+    for row, (name, listed) in enumerate(formats.items()):
+        values = sorted({v for v in listed.values if math.isfinite(v) and v >= 0})
+        shares = [v / values[-1] for v in values]
+        for panel, xs in (("", shares), ("2", [s for s in shares if s])):
+            data.append(scatter(
+                xs, [row] * len(xs), name, mode="markers",
+                showlegend=False, text=[f"{v:g}" for v in values[-len(xs):]],
+                xaxis=f"x{panel}", yaxis=f"y{panel}", hover="%{text}, %{x:.3g} of the largest",
+                marker={"symbol": "line-ns", "size": 18,
+                        "line": {"width": 1.2, "color": lines[name]["color"]}}))
+    rows = {"tickvals": list(range(len(names))), "ticktext": names, "showgrid": False,
+            "range": [len(names) - 0.4, -0.6], "zeroline": False}
+    powers = {"type": "log", "dtick": 4 * math.log10(2), "tick0": 0, "showgrid": True}
+    exponents = range(-32, 1, 4)
+    return figure(
+        data, title, height=150 + 62 * len(names), hovermode="closest",
+        xaxis=axis("share of the largest value", anchor="y", range=[-0.01, 1.01], zeroline=False),
+        yaxis={**rows, "domain": [0.6, 1]},
+        xaxis2={**axis("the same, in powers of two"), **powers, "anchor": "y2",
+                "range": [-32 * math.log10(2), 0.1], "tickvals": [2.0**e for e in exponents],
+                "ticktext": [f"2<sup>{e}</sup>" if e else "1" for e in exponents]},
+        yaxis2={**rows, "anchor": "x2", "domain": [0, 0.38]})
+
+
+BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": ("#ddaa33", INK)}
+OPERANDS = {"weights": "w", "activations": "x", "gradients": "dy"}      # as roles
+PAPER = {"xref": "paper", "yref": "paper"}
+CELL = 0.052        # the width of a bit, in that of the plot
+
+
+# Formats.
+
+def value_figure(listed: Any, code: int) -> dict:
+    """One bit pattern of a format of at most 8 bits (a `Listed`: `format`, and `values` by code).
+    Bits above the format's own are ignored."""
+    fmt, values = listed.format, listed.values
+    code &= (1 << fmt.bits) - 1
+    value = values[code]
+    size, words = abs(value), _words(value)
+    grid = sorted({abs(v) for v in values if 0 < abs(v) < math.inf})
+    gaps = [above / v - 1 for v, above in itertools.pairwise(grid)]
+    gap_at = dict(zip(grid, [*gaps, gaps[-1]]))
+    near, chosen = [], [size] if size in gap_at else []
+    if math.isfinite(size):
+        at = bisect_left(grid, size)
+        sides = (at - 1, at + 1) if chosen else (at,)
+        near = [grid[i] for i in sides if 0 <= i < len(grid)]
+    middle = math.log10([*chosen, *near, 1.0][0])
+
+    data = [scatter(grid[:-1], gaps, "every value", FORMAT_COLOURS[fmt.name],
+                    mode="markers", hover="%{x:.6g}: the next is %{y:.1%} larger<extra></extra>")]
+    for name, points, colour in (("its neighbours", near, FAINT), ("this value", chosen, INK)):
+        data.append(scatter(points, [gap_at[v] for v in points], name, colour, mode="markers",
+                            marker={"size": 12}, hover="%{x:.6g}"))
+    for points, colour, mode, place in (
+            (grid, FORMAT_COLOURS[fmt.name], "markers", "bottom center"),
+            (near, FAINT, "markers+text", "bottom center"),
+            (chosen, INK, "markers+text", "top center")):
+        line = {"width": 3, "color": colour}
+        data.append(scatter(points, [0] * len(points), mode=mode, xaxis="x2", yaxis="y2",
+                            text=list(map(_words, points)), textposition=place, showlegend=False,
+                            marker={"symbol": "line-ns", "size": 20, "line": line},
+                            hover="%{x:.6g}"))
+    shapes, notes = _cells(fmt, code)
+    notes.append(note(f"{_terms(fmt, code)} = {words}", CELL * fmt.bits + 0.02, 1.12, "left middle",
+                      **PAPER, font={"size": 15, "color": INK}))
+    title = f"{fmt.name.upper()}, code {code} of {len(values)}: {words}"
+    if near:
+        title += ", beside " + " and ".join(_words(math.copysign(v, value)) for v in near)
+    log = {"type": "log", "exponentformat": "power"}
+    return figure(
+        data, title, height=560, margin={"t": 120}, shapes=shapes, annotations=notes,
+        legend={"y": 0.62}, xaxis=axis("magnitude", **log, anchor="y"),
+        yaxis=axis("gap to the next value", type="log", tickformat=".0~%", dtick="D2",
+                   domain=[0, 0.6]),
+        xaxis2={**log, "anchor": "y2", "range": [middle - 0.35, middle + 0.35]},
+        yaxis2={"domain": [0.78, 1], "range": [-1, 1], "visible": False})
+
+
+def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
+    """The bits as coloured squares over the plot: sign, exponent, mantissa."""
+    kinds = "s" * fmt.signed + "e" * fmt.exponent_bits + "m" * fmt.mantissa_bits
+    shapes, notes = [], []
+    for i, (kind, bit) in enumerate(zip(kinds, f"{code:0{fmt.bits}b}")):
+        x, (fill, ink) = CELL * i, BIT_COLOURS[kind]
+        shapes.append(box(x, x + 0.048, 1.07, 1.17, fill=fill, **PAPER))
+        notes.append(note(bit, x + 0.024, 1.12, "center middle", **PAPER,
+                          font={"size": 16, "color": ink}))
+    return shapes, notes
+
+
+def _terms(fmt: Any, code: int) -> str:
+    """The value as a sum: sign, (1 + mantissa) and power of two."""
+    magnitude = code & ((1 << (fmt.bits - fmt.signed)) - 1)
+    if not fmt.exponent_bits:
+        return "two's complement"
+    if code == fmt.nan or (fmt.first_nan and magnitude >= fmt.first_nan - fmt.has_infinities):
+        return "reserved"
+    field, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
+    if not fmt.mantissa_bits:
+        return f"2<sup>{field} - {fmt.bias}</sup>"
+    sign = "-" if magnitude < code else ""
+    leading, power = (1, field) if field else (0, 1)
+    return (f"{sign}({leading} + {mantissa}/{1 << fmt.mantissa_bits}) x "
+            f"2<sup>{power} - {fmt.bias}</sup>")
+
+
+def _words(value: float) -> str:
+    special = {"nan": "not a number", "inf": "infinity", "-inf": "-infinity"}
+    return special.get(str(value), f"{value:.6g}")
+
+
+def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
+    """For each format a line over its magnitudes, as high as the largest relative error of rounding
+    to nearest. Left of the kink lie the subnormals."""
+    formats = list(formats)
+    data, lines = [], lines_of(fmt.name for fmt in formats)
+    for fmt in formats:
+        flat = 2.0**-(fmt.mantissa_bits + 1)
+        if fmt.exponent_bits and fmt.mantissa_bits:
+            points = {fmt.smallest: 0.5, fmt.smallest_normal: flat, fmt.largest: flat}
+        elif fmt.exponent_bits:
+            # midway between 1 and 2, from 1.5
+            points = {fmt.smallest: 1 / 3, fmt.largest: 1 / 3}
+        else:
+            points = {1.0: 0.5, fmt.largest: 0.5 / fmt.largest}
+        powers = list(map(math.log2, points))
+        data.append(scatter(powers, points.values(), fmt.name, lines[fmt.name]["color"],
+                            mode="lines+markers", line=lines[fmt.name],
+                            text=[f"2<sup>{power:.4g}</sup>" for power in powers],
+                            hover="%{text}: off by at most %{y:.2%}"))
+    return figure(
+        data, title, height=460,
+        # 8 exponent bits reach to 127 on both sides: with all of it in sight, nothing else would be
+        xaxis=axis("log2 of the magnitude", dtick=5, range=[-27, 19]),
+        yaxis=axis("largest rounding error", type="log", tickvals=[10.0**-e for e in range(9)],
+                   ticktext=[f"{10.0**(2 - e):g}%" for e in range(9)]))
+
+
+def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterable[Any], *,
+                     title: str = "") -> dict:
+    """Above, the share of each role's elements at each power of two; below, what each format holds
+    without a scale, its subnormals paler."""
+    formats = list(formats)
+    seen = [e for counts in shares.values() for e, share in counts.items() if share > 1e-5]
+    low, high = min(seen) - 1, max(*seen, 10) + 2
+    data = [columns(counts, counts.values(), role, ROLE_COLOURS[OPERANDS[role]], opacity=0.6,
+                    width=0.95, hover="2<sup>%{x}</sup>: %{y:.1%}")
+            for role, counts in shares.items()]
+    for fmt in formats:
+        first, normal, last = map(math.log2, (
+            fmt.smallest, fmt.smallest_normal or fmt.smallest, fmt.largest))
+        words = f"{fmt.name}: 2<sup>{first:.4g}</sup> to 2<sup>{last:.4g}</sup><extra></extra>"
+        for start, end, opacity in ((first, normal, 0.35), (normal, last, 1.0)):
+            start, end = max(start, low), min(end, high)
+            if end > start:
+                data.append(scatter([start, end], [fmt.name] * 2, "", FORMAT_COLOURS[fmt.name],
+                                    line={"width": 11}, yaxis="y2", showlegend=False,
+                                    opacity=opacity, hover=words))
+    rows = 0.05 * len(formats)
+    return figure(
+        data, title, height=320 + 26 * len(formats), barmode="overlay",
+        xaxis=axis("log2 of the magnitude", range=[low, high], dtick=5, anchor="y2"),
+        yaxis=axis("share of the elements", tickformat=".0%", domain=[0.1 + rows, 1]),
+        yaxis2={**NAMES, "domain": [0, 0.04 + rows], "tickfont": {"color": FAINT}})
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises.
+
+def _no_subnormals(code: int, exponent_bits: int, mantissa_bits: int) -> float:
+    field, fraction = code >> mantissa_bits, code % 2**mantissa_bits / 2**mantissa_bits
+    return (1 + fraction) * 2.0 ** (field - 2 ** (exponent_bits - 1) + 1)
+
+
+def _code(r: Random) -> tuple[int, int, int]:
+    exponent_bits, mantissa_bits = r.randint(2, 5), r.randint(1, 3)
+    return r.randrange(2 ** (exponent_bits + mantissa_bits)), exponent_bits, mantissa_bits
+
+
+@exercise("03.value_of", (0, 2, 1), (1, 2, 1), (7, 2, 1), (5, 4, 3), (126, 4, 3), (75, 5, 2),
+          draw=_code, mistakes={"with exponent field 0 there is no leading one": _no_subnormals})
+def value_of(code: int, exponent_bits: int, mantissa_bits: int) -> float:
+    bias = 2 ** (exponent_bits - 1) - 1
+    field, fraction = code >> mantissa_bits, code % 2**mantissa_bits / 2**mantissa_bits
+    return (1 + fraction) * 2.0 ** (field - bias) if field else fraction * 2.0 ** (1 - bias)
+
+
+@exercise("03.stochastic", (1.25, 1.0, 0.2), (1.25, 1.0, 0.3), (3.0, 0.5, 0.0), (0.75, 0.5, 0.6),
+          draw=lambda r: (r.uniform(0, 8), r.choice((0.125, 0.5, 1.0, 2.0)), r.random()),
+          mistakes={"that is the nearest; u decides": lambda x, step, u: round(x / step) * step,
+                    "up when u is below the remainder":
+                        lambda x, step, u: (x // step + (u >= x / step - x // step)) * step})
+def stochastic(x: float, step: float, u: float) -> float:
+    down = x // step
+    return (down + (u < x / step - down)) * step
+
+
+@exercise("03.mx_exponent", (448.0, 8), (1.0, 8), (0.75, 2), (6.5, 2), (1e-3, 15),
+          draw=lambda r: (2 ** r.uniform(-30, 30), r.choice((2, 8, 15))),
+          mistakes={"the exponent is rounded down":
+                        lambda amax, largest: round(math.log2(amax)) - largest,
+                    "below 1 exponents are negative":
+                        lambda amax, largest: max(round(amax), 1).bit_length() - 1 - largest})
+def mx_exponent(amax: float, largest_exponent: int) -> int:
+    return math.frexp(amax)[1] - 1 - largest_exponent       # frexp's fraction is in [1/2, 1)
+
+
+# Exercises: the cast, and the cast of a block.
+
+def _cast(x: Tensor, exponent_bits: int, mantissa_bits: int, largest: float, *,
+          subnormals: bool = True, even: bool = True) -> Tensor:
+    exponent = torch.frexp(x.double())[1] - 1
+    if subnormals:
+        exponent = exponent.clamp(min=2 - 2 ** (exponent_bits - 1))
+    step = 2.0 ** (exponent - mantissa_bits)
+    steps = x.double() / step
+    whole = steps.round() if even else steps.sign() * (steps.abs() + 0.5).floor()
+    return (whole * step).clamp(-largest, largest).float()
+
+
+FORMATS = ((4, 3, 448.0), (5, 2, 57344.0), (2, 1, 6.0), (3, 2, 28.0))
+
+
+@exercise("03.cast", (torch.tensor([1.0, 1.06]), 4, 3, 448.0),
+          (torch.tensor([1.0625, 1.1875, -1.0625]), 4, 3, 448.0),
+          (torch.tensor([2.0**-9, 2.0**-10, -(2.0**-11), -0.0, 0.0]), 4, 3, 448.0),
+          (torch.tensor([449.0, -1e9, math.inf]), 4, 3, 448.0),
+          draw=lambda r: (normal(r, 16, size=2.0 ** r.randint(-12, 8)), *r.choice(FORMATS)),
+          tolerance=0, stars=3, minutes=20,
+          mistakes={"half way goes to the even neighbour": lambda x, e, m, largest:
+                        _cast(x, e, m, largest, even=False),
+                    "below the smallest normal number the spacing stays":
+                        lambda x, e, m, largest: _cast(x, e, m, largest, subnormals=False),
+                    "what is too large becomes the largest":
+                        lambda x, e, m, largest: cast(x, e, m, math.inf)})
+def cast(x: Tensor, exponent_bits: int, mantissa_bits: int, largest: float) -> Tensor:
+    exponent = torch.frexp(x.double())[1] - 1           # frexp's fraction is in [1/2, 1)
+    exponent = exponent.clamp(min=2 - 2 ** (exponent_bits - 1))     # subnormals share a spacing
+    step = 2.0 ** (exponent - mantissa_bits)
+    whole = torch.round(x.double() / step)              # half way: to the even one
+    return (whole * step).clamp(-largest, largest).float()
+
+
+def _nearest_scale(x: Tensor) -> Tensor:
+    scale = x.abs().amax() / LARGEST if x.any() else torch.tensor(1.0)
+    return (x / scale).clamp(-LARGEST, LARGEST).to(FP8).float() * scale
+
+
+def _scaled_up(x: Tensor) -> Tensor:
+    scale = 2.0 ** torch.ceil(torch.log2(x.abs().amax() / LARGEST)) if x.any() else 1.0
+    return (x / scale).to(FP8).float() * scale
+
+
+@exercise("03.mx_cast", (torch.ones(32),), (torch.arange(32.0),), (torch.zeros(32),),
+          draw=lambda r: (normal(r, 32, size=10 ** r.uniform(-4, 4)),), tolerance=0, stars=2,
+          minutes=10,
+          mistakes={UNCLAMPED: lambda x: mx_cast(x).masked_fill(     # 464 in units of the scale
+                        x.abs() > 464 * 2.0 ** (torch.frexp(x.abs().amax())[1] - 9), math.nan),
+                    "the scale is a power of two": _nearest_scale,
+                    "OCP rounds the scale down, and what exceeds 448 then saturates": _scaled_up})
+def mx_cast(x: Tensor) -> Tensor:
+    scale = 2.0 ** (torch.frexp(x.abs().amax())[1] - 1 - 8.0)   # 2^8 <= amax / scale < 2^9
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def _dice(r: Random) -> tuple[Tensor, Tensor]:
+    return (normal(r, 16, size=10 ** r.uniform(-6, 6)),
+            torch.tensor([r.randrange(2**16) for _ in range(16)], dtype=torch.int32))
+
+
+@exercise("03.stochastic_bf16",
+          (torch.tensor([1.001953125]), torch.tensor([2**15], dtype=torch.int32)),
+          (torch.tensor([-1.001953125, 1.0, -0.0, 1.99999]),
+           torch.tensor([2**16 - 1] * 4, dtype=torch.int32)), draw=_dice, tolerance=0, stars=2,
+          minutes=10,
+          mistakes={"nearest never uses the dice": lambda x, dice: x.bfloat16().float(),
+                    "dice of 0 round toward zero, large ones away from it": lambda x, dice:
+                        (x.view(torch.int32) - dice & -(2**16)).view(torch.float32)})
+def stochastic_bf16(x: Tensor, dice: Tensor) -> Tensor:
+    bits = x.view(torch.int32) + dice           # a carry goes on into the exponent, as it should
+    return (bits & -(2**16)).view(torch.float32)

@@ -1,0 +1,802 @@
+"""Lesson 07, when fp8 fails: its study, its figures and its exercises.
+
+The failure lab: what goes wrong in low-precision training, put in on purpose.
+
+    inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and
+                                                                    # look at the telemetry
+
+A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or
+its operands, and the recipe under which that layer is well again. None of them changes what the
+layer computes in exact arithmetic, so the same model in bf16 does not have it.
+`lpkit.studies.bisect` searches for where it is, `lpkit.studies.case` makes a riddle of it.
+
+Which layer and product lose the loss: promote halves to 16 bits and keep the half that brings it
+back.
+
+    starts = Starts(config, steps=200)
+    print(bisect(starts, "nvfp4"))                                              # a recipe
+    print(bisect(starts, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
+
+A fresh model's loss hardly depends on its layers, so each seed is first trained for a while in
+fp32. All runs continue from there, on the same batches, and differ in what is promoted to 16 bits
+alone. A run that breaks counts as one that knows nothing. Deterministic.
+
+A fault that somebody hid: which one, and in which layer, only the seed knows.
+
+case = Case.open(Starts(config, steps=200), "unknown", seed=0)
+well, ill = case.run(20, faulty=False), case.run(20, every=4)       # losses, and telemetry
+print(bisect(case.starts, case.injection))
+cured = case.run(20, cured=True)
+print(case.recovered(well, ill, cured))
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import random
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from html import escape
+from random import Random
+from types import MethodType
+from typing import Any
+
+import ipywidgets as widgets
+import torch
+import traitlets
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lessons.draws import normal
+from lpkit.config import Config
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.errors import ConfigError, nearest, pick
+from lpkit.kernels import cast as kernel
+from lpkit.measure.telemetry import Sample, Telemetry
+from lpkit.precision.linear import ROLES, ScaledLinear, scaled_linears
+from lpkit.precision.scaled import TRANSFORMS, Scaled, spread
+from lpkit.predict.compare import TIED
+from lpkit.tables import FAINT
+from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
+from lpkit.training.training import Training
+from lpkit.ui.controls import Explorer
+from lpkit.ui.draw import NAMES, axis, figure, heat, note, scatter
+from lpkit.ui.figure import Stored
+from lpkit.ui.questions import Question
+from lpkit.ui.style import COLOURS, WARNING
+from lpkit.ui.telemetry import Samples, _cell, _explorer
+
+# ---- The study
+
+# times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8, so
+# that of features within 2^5 of each other nothing is left
+OUTLIER = 2.0**24
+STALE = 64.0            # times smaller was the tensor whose amax is still used
+Put = Callable[[ScaledLinear], None]        # changes the layer in place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    what: str
+    recipe: str                             # the row of `recipes` in which it happens
+    put: Put
+    # the role and the number of the telemetry that move, and whither: +1 or -1
+    shows: tuple[str, str, int]
+    symptom: str
+    cure: str                               # the row of `recipes` that this layer then runs under
+    remedy: str                             # why that helps
+    # why a tiny model's loss does not show it in a few steps; empty: it does
+    unseen: str = ""
+    source: str
+
+
+def _recast(setting: str, **values: str) -> Put:
+    """Another format, rounding or transform in every cast of x, w and g."""
+    def put(layer: ScaledLinear) -> None:
+        casts = {}
+        for product, pair in layer.recipe.products.items():
+            casts[product] = tuple(replace(cast, **{setting: values[operand]})
+                                   for operand, cast in zip(PRODUCTS[product], pair))
+        layer.recipe = replace(layer.recipe, **casts)
+
+    return put
+
+
+def _stale(layer: ScaledLinear) -> None:
+    """The history holds what the first micro-batch would have put there, had its tensors been STALE
+    times smaller, and stops."""
+    def cast(self: ScaledLinear, product: str, role: str, x: Tensor, dtype: torch.dtype,
+             **how: Any) -> Scaled:
+        seen = self.amax_history[ROLES.index(role)]
+        if not seen.any():
+            seen[1:] = x.abs().amax() / STALE
+        return ScaledLinear.cast(self, product, role, x, dtype, **how)
+
+    layer.cast = MethodType(cast, layer)
+    layer.advance = MethodType(lambda self: None, layer)
+
+
+def _forgetful(layer: ScaledLinear) -> None:
+    delayed = replace(layer.recipe.delayed, history=1, history_rule="most-recent")
+    # the micro-batch at hand, and the one before
+    layer.amax_history = layer.amax_history[:, :2].clone()
+    layer.recipe = replace(layer.recipe, delayed=delayed)
+
+
+class _Divided(nn.Module):
+    def __init__(self, by: Tensor):
+        super().__init__()
+        self.register_buffer("by", by, persistent=False)
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w / self.by
+
+
+def _outlier(layer: ScaledLinear) -> None:
+    """One input feature times a power of two, its weights divided by it: the same function,
+    exactly, and in bf16 too."""
+    by = torch.ones(layer.in_features, device=layer.weight.device)
+    by[layer.in_features // 2] = OUTLIER
+    parametrize.register_parametrization(layer, "weight", _Divided(by))
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * by.to(args[0].dtype),))
+
+
+def _zero_block(layer: ScaledLinear) -> None:
+    """And a backend that divides by the scale of a block of zeros: 0 / 0."""
+    rows, columns = (side or whole for side, whole in zip(layer.recipe.y[1].block,
+                                                          layer.weight.shape))
+    with torch.no_grad():
+        layer.weight[:rows, :columns] = 0
+    guarded = layer.arithmetic
+
+    def divide(x: Tensor, cast: Cast, dtype: torch.dtype, **how: Any) -> Scaled:
+        made = guarded.cast(x, cast, dtype, **how)
+        zero = kernel.amax(TRANSFORMS[cast.transform](x), cast.block).values == 0
+        return replace(made, data=torch.where(spread(zero, x.shape), torch.nan, made.data))
+
+    layer.arithmetic = copy.copy(guarded)
+    layer.arithmetic.cast = divide
+
+
+_TE = ("Transformer Engine, FP8 primer, https://docs.nvidia.com/deeplearning/"
+       "transformer-engine/user-guide/examples/fp8_primer.html")
+_NVFP4 = "NVIDIA 2025, section 4, https://arxiv.org/abs/2509.25149"
+FAULTS: dict[str, Fault] = {
+    "stale-amax": Fault(
+        what=f"delayed scaling whose history no longer moves, from a time when the tensors were "
+             f"{STALE:g} times smaller",
+        recipe="fp8-delayed", put=_stale, shows=("x", "saturated", +1), source=_TE,
+        symptom="much saturates, at once and in every role; the amax itself is as ever",
+        cure="fp8-tensorwise", remedy="the scale of the tensor at hand needs no history"),
+    "short-history": Fault(
+        what="delayed scaling that remembers one micro-batch",
+        recipe="fp8-delayed", put=_forgetful, shows=("dy", "saturated", +1), source=_TE,
+        symptom="a little saturates whenever a tensor has grown since the last step",
+        cure="fp8-tensorwise", remedy="the scale of the tensor at hand needs no history",
+        unseen="from step to step a tensor hardly grows"),
+    "swapped-roles": Fault(
+        what="E5M2 for activations and weights, E4M3 for gradients",
+        recipe="fp8-delayed", put=_recast("format", x="e5m2", w="e5m2", g="e4m3fn"),
+        shows=("x", "sqnr_db", -1),
+        symptom="6 dB less for x and w, one mantissa bit; more of dy underflows, for want of range",
+        cure="fp8-delayed", remedy="E4M3 for x and w, E5M2 for dy",
+        unseen="25 dB of signal over noise in one layer are enough",
+        source="Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"),
+    "outlier-channel": Fault(
+        what=f"one input feature 2^{math.log2(OUTLIER):.0f} times as large as it was, its weights "
+             f"so much smaller",
+        recipe="fp8-delayed", put=_outlier, shows=("x", "underflow", +1),
+        symptom="one scale for the tensor: what is not the outlier underflows; blocks keep the "
+                "damage to one of them",
+        cure="bf16", remedy="an exponent of 8 bits has room for both",
+        source="Dettmers et al. 2022, https://arxiv.org/abs/2208.07339"),
+    "no-stochastic-rounding": Fault(
+        what="gradients in FP4 rounded to nearest", recipe="nvfp4",
+        put=_recast("rounding", x="nearest-even", w="nearest-even", g="nearest-even"),
+        shows=("dy", "sqnr_db", +1), source=_NVFP4,
+        symptom="the SQNR of dy rises, and that is the trap: the error is smaller, but no longer "
+                "zero on average, so over many steps it adds up",
+        cure="nvfp4", remedy="rounding at random is right on average",
+        unseen="a bias takes thousands of steps to add up"),
+    "no-hadamard": Fault(
+        what="the operands of the weight gradient in FP4 cast unmixed", recipe="nvfp4",
+        put=_recast("transform", x="none", w="none", g="none"),
+        shows=("dy.T", "worst_block_db", -1), source=_NVFP4,
+        symptom="blocks of the weight gradient's operands that hold an outlier lose everything "
+                "else",
+        cure="nvfp4", remedy="mixed, an outlier is shared by the sixteen of a block",
+        unseen="a tiny model has no outliers yet"),
+    "zero-amax-block": Fault(
+        what="a block of weights that is all zero, and a cast that divides by its amax",
+        recipe="mxfp8", put=_zero_block, shows=("w", "zero_blocks", +1),
+        symptom="0 / 0: NaN in everything that comes after, from the first step",
+        cure="fp8-tensorwise", remedy="a whole tensor is not zero",
+        source="OCP Microscaling 1.0, section 6.3, leaves the scale of a zero block to the "
+               "implementation"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injection:
+    """A fault in the Linears that match one of `layers`, by default in all that are
+    low-precision."""
+
+    fault: str
+    layers: tuple[str, ...] = ("*",)
+
+
+def inject(model: nn.Module, what: Injection) -> nn.Module:
+    """Put it in, in place. Raises ConfigError for an unknown fault, or a pattern that no
+    low-precision Linear matches."""
+    fault = pick(FAULTS, what.fault, "fault")
+    layers = {layer.name: layer for layer in scaled_linears(model)}
+    for pattern in what.layers:
+        matching = [layer for name, layer in layers.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(f"{pattern!r} matches no low-precision Linear to put {what.fault} "
+                              f"into; {nearest(pattern, layers)}")
+        for layer in matching:
+            if RECIPES[fault.recipe].delayed and not layer.recipe.delayed:
+                raise ConfigError(f"{layer.name} scales by what is there and has no history to "
+                                  f"spoil; set precision.recipe=fp8-delayed")
+            fault.put(layer)
+    return model
+
+
+def cure(model: nn.Module, what: Injection) -> nn.Module:
+    """Put its layers under the recipe that the fault's row knows against it, in place."""
+    for layer in scaled_linears(model):
+        if any(fnmatchcase(layer.name, pattern) for pattern in what.layers):
+            layer.recipe = RECIPES[FAULTS[what.fault].cure]
+    return model
+
+
+Unit = tuple[str, str]      # layer, product
+
+
+def low_precision_products(model: nn.Module) -> list[Unit]:
+    """Every product that is low-precision, layer by layer."""
+    return [(layer.name, product) for layer in scaled_linears(model)
+            for product in layer.recipe.products]
+
+
+def run_in_high_precision(model: nn.Module, which: Iterable[Unit]) -> None:
+    """Run these products in 16 bits, in place."""
+    layers = {layer.name: layer for layer in scaled_linears(model)}
+    for name, product in which:
+        layers[name].recipe = replace(layers[name].recipe, **{product: None})
+
+
+def layers_of(which: Iterable[Unit]) -> list[str]:
+    """Each once, in their order."""
+    return list(dict.fromkeys(layer for layer, _ in which))
+
+
+def named(which: Iterable[Unit]) -> str:
+    """'blocks.1.mlp.up (y, dx)'."""
+    which = list(which)
+    return ", ".join(f"{name} ({', '.join(product for layer, product in which if layer == name)})"
+                     for name in layers_of(which))
+
+
+# Student's t, 97.5%, for 2 seeds, 3, ...: so many standard errors from a mean, chance is ruled out.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
+CLEAR = 4.0     # a gap of fewer noises is none
+MORE = 3        # times as many seeds as were asked for: the most that are drawn
+NUDGES = (torch.bfloat16, torch.float16)        # of a start: two such runs drift as runs do
+
+Units = tuple[Unit, ...]
+# of a short run: what is promoted, number of the seed and of the nudge
+Loss = Callable[[Units, int, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Short runs with some products in 16 bits: means over seeds."""
+
+    promoted: Units
+    recovery: float             # 0: as bad as with nothing promoted; 1: as good as with everything
+    error: float                # of the recovery: half of its 95% interval
+
+    @property
+    def kept(self) -> bool:
+        """It brings back more than half, beyond chance."""
+        return self.recovery - self.error > 0.5
+
+    @property
+    def dropped(self) -> bool:
+        """It brings back less than half, beyond chance."""
+        return self.recovery + self.error < 0.5
+
+    def __str__(self) -> str:
+        return f"{self.recovery:.0%} (+-{self.error:.0%})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where it is, and how sure that is."""
+
+    suspect: str
+    culprits: Units                 # the smallest set that halving reaches, or cannot divide
+    gap: float                      # nats per token that low precision costs, mean over seeds
+    noise: float                    # nats per token between runs that start one rounding apart
+    alone: Trial                    # promoting the culprits alone
+    rest: Trial                     # promoting everything else
+    seeds: int
+    runs: int
+    path: tuple[Trial, ...]
+
+    @property
+    def effect(self) -> float:
+        """The gap in units of the noise."""
+        if self.noise:
+            return self.gap / self.noise
+        return math.copysign(math.inf, self.gap) if self.gap else 0.0
+
+    @property
+    def certainty(self) -> str:
+        """low: no gap beyond noise, or seeds that do not agree on one layer and no other."""
+        layers = len(layers_of(self.culprits))
+        if self.effect < CLEAR or layers > 1 or not self.alone.kept or not self.rest.dropped:
+            return "low"
+        sure = self.effect > 2 * CLEAR and self.alone.recovery > 0.8 and self.rest.recovery < 0.2
+        return "high" if sure else "medium"
+
+    def __str__(self) -> str:
+        cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the "
+                f"noise between runs ({self.noise:.1g})")
+        after = f"certainty {self.certainty}, {self.runs} runs of {self.seeds} seeds"
+        if self.effect < CLEAR:
+            return f"Nothing to find: {cost}; {after}."
+        back = f"brings back {self.alone} of that, promoting everything else {self.rest}"
+        if self.certainty != "low":
+            return f"{named(self.culprits)}: {cost}; promoting it {back}; {after}."
+        first, *others = layers_of(self.culprits)
+        where = f"{1 + len(others)} layers, {first} to {others[-1]}" if others else first
+        return f"Cannot tell: {cost}; promoting {where} {back}; {after}."
+
+
+def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 3) -> Finding:
+    """Promote halves and keep the half that brings the loss back: of the layers, then of products.
+
+    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, n from a copy that is
+    rounded to NUDGES[n - 1]. Runs are compared seed by seed. While chance may have decided on a
+    layer, another seed is drawn, up to MORE * seeds. A set whose halves still cannot be told apart
+    is the answer; so are products of one layer that the seeds drawn so far do not tell apart.
+    With k seeds drawn, at most k * (5 + 2 log2(layers) + 4) runs; 4 * seeds where nothing is lost.
+    Raises ConfigError for no seeds.
+    """
+    if seeds < 1:
+        raise ConfigError(f"a search needs at least 1 seed, got {seeds}")
+    everything, most = tuple(all_units), MORE * seeds
+    runs = _Runs(loss, everything, seeds)
+    drift = runs.gained(everything, everything, nudge=1) + runs.gained((), (), nudge=2)
+    runs.noise = math.sqrt(statistics.fmean(d * d for d in drift))
+    culprits, others, path = everything, (), []
+    if runs.gap > max(0.0, CLEAR * runs.noise):
+        while len(culprits) > 1:
+            several = len(layers_of(culprits)) > 1
+            path += runs.judged(_halves(culprits), most if several else runs.drawn)
+            if not path[-1].kept:
+                break       # it takes both, or chance decides
+            culprits = path[-1].promoted
+        others = tuple(unit for unit in everything if unit not in culprits)
+        path += runs.judged([others], most)
+    return Finding(suspect=suspect, culprits=culprits, gap=runs.gap, noise=runs.noise,
+                   alone=runs.trial(culprits), rest=runs.trial(others), seeds=runs.drawn,
+                   runs=runs.loss.cache_info().currsize, path=tuple(path))
+
+
+class _Runs:
+    """The runs of one search, each made once, and what they say about sets of products."""
+
+    def __init__(self, loss: Loss, everything: Units, drawn: int):
+        self.loss, self.everything, self.drawn = functools.cache(loss), everything, drawn
+        self.noise = 0.0
+
+    def gained(self, worse: Units, better: Units, nudge: int = 0) -> list[float]:
+        """Nats per token, seed by seed. `nudge`: of the worse."""
+        return [self.loss(worse, seed, nudge) - self.loss(better, seed, 0)
+                for seed in range(self.drawn)]
+
+    @property
+    def gap(self) -> float:
+        return statistics.fmean(self.gained((), self.everything))
+
+    def trial(self, promoted: Units) -> Trial:
+        """Recovery is a ratio of two means; its error is half of the 95% interval of what the ratio
+        leaves over. Differences spread at least as nudged runs do."""
+        gaps, back = self.gained((), self.everything), self.gained((), promoted)
+        if not sum(gaps):
+            return Trial(promoted=promoted, recovery=math.nan, error=math.nan)
+        recovery, error = sum(back) / sum(gaps), math.inf
+        if self.drawn > 1:
+            left = [b - recovery * gap for b, gap in zip(back, gaps)]
+            spread = max(statistics.stdev(left), math.sqrt(2) * self.noise)
+            student = STUDENT[min(self.drawn - 2, len(STUDENT) - 1)]
+            error = student * spread / math.sqrt(self.drawn)
+        return Trial(promoted=promoted, recovery=recovery, error=error / abs(self.gap))
+
+    def judged(self, sets: Sequence[Units], most: int) -> list[Trial]:
+        """Trials of the sets, up to the first that is kept; more seeds while chance decides."""
+        while True:
+            trials = []
+            for promoted in sets:
+                trials.append(self.trial(promoted))
+                if trials[-1].kept:
+                    return trials
+            if self.drawn >= most or all(trial.dropped for trial in trials):
+                return trials
+            self.drawn += 1
+
+
+def _halves(which: Units) -> tuple[Units, Units]:
+    """A layer is not cut while there are several."""
+    layers = layers_of(which)
+    if len(layers) > 1:
+        first = layers[:len(layers) // 2]
+        cut = sum(layer in first for layer, _ in which)
+    else:
+        cut = len(which) // 2
+    return which[:cut], which[cut:]
+
+
+# On real runs.
+
+class Starts:
+    """Models that were trained in fp32 for `steps` steps, one a seed, each when it is first asked
+    for; runs under any recipe begin there."""
+
+    def __init__(self, config: Config, *, steps: int):
+        self.steps = steps
+        self.config = config.replace({"precision.backend": "auto", "schedule": "constant",
+                                      "system.compile": False,
+                                      # a copy of a training has no hooks, streams and files
+                                      "memory.activation_offload": "device",
+                                      "memory.optimizer_state": "device",
+                                      "memory.optimizer_step": "after"})
+        self.trained, self._under = functools.cache(self._train), functools.cache(self._move)
+
+    def under(self, recipe: str, seed: int = 0) -> Training:
+        """A training of one's own. `seed`: beside the config's."""
+        return self._under(recipe, seed).copy()
+
+    def build(self, recipe: str, seed: int = 0) -> Training:
+        """As it is before the first step."""
+        return Training.build(self.config.replace({"seed": self.config.seed + seed,
+                                                   "precision.recipe": recipe}))
+
+    def _train(self, seed: int) -> Training:
+        training = self.build("fp32", seed)
+        train(training, 0, self.steps)
+        return training
+
+    def _move(self, recipe: str, seed: int) -> Training:
+        training, trained = self.build(recipe, seed), self.trained(seed)
+        # a recipe may have state of its own
+        training.model.load_state_dict(trained.model.state_dict(), strict=False)
+        training.optimizer.load_state_dict(trained.optimizer.state_dict())
+        return training
+
+
+def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: int = 8) -> Finding:
+    """`suspect`: a recipe, a fault (in every layer), or an Injection; a fault brings its own
+    recipe. `steps` of each run.
+
+    Raises ConfigError for an unknown suspect, and for a recipe without low-precision products.
+    """
+    if isinstance(suspect, str):
+        pick({**RECIPES, **FAULTS}, suspect, "recipe or fault")
+    if suspect in FAULTS:
+        suspect = Injection(fault=suspect)
+    recipe = name = suspect
+    if isinstance(suspect, Injection):
+        recipe = pick(FAULTS, suspect.fault, "fault").recipe
+        name = f"{suspect.fault} in {recipe}"
+    candidates = low_precision_products(starts.build(recipe).model)
+    if not candidates:
+        raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a "
+                          f"recipe of 8 or 4 bits")
+
+    def loss(promoted: Units, seed: int, nudge: int) -> float:
+        training = starts.under(recipe, seed)
+        if nudge:
+            for p in training.model.parameters():
+                p.data = p.data.to(NUDGES[nudge - 1]).to(p.dtype)
+        if isinstance(suspect, Injection):
+            inject(training.model, suspect)
+        run_in_high_precision(training.model, promoted)
+        losses = train(training, starts.steps, starts.steps + steps)
+        return statistics.fmean(bounded(losses, starts.config.model.vocab))
+
+    return search(name, candidates, loss, seeds=seeds)
+
+
+def bounded(losses: Iterable[float], vocab: int) -> list[float]:
+    """A run that breaks, or is worse than that, knows nothing: ln(vocab)."""
+    nothing = math.log(vocab)
+    return [loss if loss < nothing else nothing for loss in losses]
+
+
+def train(training: Training, first: int, last: int) -> list[float]:
+    """Steps `first` to `last`, nothing kept but the losses: nats per token."""
+    return [training.update(step).loss.item() for step in range(first, last)]
+
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    losses: list[float]         # nats per token, of each step; NaN where it broke
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    starts: Starts
+    injection: Injection
+
+    @classmethod
+    def open(cls, starts: Starts, fault: str, seed: int) -> Case:
+        """`fault` in one low-precision Linear; "unknown": one of those that a tiny model's loss
+        shows. Raises ConfigError for an unknown name."""
+        draw = random.Random(seed)
+        name = draw.choice([name for name, row in FAULTS.items() if not row.unseen])
+        if fault != UNKNOWN:
+            name = fault
+        recipe = pick(FAULTS, name, "fault").recipe
+        layers = [layer.name for layer in scaled_linears(starts.build(recipe).model)]
+        return cls(starts=starts, injection=Injection(fault=name, layers=(draw.choice(layers),)))
+
+    @property
+    def fault(self) -> Fault:
+        return FAULTS[self.injection.fault]
+
+    @property
+    def layer(self) -> str:
+        return self.injection.layers[0]
+
+    @property
+    def answers(self) -> list[str]:
+        """What is right to say, as "fault in layer". TIED is where nobody could tell."""
+        faults = [self.injection.fault] + [TIED] * bool(self.fault.unseen)
+        return [f"{fault} in {self.layer}" for fault in faults]
+
+    def run(self, steps: int, *, faulty: bool = True, cured: bool = False, every: int = 0) -> Run:
+        """The same steps on the same batches: with the fault or without, under its cure or not.
+        Telemetry every so many steps, from its first on; 0: none."""
+        training = self.starts.under(self.fault.recipe)
+        if faulty:
+            inject(training.model, self.injection)
+        if cured:
+            cure(training.model, self.injection)
+        first = self.starts.steps
+        seen = Telemetry(model=training.model, every=every or 1)
+        if every:   # the first step always: after it a NaN is everywhere
+            training.watchers.append(lambda step: seen.watch(step - first))
+        return Run(losses=train(training, first, first + steps), samples=seen.samples)
+
+    def recovered(self, well: Run, ill: Run, cured: Run) -> float:
+        """The share of the lost loss that the cure brings back."""
+        without, with_it, after = map(self._mean, (well, ill, cured))
+        return (with_it - after) / (with_it - without)
+
+    def outcome(self, well: Run, ill: Run, cured: Run) -> str:
+        """The same in words."""
+        row, cost = self.fault, self._mean(ill) - self._mean(well)
+        if row.unseen:
+            return (f"{self.injection.fault} costs {cost:+.1g} nats per token here, which is "
+                    f"chance: {row.unseen}. There is nothing that a cure could bring back.")
+        return (f"{self.injection.fault} costs {cost:.3f} nats per token. With {self.layer} in "
+                f"{row.cure}, {self.recovered(well, ill, cured):.0%} of that comes back: "
+                f"{row.remedy}.")
+
+    def _mean(self, run: Run) -> float:
+        """Nats per token. A run that breaks knows nothing."""
+        return statistics.fmean(bounded(run.losses, self.starts.config.model.vocab))
+
+
+# ---- Figures
+
+NOBODY, NOTHING = "Click a row of the map", "what was done"      # answers that are none
+
+
+def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
+    """The plotly spec of losses (nats per token) by the name of their run. A run that broke ends
+    where it did, with a word."""
+    lines, notes = [], []
+    for i, (name, curve) in enumerate(losses.items()):
+        whole = [loss if math.isfinite(loss) else None for loss in curve]
+        steps = list(range(1, 1 + len(whole)))
+        lines.append(scatter(steps, whole, escape(name), COLOURS[(0, 2, 4)[i % 3]],
+                             mode="lines+markers", marker={"size": 5}, line={"width": 2},
+                             hover="step %{x}: %{y:.3f} nats"))
+        if None in whole:
+            at = whole.index(None)
+            notes.append(note(f"{escape(name)}: NaN from step {steps[at]} on", 1,
+                              1.02 + 0.08 * len(notes), "right bottom", xref="paper",
+                              yref="paper", font={"color": WARNING}))
+    return figure(lines, title, height=340, annotations=notes, xaxis=axis("step"),
+                  yaxis=axis("loss (nats per token)"))
+
+
+class Accusation(Stored, Question):
+    """Telemetry to look at, a row of whose map is accused by a click, and a menu of
+    `.value` is "fault in layer", and None until both are chosen."""
+
+    value = traitlets.Unicode(None, allow_none=True)
+
+    def __init__(self, question: str, explorer: Explorer, faults: Collection[str]):
+        self.explorer, self.figure, self.layer = explorer, explorer.figure, ""
+        self.fault = widgets.Dropdown(
+            options=[(NOTHING, ""), *((name, name) for name in faults)], description=NOBODY,
+            style={"description_width": "initial"}, layout={"max_width": "100%"})
+        super().__init__(question, [self.fault], None)
+        self.children = [self.children[0], explorer, *self.children[1:]]
+        explorer.figure.observe(self._clicked, names="clicked")
+        explorer.controls["layer"].observe(lambda change: self._accuse(change["new"]), "value")
+        self.fault.observe(lambda _: self._accuse(self.layer), "value")
+
+    def _clicked(self, change: dict) -> None:
+        if change["new"].get("curve") == 0:
+            self._accuse(change["new"]["y"])
+
+    def _accuse(self, layer: str) -> None:
+        if not self.locked:
+            self.layer, self.fault.description = layer, layer or NOBODY
+            self.value = f"{self.fault.value} in {layer}" if layer and self.fault.value else None
+
+    def restore(self, value: float | str, factor: float | None) -> None:
+        self.fault.value, _, layer = str(value).partition(" in ")
+        self._accuse(layer)
+        super().restore(value, factor)
+
+    def judged(self, right: Sequence[str]) -> None:
+        """By the answers that are right."""
+        self._ends(" or ".join(right), self.value in right)
+
+
+def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> dict:
+    """The plotly spec of a `Finding`'s path, run by run: which of `layers` (top: the first) were in
+    16 bits, and what of the lost loss that brought back."""
+    runs = []
+    values, words = ([[gap] * len(finding.path) for _ in layers] for gap in (None, ""))
+    for column, trial in enumerate(finding.path):
+        runs.append(f"{column + 1}<br>{round(100 * trial.recovery)}%")     # no -0%
+        for row, layer in enumerate(layers):
+            products = [product for name, product in trial.promoted if name == layer]
+            if products:
+                values[row][column] = 100 * trial.recovery
+                words[row][column] = "" if len(products) == 3 else ", ".join(products)
+    cells = heat(runs, list(layers), values, ends=(0, 100), bar={"title": {"text": "%"}},
+                 text=words, texttemplate="%{text}",
+                 hovertemplate="%{y} in 16 bits: %{z:.0f}% back<extra></extra>")
+    nothing = note("there was no loss to search for", 0.5, 0.5, "center middle", xref="paper",
+                   yref="paper", font={"color": FAINT})
+    return figure([cells], title, height=140 + 26 * len(layers), showlegend=False,
+                  annotations=[] if finding.path else [nothing],
+                  xaxis=axis("run, and the share of the lost loss that came back",
+                             type="category", showgrid=False, ticks=""),
+                  yaxis={**NAMES, "type": "category"})
+
+
+def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = None,
+                       title: str = "") -> Explorer:
+    """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the
+    map. Raises ConfigError when there is nothing to show."""
+    samples = list(samples)
+    return _explorer(lambda **choices: _cell(samples, title=title, **choices), samples, start)
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: Decibels, shares, powers of two.
+
+def _of_magnitudes(x: Sequence[float], y: Sequence[float]) -> float:
+    return 10 * math.log10(sum(map(abs, x)) / sum(abs(a - b) for a, b in zip(x, y, strict=True)))
+
+
+def _noisy(r: Random) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    x = tuple(r.gauss(0, 2) for _ in range(5))
+    return x, tuple(a + r.gauss(0, 0.1) for a in x)
+
+
+@exercise("07.sqnr_db", ((1.0, 0.0), (0.9, 0.0)), ((3.0, -1.0, 0.5), (3.25, -1.0, 0.5)),
+          ((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 3.5)), draw=_noisy,
+          mistakes={"it is a ratio of energies: squares": _of_magnitudes})
+def sqnr_db(x: Sequence[float], y: Sequence[float]) -> float:
+    noise = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
+    return 10 * math.log10(sum(a * a for a in x) / noise)
+
+
+def _grown(r: Random) -> tuple[tuple[float, ...], float]:
+    amax = r.uniform(0.5, 4)
+    beyond = (0.0, 0.5, 1.0, 1.0345, 1.037, 1.05, 2.0, -1.0345, -1.5)
+    return (amax / 3, *(amax * r.choice(beyond) for _ in range(6))), amax
+
+
+@exercise("07.saturated", ((1.0, 2.0), 1.0), ((1.02, -3.0, 0.5), 1.0), ((0.0, 0.0, 4.0, -1.0), 2.0),
+          draw=_grown,
+          mistakes={"up to 464 it is rounded to 448":
+                        lambda x, amax: sum(abs(a) > amax for a in x) / sum(a != 0 for a in x),
+                    "of the non-zero elements":
+                        lambda x, amax: sum(abs(a) > amax * 464 / 448 for a in x) / len(x)})
+def saturated(x: Sequence[float], amax: float) -> float:
+    nonzero = [abs(a) for a in x if a]      # the last spacing is 32
+    return sum(a > amax * 464 / 448 for a in nonzero) / len(nonzero)
+
+
+# not just above a power of two, where rounding still saves it
+@exercise("07.margin", (1.0,), (2.0,), (3.0,), (64.0,),
+          draw=lambda r: (r.uniform(1.04, 2) * 2 ** r.randrange(10),),
+          mistakes={"round up": lambda growth: int(math.log2(growth))})
+def margin(growth: float) -> int:
+    return math.ceil(math.log2(growth))
+
+
+# Exercises: which row it is, and which layer.
+
+def _row_noise(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().sum(-1)
+
+
+def _unequal_rows(r: Random) -> tuple[Tensor, Tensor]:
+    x = normal(r, r.randint(2, 6), 5) * 10 ** normal(r, 1)
+    sizes = 10 ** normal(r, len(x), 1)
+    x, exact = x * sizes, normal(r, len(x), 1) > 0.8
+    y = torch.where(exact, x, x + 0.1 * normal(r, len(x), 5))
+    silent = torch.arange(len(x))[:, None] == r.randrange(-2, len(x))
+    return x * ~silent, y * ~silent
+
+
+@exercise("07.worst_row",
+          (torch.tensor([[1.0, 1.0], [9.0, 9.0]]), torch.tensor([[1.0, 1.5], [9.0, 8.0]])),
+          (torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([[0.0, 0.0], [1.0, 1.1]])),
+          draw=_unequal_rows, minutes=8, stars=2,
+          mistakes={"noise counts in proportion to the row's signal":
+                        lambda x, y: int(_row_noise(x, y).argmax()),
+                    "0 / 0: a row that is exact is never the worst": lambda x, y:
+                        int((x.square().sum(-1) / _row_noise(x, y)).argmin())})
+def worst_row(x: Tensor, y: Tensor) -> int:
+    noise, signal = (x - y).square().sum(-1), x.square().sum(-1)
+    return int(torch.where(noise > 0, noise / signal, 0.0).argmax())
+
+
+class Suspects:
+    """`fails(layers)`: whether training fails with these layers in FP8. It counts how often."""
+
+    def __init__(self, culprit: str, most: int):
+        self.culprit, self.most, self.asked = culprit, most, 0
+
+    def __call__(self, layers: list[str]) -> bool:
+        self.asked += 1
+        if self.asked > self.most:
+            raise RuntimeError(f"more than {self.most} trainings")
+        return self.culprit in layers
+
+    def __repr__(self) -> str:
+        return f"fails (because of {self.culprit})"
+
+
+def _suspects(r: Random) -> tuple[list[str], Suspects]:
+    layers = [f"block{i}.{name}" for i in range(8) for name in ("qkv", "out", "up", "down")]
+    layers = layers[:r.randint(1, 32)]
+    return layers, Suspects(r.choice(layers), math.ceil(math.log2(len(layers))))
+
+
+@exercise("07.bisect", (["up"], Suspects("up", 0)), (["up", "down"], Suspects("down", 1)),
+          (["q", "k", "v", "o"], Suspects("o", 2)), draw=_suspects, minutes=8, stars=2,
+          mistakes={"halve the suspects": lambda layers, fails: layers[0]})
+def bisect_layers(layers: list[str], fails: Callable[[list[str]], bool]) -> str:
+    while len(layers) > 1:
+        half = layers[:len(layers) // 2]
+        layers = half if fails(half) else layers[len(layers) // 2:]
+    return layers[0]

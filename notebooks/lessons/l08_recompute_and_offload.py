@@ -1,0 +1,506 @@
+"""Lesson 08, recompute and offload: its study, its figures and its exercises.
+
+What each memory technique buys and what it costs: the peak and the seconds of one step, beside
+the plain one.
+
+Bytes are those of `lpkit.predict.memory` and `lpkit.measure.memory`. Time is a multiple of the
+plain step's: predicted by `lpkit.predict.time` where all that a technique adds are FLOPs, and
+measured in turns, so that a slow moment of the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lessons.draws import normal
+from lpkit import measure
+from lpkit.config import Config
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.errors import ConfigError, pick
+from lpkit.measure.tracking import Footprint
+from lpkit.predict.ledger import Memory, memory
+from lpkit.predict.time import step_time
+from lpkit.predict.units import quantity
+from lpkit.tables import FAINT, INK
+from lpkit.techniques.machines import Machine
+from lpkit.techniques.memory import rows_of
+from lpkit.timing import Watch, interleaved_seconds
+from lpkit.ui.draw import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
+from lpkit.ui.memory import Points, _total, timeline_figure
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS
+
+# ---- The study
+
+PLAIN = "plain"
+# of 256 standard normal numbers, on average, from the least to the largest (Tippett 1925)
+RANGE = 5.65
+# relative, of what is exact: a GPU's atomics add in the order in which they arrive, so that float32
+# sums differ in their last digits, and what becomes bf16 by one rounding
+SLACK = {"cpu": 0.0, "gpu": 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Technique:
+    """Settings that change a config. `exact`: the same losses, within SLACK. `flops`: what it adds
+    are FLOPs, or nothing; what it moves or casts, and that takes time too, no formula here
+    knows."""
+
+    settings: Mapping[str, Any]
+    exact: bool = True
+    flops: bool = True
+
+    @property
+    def source(self) -> str:
+        """Of the rows that the settings name."""
+        rows = rows_of(Config().replace({"optimizer.clip": 0, **self.settings}))
+        changed = dict.fromkeys(key.split(".")[1] for key in self.settings)
+        return "; ".join(rows[field].source for field in changed)
+
+
+RECOMPUTE, IN_BACKWARD = {"memory.recompute": "block"}, {"memory.optimizer_step": "in-backward"}
+CHUNKED = {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 256}
+INT8 = {"memory.moment_format": "int8"}
+TECHNIQUES: dict[str, Technique] = {
+    PLAIN: Technique({}),
+    "recompute": Technique(RECOMPUTE),
+    "recompute, every 2nd": Technique(RECOMPUTE | {"memory.recompute.every": 2}),
+    "selective": Technique({"memory.recompute": "selective"}),
+    "chunked loss": Technique(CHUNKED, exact=False),
+    "update in backward": Technique(IN_BACKWARD),
+    "8-bit moments": Technique(INT8, exact=False, flops=False),
+    "moments on disk": Technique({"memory.optimizer_state": "disk"}, flops=False),
+    "saved on the host": Technique({"memory.activation_offload": "cpu"}, flops=False),
+    "saved on disk": Technique({"memory.activation_offload": "disk"}, flops=False),
+    **{f"saved in {bits} bits": Technique({"memory.activation_offload": f"int{bits}"}, exact=False,
+                                          flops=False) for bits in (8, 4, 2)},
+    "the four together": Technique(RECOMPUTE | CHUNKED | IN_BACKWARD | INT8, exact=False,
+                                   flops=False),
+}
+
+
+def with_technique(config: Config, name: str) -> Config:
+    """Raises ConfigError for an unknown name."""
+    return config.replace(dict(pick(TECHNIQUES, name, "technique").settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    memory: Memory
+    slowdown: float | None       # None: no formula
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.memory.peak_bytes
+
+
+def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
+    """Every technique by the closed forms. `config` says its precision and attention: "auto" is for
+    a run to decide."""
+    plain, found = step_time(config, machine).step_seconds, {}
+    for name, technique in TECHNIQUES.items():
+        changed, slowdown = with_technique(config, name), None
+        if technique.flops:
+            slowdown = step_time(changed, machine).step_seconds / plain
+        found[name] = Predicted(memory=memory(changed, machine, attention=config.system.attention),
+                                slowdown=slowdown)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    footprint: Footprint
+    slowdown: float  # median over the rounds, each against the plain step of the same round
+    losses: tuple[float, ...]       # of the first updates, on the same batch
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.footprint.peak_bytes
+
+
+def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[str, Measured]:
+    """Real steps of the same model on the same random tokens, with every technique."""
+    footprints = {name: measure.memory(with_technique(config, name)) for name in TECHNIQUES}
+    benches = {name: measure.Bench(with_technique(config, name)) for name in TECHNIQUES}
+    losses: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
+    for bench in benches.values():
+        bench.training.data.drawn = benches[PLAIN].batch
+    torch.manual_seed(config.seed)      # of stochastic rounding
+
+    def step(name: str) -> None:
+        losses[name].append(benches[name].train().item())   # read, so that the device has finished
+
+    seconds = interleaved_seconds([partial(step, name) for name in TECHNIQUES], rounds=rounds,
+                                  watch=watch)
+    found = {}
+    for name, times in zip(TECHNIQUES, seconds):
+        slowdown = statistics.median(mine / plain for mine, plain in zip(times, seconds[0]))
+        found[name] = Measured(footprint=footprints[name], losses=tuple(losses[name]),
+                               slowdown=slowdown)
+    return found
+
+
+def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
+    """|g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
+    batch = measure.Bench(config).batch
+
+    def gradient(name: str) -> torch.Tensor:
+        training = measure.Bench(with_technique(config, name)).training
+        torch.manual_seed(0)
+        training.forward_backward(batch)
+        return torch.cat([p.grad.flatten().float() for p in training.model.parameters()])
+
+    plain = gradient(PLAIN)
+    return {name: ((gradient(name) - plain).norm() / plain.norm()).item() for name in names}
+
+
+def rounding_error(bits: int) -> float:
+    """Root mean square error of normal numbers in `bits` bits, over their own: groups of 256 are
+    spread evenly between their least and their largest, and rounded up or down at random, which
+    errs by the step over sqrt(6).
+
+    A gradient that is a sum over many tokens whose terms do not line up has the same relative error
+    as its terms.
+    """
+    return RANGE / (2**bits - 1) / math.sqrt(6)
+
+
+# ---- Figures
+
+# Recomputation.
+
+FORWARD, BACKWARD = 1, 2        # times of a block, in those of its forward pass
+
+
+def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
+    """The plotly spec: for each block, from when to when its activations are there; above with
+    everything kept, below with blocks that keep their input and run again."""
+    if layers < 2:
+        raise ConfigError(f"a drawing of recomputation needs 2 blocks or more, got layers={layers}")
+    names = [f"block {i + 1}" for i in range(layers)]
+    forward_ends = layers * FORWARD
+    plain_end, again = forward_ends + layers * BACKWARD, FORWARD + BACKWARD
+    done = [forward_ends + (layers - i) * BACKWARD for i in range(layers)]
+    redone = [forward_ends + (layers - i) * again for i in range(layers)]
+    begun = [i * FORWARD for i in range(layers)]
+    data = []
+
+    def stairs(name: str, colour: str, ends: list[tuple[float, float]], panel: str, width: float,
+               shown: bool = True) -> None:
+        data.append(bars(names, [end - start for start, end in ends], name, colour,
+                         base=[start for start, _ in ends], width=width, xaxis=f"x{panel}",
+                         yaxis=f"y{panel}", showlegend=shown,
+                         hover="%{y}: " + name + ", %{base} to %{x}"))
+
+    stairs("all that the block saved", COLOURS[2], list(zip(begun, done)), "", 0.7)
+    stairs("its input alone", COLOURS[1], list(zip(begun, redone)), "2", 0.14)
+    stairs("all of it, made again", COLOURS[2],
+           [(end - again, end) for end in redone], "2", 0.7, shown=False)
+    stairs("its forward pass, again", COLOURS[0],
+           [(end - again, end - BACKWARD) for end in redone], "2", 0.3)
+    end = forward_ends + layers * again
+    names_axis = {"range": [layers - 0.5, -0.5], "showgrid": False, "ticks": ""}
+    across = {"range": [0, end + 0.2], "zeroline": False, "dtick": layers}
+    words = {"font": {"size": 12, "color": FAINT}, "bgcolor": "rgba(255,255,255,0.8)"}
+    shapes = [rule(x=forward_ends, xref=f"x{i}", yref=f"y{i} domain") for i in ("", 2)]
+    notes = [note("forward", forward_ends - 0.1, 1, "right bottom", yref="paper", **words),
+             note("backward", forward_ends + 0.1, 1, "left bottom", yref="paper", **words),
+             note(f"the step ends at {plain_end}", plain_end, layers - 1, "left middle", **words,
+                  xshift=8),
+             note(f"it ends at {end}: {end / plain_end:.2f} times", end, layers - 1, "right middle",
+                  xref="x2", yref="y2", **words)]
+    return figure(
+        data, title, height=220 + 48 * layers, barmode="overlay", shapes=shapes,
+        annotations=notes, legend={"y": 1.06}, margin={"t": 104},
+        xaxis=axis("", anchor="y", **across), yaxis={**names_axis, "domain": [0.56, 1]},
+        xaxis2=axis("time, in forward passes of a block", anchor="y2", **across),
+        yaxis2={**names_axis, "anchor": "x2", "domain": [0, 0.44]})
+
+
+def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *,
+                title: str = "") -> dict:
+    """An error by bits, on a log scale."""
+    bits, words = range(min(measured), max(measured) + 1), "%{x} bits: %{y:.2g}"
+    return figure(
+        [scatter(bits, map(formula, bits), "formula", ANSWER_COLOURS["formula"], hover=words),
+         scatter(measured, measured.values(), "measured",
+                 ANSWER_COLOURS["measured"], mode="markers", marker={"size": 11}, hover=words)],
+        title, height=340, xaxis=axis("bits of a saved number", tickvals=list(bits)),
+        yaxis=axis("error of the gradient, relative", type="log", dtick=1))
+
+
+def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callable[[str], dict]:
+    """For an Explorer: a function of `step`, one of the names, on one axis for all."""
+    highest = max(_total(point) for points, _ in steps.values() for point in points)
+
+    def show(step: str) -> dict:
+        points, formula = steps[step]
+        return timeline_figure(points, formula=formula, title=step, highest=highest)
+
+    return show
+
+
+# What techniques buy: bytes against time paid, a point for each.
+
+# pixels of the axes, about: where names go is decided here, and the browser draws them
+INSIDE = (820, 420)
+HIGH, WIDE = 16, 6.6    # pixels of a name, and of a letter
+# by plotly's name: where the middle of a name is, in its width and height
+ANCHORS: dict[str, tuple[float, float]] = {
+    "middle right": (0.5, 0), "middle left": (-0.5, 0), "top center": (0, 1),
+    "bottom center": (0, -1), "top right": (0.5, 0.9), "bottom right": (0.5, -0.9),
+    "top left": (-0.5, 0.9), "bottom left": (-0.5, -0.9)}
+
+Gains = Mapping[str, tuple[float, float]]   # by technique: percent of time more, bytes less
+Box = tuple[float, float, float, float]     # left, low, right, high; pixels
+
+
+def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
+                  measured: Mapping[str, tuple[float, float]], *, title: str = "",
+                  others: float = 0.0) -> dict:
+    """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
+    None without a formula: such a prediction is a dash at the measured time. Edge: what no other
+    technique beats in both, as measured. Raises ConfigError without "plain"."""
+    if PLAIN not in predicted or PLAIN not in measured:
+        raise ConfigError(f"what is bought is counted from {PLAIN!r}, and it is missing")
+    most = measured[PLAIN][0]
+    at, timed, untimed = {}, {}, {}
+    for name, (size, time) in measured.items():
+        if name == PLAIN:
+            continue
+        at[name] = (100 * (time - 1), most - size)
+        if name in predicted:
+            less, time = predicted[PLAIN][0] - predicted[name][0], predicted[name][1]
+            if time is None:
+                untimed[name] = (at[name][0], less)
+            else:
+                timed[name] = (100 * (time - 1), less)
+    said, edge = timed | untimed, _edge(at)
+    xs, ys = zip((0, 0), (1, 1), *at.values(), *said.values())
+    wide, high = max(xs) - min(xs), max(ys) - min(ys)
+    x_range = [min(xs) - 0.12 * wide, max(xs) + 0.25 * wide]
+    y_range = [min(ys) - 0.08 * high, max(ys) + 0.1 * high]
+    joined = [point for name in said for point in (at[name], said[name], (None, None))]
+    names = {"mode": "markers+text", "text": [escape(name) for name in at],
+             "textfont": {"size": 12, "color": INK}, "cliponaxis": False,
+             "textposition": list(_positions(at, said, edge, x_range, y_range))}
+    data = [
+        scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
+                "not beaten by another", COLOURS[2], line={"width": 3, "shape": "hv"}, hover=None),
+        scatter([x for x, _ in joined], [y for _, y in joined], "", FAINT, line={"width": 1.5},
+                showlegend=False, hover=None),
+        _marks("formula", timed, "circle-open", ANSWER_COLOURS["formula"]),
+        _marks("formula for the bytes alone", untimed, "line-ew-open",
+               ANSWER_COLOURS["formula"]),
+        _marks("measured", at, "circle", ANSWER_COLOURS["measured"]) | names | SECONDS,
+    ]
+    return figure(
+        [trace for trace in data if trace["x"]], title, others=others, height=560,
+        xaxis=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
+        yaxis=axis(f"bytes less than plain's {quantity(most, 'bytes')}", **BYTES, range=y_range,
+                   zeroline=False),
+        shapes=[rule(x=0, layer="below"), rule(y=0, layer="below")])
+
+
+def _marks(name: str, gains: Gains, symbol: str, colour: str) -> dict:
+    words = [f"{escape(technique)}: {quantity(less, 'bytes')} less, {more:+.0f}% time"
+             for technique, (more, less) in gains.items()]
+    return scatter([more for more, _ in gains.values()], [less for _, less in gains.values()], name,
+                   colour, mode="markers", customdata=words, hover="%{customdata}",
+                   marker={"symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}})
+
+
+def _edge(at: Gains) -> list[str]:
+    """Those that save more than all that cost less, from cheap to dear."""
+    best, edge = 0.0, []
+    for name in sorted(at, key=lambda name: (at[name][0], -at[name][1])):
+        if at[name][1] > best:
+            best = at[name][1]
+            edge.append(name)
+    return edge
+
+
+def _positions(at: Gains, said: Gains, edge: Sequence[str], x_range: Sequence[float],
+               y_range: Sequence[float]) -> Iterator[str]:
+    """For each name the side of its point on which it covers least: other names, points, and
+    lines."""
+    def pixel(point: tuple[float, float]) -> tuple[float, float]:
+        return tuple(size * (value - low) / (high - low)
+                     for size, value, (low, high) in zip(INSIDE, point, (x_range, y_range)))
+
+    taken = []
+    for name in at:
+        (x, y), (u, v) = pixel(at[name]), pixel(said.get(name, at[name]))
+        taken.append((min(x, u) - 7, min(y, v) - 7, max(x, u) + 7, max(y, v) + 7))
+    # to the right, then up
+    for (x, y), (u, v) in itertools.pairwise(pixel(at[name]) for name in edge):
+        taken += [(x, y - 2, u, y + 2), (u - 2, y, u + 2, v)]
+    for name in at:
+        boxes = {anchor: _box(*pixel(at[name]), WIDE * len(name), anchor) for anchor in ANCHORS}
+        best = min(boxes, key=lambda anchor: _hidden(boxes[anchor], taken))
+        taken.append(boxes[best])
+        yield best
+
+
+def _box(x: float, y: float, width: float, anchor: str) -> Box:
+    x, y = x + ANCHORS[anchor][0] * (width + 20), y + ANCHORS[anchor][1] * HIGH
+    return x - width / 2, y - HIGH / 2, x + width / 2, y + HIGH / 2
+
+
+def _hidden(box: Box, others: Sequence[Box]) -> float:
+    """Square pixels, those outside the axes too."""
+    left, low, right, high = box
+    area = HIGH * (max(0.0, -left) + max(0.0, right - INSIDE[0] - 20))
+    for a, b, c, d in others:
+        area += max(0.0, min(right, c) - max(left, a)) * max(0.0, min(high, d) - max(low, b))
+    return area
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: Bytes, and numbers of blocks.
+
+def _without_the_block(layers: int, block: int, kept: int, budget: int) -> int:
+    fits = [n for n in range(1, layers + 1)
+            if sum(kept if i % n == 0 else block for i in range(layers)) <= budget]
+    return max(fits, default=0)
+
+
+@exercise("08.every", (4, 10, 1, 12), (4, 10, 1, 22), (4, 10, 1, 25), minutes=10, stars=2,
+          draw=lambda r: (r.randint(1, 40), r.randint(4, 40), r.randint(1, 3), r.randint(5, 900)),
+          mistakes={"at the peak the last block is there whole": _without_the_block})
+def every(layers: int, block: int, kept: int, budget: int) -> int:
+    fits = [n for n in range(1, layers + 1)
+            if sum(kept if i % n == 0 else block for i in range(layers - 1)) + block <= budget]
+    return max(fits, default=0)
+
+
+@exercise("08.moment_bytes", (256, 256), (1000, 256), (124_000_000, 2048),
+          draw=lambda r: (r.randint(1, 10**9), r.choice((64, 128, 256, 2048))),
+          mistakes={"the scales are bytes, too": lambda parameters, block: 2 * parameters,
+                    "a block that is not full has a scale":
+                        lambda parameters, block: 2 * (parameters + 4 * (parameters // block))})
+def moment_bytes(parameters: int, block: int) -> int:
+    return 2 * (parameters + 4 * math.ceil(parameters / block))
+
+
+@exercise("08.segment", (64, 1, 1), (64, 16, 1), (10, 3, 2), minutes=6, stars=2,
+          draw=lambda r: (r.randint(1, r.choice((4, 128))), r.randint(1, 40), r.randint(1, 6)),
+          mistakes={"a checkpoint is smaller than a block":
+                        lambda layers, block, kept: round(math.sqrt(layers)),
+                    "segments are whole: try each number of blocks": lambda layers, block, kept:
+                        max(1, round(math.sqrt(layers * kept / block)))})
+def segment(layers: int, block: int, kept: int) -> int:
+    # a checkpoint for each segment, and one segment whole
+    return min(range(1, layers + 1), key=lambda n: math.ceil(layers / n) * kept + n * block)
+
+
+# Exercises: a block that runs again, and a loss in pieces.
+
+class Watched:
+    """A block that says so when a first forward keeps what it computes."""
+
+    def __init__(self, weight: Tensor):
+        self.weight, self.calls = weight.detach().requires_grad_(), 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = (x @ self.weight.to(x.dtype)).tanh()
+        if self.calls == 1 and y.requires_grad:
+            raise RuntimeError("the first forward kept its activations; see torch.no_grad()")
+        return y
+
+    def __repr__(self) -> str:
+        return f"a block of {list(self.weight.shape)}"
+
+
+def _block(r: Random) -> tuple[Watched, Tensor, Tensor]:
+    tokens, width = r.randint(1, 4), r.randint(1, 5)
+    return Watched(normal(r, width, width)), normal(r, tokens, width), normal(r, tokens, width)
+
+
+@exercise("08.recomputed", (Watched(torch.eye(1)), torch.zeros(1, 1), torch.ones(1, 1)),
+          draw=_block, tolerance=1e-5, stars=3, minutes=12,
+          mistakes={"dy is the gradient of the result; do not leave it out": lambda block, x, dy:
+                        recomputed(block, x, torch.ones_like(dy))})
+def recomputed(block: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        y = block(x)                            # forward: only x is kept
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        again = block(x)                        # backward: once more, with its graph
+    return y, torch.autograd.grad(again, x, dy)[0]
+
+
+def _chunks(r: Random, tokens: int = 0, vocab: int = 0) -> tuple[Tensor, Tensor, Tensor, int]:
+    tokens, width, vocab = tokens or r.randint(1, 9), r.randint(1, 4), vocab or r.randint(2, 7)
+    targets = torch.tensor([r.randrange(vocab) for _ in range(tokens)])
+    return normal(r, tokens, width), normal(r, vocab, width), targets, r.randint(1, 4)
+
+
+def _mean_of_means(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    h = h.detach().requires_grad_()
+    losses = [torch.nn.functional.cross_entropy(a @ w.T, b)
+              for a, b in zip(h.split(chunk), targets.split(chunk), strict=True)]
+    loss = torch.stack(losses).mean()
+    return loss.detach(), torch.autograd.grad(loss, h)[0]
+
+
+@exercise("08.chunked_loss",
+          (torch.ones(2, 1), torch.tensor([[1.0], [0.0]]), torch.tensor([0, 1]), 1),
+          _chunks(Random(1), 256, 64), draw=_chunks, tolerance=1e-5, stars=3, minutes=15,
+          # half of all logits
+          most_bytes=lambda h, w, targets, chunk: max(2 * len(h) * len(w), 1 << 14),
+          mistakes={"the last chunk may be shorter: divide by all tokens": _mean_of_means})
+def chunked_loss(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    loss, dh = torch.zeros(()), torch.empty_like(h)
+    for start in range(0, len(h), chunk):
+        rows = slice(start, start + chunk)
+        logits = h[rows] @ w.T                  # all logits that exist at any time
+        log_p = logits.log_softmax(-1)
+        p = log_p.exp()
+        p[torch.arange(len(p)), targets[rows]] -= 1
+        loss -= log_p.gather(-1, targets[rows, None]).sum() / len(h)
+        dh[rows] = p @ w / len(h)
+    return loss, dh
+
+
+def _moments(r: Random) -> tuple[Tensor, Tensor, float, int]:
+    """Dyadic and few bits: the new moment is the same in whatever order one calculates."""
+    n = r.randint(1, 20)
+    stored = [r.choice((0, r.randrange(256))) * 2.0 ** r.randint(-12, 2) for _ in range(n)]
+    return (torch.tensor(stored), torch.tensor([r.choice((0, r.randint(-40, 40))) / 16
+                                                for _ in range(n)]),
+            r.choice((0.5, 0.75, 0.875)), r.choice((4, 8)))
+
+
+@exercise("08.moment", (torch.tensor([255.0]), torch.tensor([1.0]), 0.5, 4),
+          (torch.tensor([64.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.25]), 0.5, 2),
+          (torch.zeros(5), torch.zeros(5), 0.5, 4), draw=_moments, tolerance=0, stars=2, minutes=12,
+          mistakes={"each block has a scale of its own": lambda v, g, beta, block:
+                        moment(v, g, beta, len(v)),
+                    "the second moment averages squares": lambda v, g, beta, block:
+                        moment(beta * v + (1 - beta) * g.abs(), 0 * g, 1.0, block),
+                    "what is stored has eight bits": lambda v, g, beta, block:
+                        beta * v + (1 - beta) * g * g})
+def moment(v: Tensor, g: Tensor, beta: float, block: int) -> Tensor:
+    v = beta * v + (1 - beta) * g.square()
+    stored = torch.empty_like(v)
+    for start in range(0, len(v), block):
+        part = v[start:start + block]
+        scale = 2.0 ** torch.ceil(torch.log2(part.max() / 255)) if part.any() else 1.0
+        stored[start:start + block] = (part / scale).round() * scale    # codes 0 to 255
+    return stored

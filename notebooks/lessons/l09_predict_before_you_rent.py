@@ -1,0 +1,530 @@
+"""Lesson 09, predict before you rent: its study, its figures and its exercises."""
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from random import Random
+from textwrap import wrap
+from typing import Any
+
+from lpkit.config import Config
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.predict.compare import Row, percent
+from lpkit.predict.frontier import Point, frontier
+from lpkit.predict.params import parameter_count
+from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
+from lpkit.predict.published import Run, optimism
+from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
+from lpkit.predict.time import StepTime
+from lpkit.predict.units import between, duration, quantity
+from lpkit.tables import FAINT, INK, html_table
+from lpkit.techniques.machines import Machine
+from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
+from lpkit.ui.memory import ROW_COLOURS, limit_of
+from lpkit.ui.plan import KIND_OF, KINDS, opened_memory, opened_time
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
+
+# ---- Figures
+
+ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 110, 6
+POINTS = 81         # of a curve
+LOGARITHMIC = {"type": "log", "dtick": 1}
+GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)", type="linear"),
+         "dollars": axis("US dollars", **LOGARITHMIC)}
+SHADES = {      # by colour: how, the ends, and ticks; fixed, so that limits do not repaint points
+    "days": (math.log10, (-3, 3), {power: f"{10.0**power:,g}" for power in range(-3, 4)}),
+    "loss": (float, (1.9, 2.7), {loss: f"{loss:.1f}" for loss in (1.9, 2.1, 2.3, 2.5, 2.7)}),
+}
+PANELS = (("loss", "days", {"coloraxis": "coloraxis", "yaxis": "y"}),
+          ("days", "loss", {"coloraxis": "coloraxis2", "yaxis": "y2"}))
+SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
+EVERY = "every machine"
+View = Callable[..., tuple[dict, str]]      # for an Explorer: a figure, and a table
+
+
+# Layouts.
+
+def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budget: float,
+              deadline: float) -> tuple[dict, str]:
+    """For an Explorer. Budget in dollars, deadline in seconds, infinite: no limit. The best layout
+    as a figure; the next ones, and the reasons why the rest are left out, as tables."""
+    budget, deadline = (None if math.isinf(limit) else limit for limit in (budget, deadline))
+    found = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
+    rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
+            for name, refusal in found.refusals.items() if refusal.layouts]
+    heads = ("left out by", "layouts", "the nearest of them")
+    refused = html_table(heads, rows) if rows else ""
+    if found.options:
+        return option_figure(found.options[0], found), _ranked(found) + refused
+    title = f"None of {found.counted} layouts will do; the nearest misses stand in the table"
+    hidden = {"visible": False}
+    return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
+
+
+def layouts_view(found: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
+    """One layout of a plan, its rows open to formula and source.
+
+    show, controls = layouts_view(found); Explorer(show, **controls)
+    """
+    def show(layout: Option) -> tuple[dict, str]:
+        return option_figure(layout, found), opened(layout)
+
+    return show, {"layout": {
+        f"{i}. {option.layout}; {_chunks(option)} sequences; recompute {option.recompute}": option
+        for i, option in enumerate(found.options, 1)}}
+
+
+def option_figure(option: Option, found: Plan) -> dict:
+    """The plotly spec of two staircases: bytes of a device at the peak, up to the device's; seconds
+    of a step. Each row begins where the one before it ended. What hides behind other rows is drawn
+    pale, under the rows that it hides behind."""
+    held, step = option.memory, option.time
+    sizes, right = held.at(held.peak_moment), {"xaxis": "x2", "yaxis": "y2"}
+    rows = [row for row in held.rows if row.name in sizes]
+    data = [_stairs([(row.name, start, sizes[row.name], row.formula)
+                     for row, start in zip(rows, _starts(sizes.values()))], "bytes",
+                    name="bytes", colour=[ROW_COLOURS[name] for name in sizes], showlegend=False)]
+    kinds: dict[str, list] = {kind: [] for kind in KINDS}
+    hidden = []
+    for row, start in zip(step.rows, _starts(row.seconds for row in step.rows)):
+        kind = kind_of(row.name)
+        if row.seconds:
+            kinds[kind].append((row.name, start, row.seconds, row.formula))
+        if row.hidden_seconds:
+            hidden.append((row.name, max(0.0, start - row.hidden_seconds), row.hidden_seconds,
+                           f"hidden behind other rows. {row.formula}"))
+    data += [_stairs(stairs, "seconds", name=kind, colour=KINDS[kind], **right)
+             for kind, stairs in kinds.items() if stairs]
+    if hidden:
+        data.append(_stairs(hidden, "seconds", name="hidden communication", colour=COLOURS[1],
+                            opacity=0.35, text="", **right))
+
+    below = ROW_PIXELS * len(step.rows)
+    height = ROW_PIXELS * len(sizes) + GAP_PIXELS + below
+    limit, ends, shapes = limit_of(held), "", []
+    if limit:
+        ends = f"; dotted: the usable {USABLE_MEMORY_SHARE:.0%} of {quantity(limit, 'bytes')}"
+        shapes = [rule(x=x, colour=INK, dash=dash, yref="y domain", layer="below")
+                  for x, dash in ((limit, "dash"), (USABLE_MEMORY_SHARE * limit, "dot"))]
+    cost = "" if option.bill.cost is None else f", {_dollars(option)}"
+    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.bill.seconds)} "
+             f"({between(option.bill.range_of(option.bill.seconds), duration)}){cost}, "
+             f"MFU {step.mfu:.0%}")
+    names = {**NAMES, "type": "category"}
+    return figure(
+        data, title, barmode="overlay", bargap=0.25, height=height + 120, shapes=shapes,
+        legend={"y": (below + 6) / height},     # of the seconds alone
+        xaxis=axis(f"bytes of a device at the peak ({held.peak_moment}){ends}", **BYTES, anchor="y",
+                   zeroline=False, range=[0, 1.14 * max(held.peak_bytes, limit or 0)]),
+        yaxis={**names, "domain": [(below + GAP_PIXELS) / height, 1], "categoryarray": list(sizes)},
+        xaxis2=axis(f"seconds of a step of {quantity(step.tokens, 'tokens')}", ticksuffix="s",
+                    exponentformat="SI", anchor="y2", zeroline=False,
+                    range=[0, 1.14 * step.step_seconds]),
+        yaxis2={**names, "domain": [0, below / height], "anchor": "x2",
+                "categoryarray": [row.name for row in step.rows]})
+
+
+def kind_of(row: str) -> str:
+    """Of KINDS, by the name of a row of a step's time."""
+    return KIND_OF.get(row, "communication" if ":" in row else "products")
+
+
+def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) -> dict:
+    """Rows: name, start, size, formula."""
+    names, starts, sizes, formulas = zip(*rows)
+    says = [quantity(size, unit) for size in sizes]
+    return bars(names, sizes, base=list(starts), hovertext=says,
+                customdata=["<br>".join(wrap(escape(formula), 90)) for formula in formulas],
+                hover="%{y}: %{hovertext}<br>%{customdata}<extra></extra>",
+                **{"text": says, **more})
+
+
+def _starts(sizes: Iterable[float]) -> list[float]:
+    """Where each begins, when they lie end to end."""
+    return [0.0, *itertools.accumulate(sizes)]
+
+
+def _chunks(option: Option) -> str:
+    return f"{option.time.micro_batches} x {option.time.sequences}"
+
+
+def _dollars(option: Option) -> str:
+    return "-" if option.bill.cost is None else "$" + quantity(option.bill.cost)
+
+
+def _ranked(found: Plan) -> str:
+    rows = [(option.layout, _chunks(option), option.recompute,
+             quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
+             f"{option.time.mfu:.0%}", duration(option.bill.seconds),
+             between(option.bill.range_of(option.bill.seconds), duration), _dollars(option),
+             "trains" if option.trained else "predicts")
+            for option in found.options[:SHOWN]]
+    caption = f"{len(found.options)} of {found.counted} layouts will do; {found.order}"
+    energy = found.options[0].bill.energy_wh
+    if energy is not None:
+        caption += f", {quantity(energy, 'Wh')} at rated power for the first"
+    heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "nine of ten",
+             "cost", "lpkit")
+    price = found.machine.price_source.partition(";")[0]
+    caption += f"; nine of ten: {found.options[0].bill.spread.words}"
+    return html_table(heads, rows, caption=f"{caption}; price {price}")
+
+
+def opened(option: Option) -> str:
+    """HTML: the rows of a layout's memory and time; a click opens formula and source. The largest
+    are open already."""
+    return opened_memory(option.memory) + opened_time(option.time)
+
+
+# What a budget buys.
+
+def budget_view(model: Config, machine: Machine, dollars: float, mfu: float) -> tuple[dict, str]:
+    """For an Explorer: dollars as FLOPs, and the loss that they buy at each size of model, by each
+    law. Dashed is beyond the sizes that the laws were fitted to."""
+    dtype = "bf16" if "bf16" in machine.flops else "fp16"
+    flops = dollars / machine.price_per_hour * 3600 * machine.peak_flops(dtype) * mfu
+    count = parameter_count(model.model)
+    rows = []
+    for law in LAWS.values():
+        for words, size in (("least loss", law.optimum(flops).parameters), ("this model", count)):
+            tokens = _tokens(flops, size)
+            loss = law.extrapolate(size, tokens)
+            rows.append((f"{law.name}, {words}", quantity(size), quantity(tokens),
+                         f"{tokens / size:.3g}", f"{loss.nats:.3f}",
+                         "inside" if loss.inside else "extrapolated"))
+    heads = ("law", "parameters", "tokens", "tokens each", "loss", "of its fit")
+    return optimum_figure(flops, count), html_table(heads, rows)
+
+
+def optimum_figure(flops: float, parameters: float) -> dict:
+    """The plotly spec: loss over size at `flops` by each law, its least marked, and the loss at
+    `parameters`."""
+    best = [law.optimum(flops) for law in LAWS.values()]
+    low = min(*(optimum.parameters / 20 for optimum in best), parameters / 2)
+    high = max(*(optimum.parameters * 20 for optimum in best), parameters * 2)
+    sizes = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]
+    data, floor = [], min(optimum.loss.nats for optimum in best)
+    top = floor + 0.6
+    for law, optimum, colour in zip(LAWS.values(), best, COLOURS):
+        losses = [law.extrapolate(size, _tokens(flops, size)) for size in sizes]
+        for inside, name, dash in ((True, law.name, "solid"),
+                                   (False, f"{law.name}, extrapolated", "dash")):
+            ours = [loss.nats if loss.inside is inside else None for loss in losses]
+            if any(ours):
+                data.append(scatter(sizes, ours, name, colour, line={"dash": dash}, hover=None))
+        here = law.extrapolate(parameters, _tokens(flops, parameters)).nats
+        top = max(top, here + 0.05)
+        ends, nats = (optimum.parameters, parameters), (optimum.loss.nats, here)
+        data.append(scatter(
+            ends, nats, "", colour, mode="markers", showlegend=False, hover="%{text}",
+            marker={"size": 11, "symbol": ["circle", "x"]},
+            text=[f"{law.name}, {words}: {quantity(size, 'parameters')} on "
+                  f"{quantity(_tokens(flops, size), 'tokens')}, {loss:.3f} nats"
+                  for size, loss, words in zip(ends, nats, ("its least", "this model"))]))
+    return figure(
+        data, f"{flops:.2e} FLOPs: the least loss (circles), and this model's (crosses)",
+        height=420, xaxis=axis("parameters", type="log", exponentformat="B", dtick=1),
+        yaxis=axis("loss (nats a token of the authors' text)",
+                   range=[floor - 0.05, min(top, floor + 3)]))
+
+
+def _tokens(flops: float, parameters: float) -> float:
+    return flops / FLOPS_PER_PARAMETER_AND_TOKEN / parameters
+
+
+# Days, loss and dollars cannot all be least.
+
+def frontier_figure(points: Sequence[Point], *, title: str = "") -> dict:
+    """The plotly spec: two panels over dollars. Above loss, days in colour; below days, loss in
+    colour; a point has one place across in both. Large: no other beats it in all three. The line
+    is the least loss that dollars buy."""
+    best = {id(point) for point in frontier(points, least=GOALS)}
+    groups: dict[tuple[bool, str], list[Point]] = {}
+    for point in points:
+        groups.setdefault((id(point) in best, point.where), []).append(point)
+    cheapest = sorted(frontier(points, least=("dollars", "loss")), key=_cost)
+    data = [scatter(map(_cost, cheapest), [point.values["loss"] for point in cheapest],
+                    "least loss for the money", FAINT, line={"shape": "hv"}, hover=None)]
+    for (leads, where), group in sorted(groups.items()):
+        look = {"size": 10 if leads else 6, "opacity": 1.0 if leads else 0.4,
+                "symbol": SYMBOLS.get(where, "circle"), "line": {"width": leads, "color": INK}}
+        for goal, shade, axes in PANELS:
+            colour = [SHADES[shade][0](point.values[shade]) for point in group]
+            data.append(scatter(
+                map(_cost, group), [point.values[goal] for point in group],
+                f"{'not beaten' if leads else 'beaten'}, {where}", mode="markers",
+                marker={**look, "color": colour, "coloraxis": axes["coloraxis"]},
+                text=list(map(_facts, group)), hover="%{text}<extra></extra>",
+                xaxis="x", yaxis=axes["yaxis"], showlegend=goal == "loss", legendgroup=where))
+    return figure(
+        data, title, height=760, showlegend=True, margin={"b": 130},
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"},
+        xaxis={**GOALS["dollars"], "anchor": "y2"},
+        yaxis={**GOALS["loss"], "domain": [0.54, 1]},
+        yaxis2={**GOALS["days"], "domain": [0, 0.48], "anchor": "x"},
+        coloraxis=_shades("days", 0.77), coloraxis2=_shades("loss", 0.24))
+
+
+def _cost(point: Point) -> float:
+    return point.values["dollars"]
+
+
+def _shades(goal: str, y: float) -> dict:
+    _, (low, high), ticks = SHADES[goal]
+    return {"colorscale": "Cividis", "cmin": low, "cmax": high,
+            "colorbar": {"title": {"text": goal, "font": {"size": 12}}, "thickness": 10,
+                         "len": 0.44, "y": y, "tickvals": list(ticks),
+                         "ticktext": list(ticks.values())}}
+
+
+def _facts(point: Point) -> str:
+    values = [f"{name.replace('_', ' ')}: {quantity(value)}"
+              for name, value in point.values.items()]
+    return "<br>".join([point.name, *values, point.facts.get("range", ""),
+                        point.facts.get("layout", ""),
+                        point.facts.get("note", point.where)])
+
+
+def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
+    """Which machine, and at most how many dollars and days.
+
+    show, controls = frontier_view(points); Explorer(show, **controls)
+    """
+    machines = {point.facts.get("machine", "") for point in points}
+    controls = {"machine": [EVERY, *sorted(machines)],
+                "dollars_at_most": _steps([point.values["dollars"] for point in points]),
+                "days_at_most": _steps([point.values["days"] for point in points])}
+
+    def show(machine: str, dollars_at_most: float, days_at_most: float) -> tuple[dict, str]:
+        inside = [point for point in points if machine in (EVERY, point.facts.get("machine"))
+                  and point.values["dollars"] <= dollars_at_most
+                  and point.values["days"] <= days_at_most]
+        best = sorted(frontier(inside, least=GOALS), key=lambda point: point.values["loss"])
+        rows = [(point.name, quantity(point.values["days"], "days"), f"{point.values['loss']:.3f}",
+                 "$" + quantity(point.values["dollars"]), point.where) for point in best[:12]]
+        title = f"{len(best)} of {len(inside)} are not beaten in speed, quality and cost"
+        heads = ("not beaten", "time", "loss", "cost", "loss is")
+        return frontier_figure(inside, title=title), html_table(heads, rows)
+
+    return show, controls
+
+
+def _steps(values: Sequence[float]) -> list[float]:
+    """Ten limits from all points to few, the widest first; rounded up to two digits."""
+    limits = set()
+    for value in values:
+        unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+        limits.add(float(f"{math.ceil(value / unit) * unit:.2g}"))
+    return sorted(limits, reverse=True)[::max(1, len(limits) // 10)]
+
+
+PAPER_COLOURS = (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f", COLOURS[5])
+GOLDEN = (math.sqrt(5) - 1) / 2     # its multiples spread points evenly
+
+
+# What a roofline leaves out.
+
+def optimism_view(run: Run) -> tuple[dict, str]:
+    """For an Explorer: a step of `run` by a roofline, at what kernels reach, at what a step keeps
+    of that, and as published; and the rows of the three predictions."""
+    steps, published = optimism(run), run.published_seconds
+    names = list(dict.fromkeys(row.name for step in steps.values() for row in step.rows))
+    rows = [(name, *(_seconds_of(step, name) for step in steps.values())) for name in names]
+    rows.append(("a step", *(duration(step.step_seconds) for step in steps.values())))
+    rows.append(("of the published time", *(f"{step.step_seconds / published:.0%}"
+                                            for step in steps.values())))
+    return optimism_figure(run.name, steps, published), html_table(("", *steps), rows)
+
+
+def _seconds_of(step: StepTime, name: str) -> str:
+    return next((duration(row.seconds) for row in step.rows if row.name == name), "")
+
+
+def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) -> dict:
+    """The plotly spec: a bar for each prediction in the colours of a step's rows, and the published
+    seconds."""
+    data = []
+    for kind, colour in KINDS.items():
+        sizes = [sum(row.seconds for row in step.rows if kind_of(row.name) == kind)
+                 for step in steps.values()]
+        if any(sizes):
+            data.append(bars(steps, sizes, kind, colour, hover="%{y}: %{x:.3g} s",
+                             textposition="none"))
+    data.append(bars(["published"], [published], "published", ANSWER_COLOURS["measured"],
+                     hover="%{x:.3g} s", textposition="none"))
+    return figure(data, name, barmode="stack", height=330, shapes=[rule(x=published, colour=INK)],
+                  xaxis=axis("seconds of a step", rangemode="tozero"),
+                  yaxis={**NAMES, "type": "category", "categoryarray": [*steps, "published"]})
+
+
+# Runs that nothing was fitted to.
+
+def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
+    """The plotly spec: said over published speed of each run of `tests.bench.published.table`, by
+    generation and bits. Pale: may be fitted. Red: outside the range that is printed. A bar is the
+    median of the held-out ones."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for one in taken:
+        groups[f"{one['generation']}, {one['precision']}"].append(one)
+    # what was never seen, and often, on top
+    names = sorted(groups, key=lambda name: -sum(one["held_out"] for one in groups[name]))
+    looks = {"may be fitted": (FAINT, 0.35), "held out": (COLOURS[0], 0.8),
+             "held out, outside the printed range": (WARNING, 0.9)}
+    places: dict[str, list[tuple[float, float, str]]] = {look: [] for look in looks}
+    medians: list[tuple[float | None, float | None]] = []
+    for y, name in enumerate(names):
+        for i, one in enumerate(groups[name]):
+            ratio = 1 + one["error"]
+            held = "held out" if one["inside"] else "held out, outside the printed range"
+            look = held if one["held_out"] else "may be fitted"
+            words = f"{one['source']}, {escape(one['at'])}<br>{one['layout']}, {one['stack']}"
+            places[look].append((ratio, y + 0.64 * (i * GOLDEN % 1 - 0.5), words))
+        if unseen := [1 + one["error"] for one in groups[name] if one["held_out"]]:
+            medians += [(statistics.median(unseen), y + side) for side in (-0.4, 0.4)]
+            medians.append((None, None))
+    data = [scatter([x for x, _, _ in some], [y for _, y, _ in some], look, looks[look][0],
+                    mode="markers", marker={"size": 6, "opacity": looks[look][1]},
+                    text=[words for _, _, words in some],
+                    hover="%{x:.2f} of the published speed<br>%{text}<extra></extra>")
+            for look, some in places.items() if some]
+    data.append(scatter([x for x, _ in medians], [y for _, y in medians], "median, held out", INK,
+                        line={"width": 3}, hover=None))
+    errors = [abs(one["error"]) for one in taken if one["held_out"]]
+    return figure(
+        data, f"{len(errors)} runs that nothing was fitted to: {statistics.median(errors):.0%} off "
+        f"at the median", height=150 + 42 * len(names),
+        xaxis=axis("said over published speed", type="log", tickvals=[0.5, 0.7, 1, 1.4, 2, 3]),
+        yaxis={"tickvals": list(range(len(names))), "ticktext": names, "ticks": "",
+               "showgrid": False, "zeroline": False, "range": [len(names) - 0.4, -0.6]},
+        shapes=[rule(x=1, colour=INK, layer="below")])
+
+
+# A paper a colour.
+
+def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dict:
+    """The plotly spec: predicted over published speed of each run, a colour a paper; hollow
+    diamonds are `calibrated`."""
+    papers: dict[str, list[Row]] = {}
+    for row in runs:
+        papers.setdefault(row.where.partition(",")[0], []).append(row)
+    names = [row.name for rows in papers.values() for row in rows]
+    calibrated, data, white = list(calibrated), [], {"bgcolor": "#ffffff"}
+    notes = [note("calibrated by one step", _faster(row), row.name, "left auto", xshift=8, **white)
+             for row in calibrated]
+    for (paper, rows), colour in zip(papers.items(), PAPER_COLOURS):
+        data.append(_ratios(paper, rows, {"color": colour, "size": 9}))
+        x, at = (0.99, "right auto") if _faster(rows[0]) < 1.25 else (0.02, "left auto")
+        notes.append(note(escape(paper), x, rows[0].name, at, xref="paper", **white,
+                          font={"color": colour}))
+    data.append(_ratios("calibrated by one measured step", calibrated,
+                        {"color": INK, "size": 11, "symbol": "diamond-open", "line": {"width": 2}}))
+    return figure(
+        data, "Published runs: right of 1, the formula is too hopeful", showlegend=False,
+        height=110 + 21 * len(names), annotations=notes,
+        xaxis=axis("predicted speed / published speed", tickformat=".1f", dtick=0.1),
+        yaxis={"ticks": "", "type": "category", "categoryarray": names,
+               "range": [len(names) - 0.4, -0.6]},
+        shapes=[rule(x=1, colour=INK, layer="below")])
+
+
+def _ratios(name: str, rows: Sequence[Row], marker: dict) -> dict:
+    words = [f"{quantity(row.formula, row.unit)} predicted, {quantity(row.measured, row.unit)} "
+             f"published ({percent(row.error)})<br>{escape(row.where)}" for row in rows]
+    return scatter(map(_faster, rows), [row.name for row in rows], name, mode="markers",
+                   marker=marker, text=words, hover="%{y}<br>%{text}<extra></extra>")
+
+
+def _faster(row: Row) -> float:
+    """Predicted over published speed; of seconds, published over predicted."""
+    return row.measured / row.formula if row.unit == "seconds" else row.formula / row.measured
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: Micro-batches, tokens, ranks.
+
+@exercise("09.micro_batches", (1, 0.5), (2, 0.5), (8, 0.125), (16, 0.11),
+          draw=lambda r: (r.randint(1, 64), r.uniform(0.02, 0.6)),
+          mistakes={"a share of the step, the bubble included":
+                        lambda stages, most: max(1, math.ceil((stages - 1) / most))})
+def micro_batches(stages: int, most: float) -> int:
+    # (p - 1) of (m + p - 1) turns are idle
+    return max(1, math.ceil((stages - 1) * (1 - most) / most))
+
+
+@exercise("09.tokens", (1.0, 1.0, 6e12, 0.5, 1e9), (250_000.0, 3.5, 989.4e12, 0.4, 70.6e9),
+          draw=lambda r: (10 ** r.uniform(2, 7), r.uniform(0.5, 10), 10 ** r.uniform(14, 16),
+                          r.uniform(0.1, 0.7), 10 ** r.uniform(8, 12)),
+          mistakes={"no device reaches its peak": lambda dollars, price, peak, mfu, N:
+                        dollars / price * 3600 * peak / (6 * N),
+                    "the price is for an hour": lambda dollars, price, peak, mfu, N:
+                        dollars / price * peak * mfu / (6 * N)})
+def tokens(dollars: float, price_per_hour: float, peak_flops: float, mfu: float,
+           parameters: float) -> float:
+    return dollars / price_per_hour * 3600 * peak_flops * mfu / (6 * parameters)
+
+
+def _powers_of_two(states: float, device: float, kv_heads: int) -> int:
+    fits = [n for n in (1, 2, 4, 8, 16, 32) if n <= kv_heads and states <= n * device]
+    return min(fits, default=0)
+
+
+@exercise("09.tensor_ranks", (60e9, 80e9, 8), (160e9, 80e9, 8),
+          draw=lambda r: (10 ** r.uniform(9, 12.5), r.choice((24e9, 80e9, 141e9, 192e9)),
+                          r.choice((1, 4, 6, 8, 10, 12, 16))),
+          mistakes={"the heads must come out even":
+                        lambda states, device, kv_heads: math.ceil(states / device),
+                    "not only powers of two divide them": _powers_of_two})
+def tensor_ranks(state_bytes: float, device_bytes: float, kv_heads: int) -> int:
+    fits = [n for n in range(1, kv_heads + 1)
+            if kv_heads % n == 0 and state_bytes <= n * device_bytes]
+    return min(fits, default=0)
+
+
+# Exercises: how ranks add, and what fits into one.
+
+def _backwards(values: list[list[float]], turns: int) -> list[list[float]]:
+    values, ranks = [list(row) for row in values], len(values)
+    for turn in range(turns):
+        sent = [values[rank][(rank + turn) % ranks] for rank in range(ranks)]
+        for rank in range(ranks):
+            values[(rank + 1) % ranks][(rank + turn) % ranks] += sent[rank]
+    return values
+
+
+def _ring(r: Random) -> tuple[list[list[float]], int]:
+    n = r.randint(2, 6)
+    return [[float(r.randint(-99, 99)) for _ in range(n)] for _ in range(n)], r.randrange(n)
+
+
+@exercise("09.reduce_scatter", ([[1.0, 2.0], [30.0, 40.0]], 1),
+          ([[1.0] * 3, [10.0] * 3, [100.0] * 3], 2), draw=_ring, minutes=12, stars=3,
+          mistakes={"in turn t rank r sends chunk r - t": _backwards})
+def reduce_scatter(values: list[list[float]], turns: int) -> list[list[float]]:
+    ranks = len(values)
+    for turn in range(turns):
+        sent = [values[rank][(rank - turn) % ranks] for rank in range(ranks)]   # all at once
+        for rank in range(ranks):
+            values[(rank + 1) % ranks][(rank - turn) % ranks] += sent[rank]
+    return values
+
+
+@exercise("09.micro_batch", (10, 5, 40, 8), (10, 5, 60, 12), (50, 5, 40, 8),
+          draw=lambda r: (r.randint(1, 60), r.randint(1, 20), r.randint(20, 200),
+                          r.choice((1, 8, 12, 30, 64))), minutes=5,
+          mistakes={"micro-batches are of one size: it must divide the batch":
+                        lambda states, each, device, batch:
+                        max(0, min((device - states) // each, batch)),
+                    "0 where not even one fits": lambda states, each, device, batch:
+                        max((n for n in range(1, batch + 1)
+                             if batch % n == 0 and states + n * each <= device), default=1)})
+def micro_batch(state_bytes: int, sequence_bytes: int, device_bytes: int, batch: int) -> int:
+    fits = [n for n in range(1, batch + 1)
+            if batch % n == 0 and state_bytes + n * sequence_bytes <= device_bytes]
+    return max(fits, default=0)

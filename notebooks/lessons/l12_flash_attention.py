@@ -1,0 +1,523 @@
+"""Lesson 12, flash attention: its study, its figures and its exercises.
+
+What attention holds and what it moves, measured beside closed forms; and its online softmax,
+tile by tile.
+
+Held are q, k and v as one product gives them, what a backend keeps for backward, and what backward
+works on: storages, as `measure.tracking` sees them. Moved is what is read from slow memory and
+written to it, which is where q, k, v and the results lie. What is made and dropped in between, a
+tile at a time, stays in fast memory.
+
+A token at its place in a sequence, read beside the live cache of those before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lessons.draws import normal
+from lpkit.config import ModelConfig
+from lpkit.contracts import Attend
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.hardware import synchronised
+from lpkit.kernels.tiled_attention import attend, tiles
+from lpkit.measure.tracking import Tracker
+from lpkit.nn.kv_cache import Cache, new_cache
+from lpkit.tables import FAINT, INK
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.operation import FP32, MicroBatch
+from lpkit.training.training import Training
+from lpkit.ui.draw import BYTES, axis, box, columns, figure, heat, note, rule, scatter
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
+
+# ---- The study
+
+OVERWRITES = ("copy_", "fill_", "zero_")            # in place, without a look at what was there
+MOVES_NOTHING = ("new_empty", "_unsafe_view")       # though no alias in its schema says so
+
+
+# Held.
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of attention alone: kept for backward, and at the most, forward or backward."""
+
+    kept_bytes: float
+    peak_bytes: float
+
+
+class Alone(nn.Module):
+    """Attention without the products around it: its result is as the next one reads it."""
+
+    def __init__(self, call: Attend):
+        super().__init__()
+        self.call = call
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.call(q, k, v, None, None).transpose(1, 2).flatten(2)
+
+
+def model_of(T: int, *, heads: int, head_width: int) -> ModelConfig:
+    """One whose attention has these sizes."""
+    return ModelConfig(layers=1, width=heads * head_width, heads=heads, context=T, vocab=2)
+
+
+def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu") -> Held:
+    """As the backend's row says, in float32."""
+    op = ATTENTION[name].operations(MicroBatch(model=model, batch=batch, attention=name, kind=kind))
+    now = op.saved_bytes + FP32 * batch * model.T * model.H * model.E   # a gradient arrives
+    peak = now
+    for moment in op.backward:
+        peak = max(peak, now + moment.nbytes)
+        now += moment.grows - moment.frees * op.saved_bytes
+    return Held(kept_bytes=op.saved_bytes, peak_bytes=max(peak, now))
+
+
+def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cpu") -> Held:
+    """One forward and one backward pass of the backend, on random numbers in float32."""
+    alone, m = Alone(ATTENTION[name].load()), model
+    with Tracker(alone, device=device) as tracker:
+        product = torch.randn(batch, m.T, 3, m.H, m.E, device=device)
+        q, k, v = (t.requires_grad_() for t in product.transpose(1, 3).unbind(2))
+        out = alone(q, k, v)
+        kept = sum(tracker.kept().values())
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return Held(kept_bytes=kept, peak_bytes=tracker.footprint().peak_bytes)
+
+
+def fit(xs: Sequence[float], ys: Sequence[float], degree: int) -> float:
+    """R^2 of the polynomial of this degree that fits best."""
+    ys = np.asarray(ys, dtype=float)
+    rest = ys - np.polyval(np.polyfit(xs, ys, degree), xs)
+    return 1 - float((rest**2).sum() / ((ys - ys.mean())**2).sum())
+
+
+# Moved.
+
+class SlowMemory(TorchDispatchMode):
+    """`with SlowMemory() as slow:`, then `slow.moved(tensors)`: bytes that operations read from the
+    storages of these and wrote to them; of None, all that they read and wrote. A view moves none.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: Counter[int] = Counter()    # by address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        name, schema = func.overloadpacket.__name__, func._schema
+        views = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+        result = func(*args, **(kwargs or {}))
+        if views or name in MOVES_NOTHING:
+            return result
+        for given, argument in zip(args, schema.arguments):
+            if isinstance(given, Tensor):
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                reads = not (writes and name in OVERWRITES)
+                self.bytes[_storage(given)] += given.nbytes * (reads + writes)
+        if isinstance(result, Tensor) and not schema.returns[0].alias_info:
+            self.bytes[_storage(result)] += result.nbytes
+        return result
+
+    def moved(self, tensors: Sequence[Tensor] | None = None) -> int:
+        if tensors is None:
+            return self.bytes.total()
+        return sum(self.bytes[one] for one in {_storage(t) for t in tensors})
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def counted(T: int, E: int, tile: int, *, heads: int = 1) -> int:
+    """Bytes that the kit's tiled attention reads from slow memory and writes to it, forward, in
+    float32, operation by operation."""
+    q, k, v = torch.randn(3, 1, heads, T, E)
+    with SlowMemory() as slow:
+        out, lse = attend(q, k, v, None, None, Rule(), tile)
+    return slow.moved((q, k, v, out, lse))
+
+
+def counted_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
+    """Of the definition, where each operation is a kernel of its own: all that it reads and
+    writes."""
+    q, k, v = torch.randn(3, 1, heads, T, E)
+    with SlowMemory() as slow:
+        ATTENTION["plain"].load()(q, k, v)
+    return slow.moved()
+
+
+def moved(T: int, E: int, tile: int, *, heads: int = 1) -> int:
+    """As `counted`, by formula: q is read once, the answer and a number for each query are written
+    once, and each tile of queries reads the keys and values up to its own end."""
+    met = sum(min(first + tile, T) for first in range(0, T, tile))
+    return FP32 * heads * (2 * T * E + T + 2 * E * met)
+
+
+def moved_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
+    """As `counted_one_by_one`, by formula. Scores pass eight times: written, divided, masked, put
+    through the softmax, read. The mask, a byte for each pair, passes four times: made, turned into
+    its opposite, read. k and v are copied for the heads of their group."""
+    return FP32 * heads * (8 * T * E + 8 * T * T) + 4 * T * T
+
+
+def fast_bytes(tile: int, E: int) -> int:
+    """That a program needs for its tile: q, the sum so far, k, v, and the scores, in float32."""
+    return FP32 * (4 * tile * E + tile * tile)
+
+
+# Online.
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A tile of queries after one tile of keys. m, l (queries,), answer (queries, E): of the keys
+    so far; `there`, the share of the final sum that is in l."""
+
+    queries: slice
+    keys: slice
+    m: Tensor
+    l: Tensor
+    shrink: Tensor          # what was there before was multiplied by it
+    answer: Tensor
+    there: Tensor
+
+
+def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> list[Step]:
+    """Every step of causal attention over q, k and v (T, E), in the order of the kit's tiles."""
+    steps: list[Step] = []
+    scores = (q @ k.T / math.sqrt(q.shape[1])).masked_fill(
+        torch.ones(len(q), len(q)).triu(1) > 0, -torch.inf)
+    total = scores.logsumexp(1)
+    for queries, seen in tiles(Rule(), len(q), tile):
+        m = torch.full((queries.stop - queries.start,), -torch.inf)
+        l, acc = torch.zeros_like(m), torch.zeros_like(q[queries])
+        for keys in seen:
+            now = scores[queries, keys]
+            m_new = torch.maximum(m, now.amax(1))
+            shrink, p = (m - m_new).exp(), (now - m_new[:, None]).exp()
+            l, acc, m = l * shrink + p.sum(1), acc * shrink[:, None] + p @ v[keys], m_new
+            steps.append(Step(queries=queries, keys=keys, m=m, l=l, shrink=shrink,
+                              answer=acc / l[:, None], there=l * (m - total[queries]).exp()))
+    return steps
+
+
+def at(training: Training, place: int, format: str = "same") -> tuple[Callable[[], Tensor], Cache]:
+    """Reads a token after `place` others, again and again: a call that waits for the device, and
+    the cache, in float32, which has room for them all. The model is left in evaluation."""
+    m, device = training.config.model, training.device
+    training.model.eval().requires_grad_(False)
+    cache = new_cache(m, tokens=place + 1, format=format, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        training.model.hidden(torch.randint(m.V, (1, place), device=device), cache)
+    given = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def step() -> Tensor:
+        cache.lengths.fill_(place)
+        return training.logits(given, cache)
+
+    return synchronised(step, device), cache
+
+
+# ---- Figures
+
+SO_FAR, IN_THE_END = ANSWER_COLOURS["formula"], ANSWER_COLOURS["measured"]
+LEVEL = {"symbol": "line-ew", "size": 16, "line": {"width": 3, "color": IN_THE_END}}
+NEVER = "#eceef1"       # tiles that are skipped
+
+
+def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], *,
+                title: str = "") -> dict:
+    """The plotly spec of bytes over the context, both axes logarithmic: for each name what a
+    formula says (a line) and what was measured (marks), by tokens."""
+    data, ticks = [], sorted({T for _, found in held.values() for T in found})
+    for (name, (said, found)), colour in zip(held.items(), COLOURS):
+        data.append(scatter(said, said.values(), "", colour, hover=None, showlegend=False,
+                            legendgroup=name))
+        (before, last) = list(found.values())[-2:]
+        data.append(scatter(found, found.values(), f"{name}: {last / before:.2f} times",
+                            colour, mode="markers", legendgroup=name,
+                            hover="%{x:,} tokens: %{y:.4s}B"))
+    return figure(
+        data, title, height=440,
+        xaxis=axis("tokens; above, what the last doubling does", type="log", tickvals=ticks,
+                   ticktext=[f"{T:,}" for T in ticks]),
+        yaxis=axis("bytes at the most", type="log", dtick=1, **BYTES))
+
+
+def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[float, float]]], *,
+                   machines: Mapping[str, float], title: str = "") -> dict:
+    """The plotly spec of bytes moved over bytes of fast memory, both axes logarithmic: for each
+    name what a formula says (a line) and what was counted (marks). One without a count is dashed.
+    `machines`: bytes of fast memory to mark, by name."""
+    data = []
+    for (name, (said, found)), colour in zip(lines.items(), COLOURS):
+        data.append(scatter(said, said.values(), name if not found else "", colour,
+                            hover=None, showlegend=not found, legendgroup=name,
+                            line={"dash": "solid" if found else "dash"}))
+        if found:
+            data.append(scatter(found, found.values(), name, colour, mode="lines+markers",
+                                line={"width": 0}, legendgroup=name,
+                                hover="%{y:.4s}B with %{x:.3s}B of fast memory"))
+    marks = [rule(x=size, layer="below") for size in machines.values()]
+    notes = [note(name, math.log10(size), 0.78, "left middle", yref="paper", xshift=4,
+                  font={"size": 12, "color": FAINT}) for name, size in machines.items()]
+    return figure(
+        data, title, height=440, shapes=marks, annotations=notes,
+        xaxis=axis("fast memory of a program", type="log", dtick="D2", **BYTES),
+        yaxis=axis("bytes moved", type="log", dtick="D2", **BYTES))
+
+
+def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: int
+               ) -> Callable[[int], dict]:
+    """For an Explorer: a function of `step`, from 1. `steps` are those of
+    `studies.attention_tiles.online`, `scores` (T, T), causal."""
+    T = len(scores)
+    ends = min(map(min, scores)), max(map(max, scores))
+    final = {one.queries.start: one for one in steps}       # the last of each tile of queries
+    least = min(one.m.min().item() for one in steps)
+
+    def show(step: int) -> dict:
+        now = steps[step - 1]
+        end = final[now.queries.start]
+        rows, shrink = list(range(now.queries.start, now.queries.stop)), now.shrink.min().item()
+        shrinks = f"; a sum shrinks to {shrink:.0%}" if 0 < shrink < 1 else ""
+        done = [(one.queries, one.keys) for one in steps[:step]]
+        return figure(
+            [_map(scores, done, ends), *_queries(rows, now, end), *_answer(now, end)],
+            f"Step {step} of {len(steps)}: queries {rows[0]} to {rows[-1]} meet keys "
+            f"{now.keys.start} to {now.keys.stop - 1}{shrinks}",
+            height=560, margin={"t": 92}, shapes=_grid(T, tile, now), barmode="overlay",
+            annotations=_words(T, rows, now), legend={"y": 1.06, "x": 0.58},
+            xaxis=axis("keys", range=[-0.5, T - 0.5], domain=[0, 0.44], dtick=tile, tick0=0,
+                       showgrid=False, zeroline=False),
+            yaxis=axis("queries", range=[T - 0.5, -0.5], dtick=tile, tick0=0, showgrid=False,
+                       zeroline=False),
+            **{f"xaxis{i}": axis(words, domain=[0.58, 1], anchor=f"y{i}", tickvals=ticks)
+               for i, words, ticks in ((2, "", rows), (3, "query", rows), (4, "number", None))},
+            yaxis2=axis("", domain=[0.76, 0.96], anchor="x2", range=[least - 1, ends[1] + 1]),
+            yaxis3=axis("", domain=[0.42, 0.62], anchor="x3", range=[0, 1.08], tickformat=".0%"),
+            yaxis4=axis("", domain=[0, 0.22], anchor="x4"))
+
+    return show
+
+
+def _map(scores: Sequence[Sequence[float]], done: Sequence[tuple[slice, slice]],
+         ends: tuple[float, float]) -> dict:
+    """The scores of the tiles that were visited."""
+    T = len(scores)
+    z: list[list[float | None]] = [[None] * T for _ in range(T)]
+    for queries, keys in done:
+        for i in range(queries.start, queries.stop):
+            for j in range(keys.start, min(keys.stop, i + 1)):
+                z[i][j] = scores[i][j]
+    return heat(list(range(T)), list(range(T)), z, ends=ends, bar={"x": 0.45, "title": ""},
+                hovertemplate="query %{y}, key %{x}: %{z:.2f}<extra>score</extra>")
+
+
+def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
+    """m and l of each query of the tile."""
+    second, third = {"xaxis": "x2", "yaxis": "y2"}, {"xaxis": "x3", "yaxis": "y3"}
+    return [
+        scatter(rows, end.m.tolist(), "in the end", IN_THE_END, mode="markers", **second,
+                marker=LEVEL, hover="query %{x}: %{y:.2f}"),
+        scatter(rows, now.m.tolist(), "so far", SO_FAR, mode="markers", **second,
+                marker={"size": 9}, hover="query %{x}: %{y:.2f}"),
+        columns(rows, now.there.tolist(), "so far", SO_FAR, showlegend=False, **third,
+                hover="query %{x}: %{y:.1%}")]
+
+
+def _answer(now: Any, end: Any) -> list[dict]:
+    """That of the last query of the tile."""
+    fourth, numbers = {"xaxis": "x4", "yaxis": "y4"}, list(range(now.answer.shape[1]))
+    return [
+        columns(numbers, now.answer[-1].tolist(), "so far", SO_FAR, showlegend=False, **fourth,
+                hover="%{y:.3f}"),
+        scatter(numbers, end.answer[-1].tolist(), "in the end", IN_THE_END, mode="markers",
+                showlegend=False, **fourth, hover="%{y:.3f}",
+                marker=LEVEL)]
+
+
+def _grid(T: int, tile: int, now: Any) -> list[dict]:
+    """Every tile, those that nobody visits filled, and the one at work."""
+    shapes = []
+    for top in range(0, T, tile):
+        for left in range(0, T, tile):
+            sides = left - 0.5, left + tile - 0.5, top - 0.5, top + tile - 0.5
+            shapes.append(box(*sides, fill=NEVER if left > top else None, edge="#c9ced6", width=1))
+    shapes.append(box(now.keys.start - 0.5, now.keys.stop - 0.5, now.queries.start - 0.5,
+                      now.queries.stop - 0.5, edge=WARNING, width=4))
+    return shapes
+
+
+def _words(T: int, rows: Sequence[int], now: Any) -> list[dict]:
+    small = {"xref": "paper", "yref": "paper", "font": {"size": 13, "color": INK}}
+    return [note("m, the largest score so far", 0.58, 0.965, **small),
+            note("l, the share of the sum that is there", 0.58, 0.625, **small),
+            note(f"the answer of query {rows[-1]}", 0.58, 0.225, **small),
+            note("the future: never visited", 0.97 * T, 0.06 * T, "right middle",
+                 font={"size": 12, "color": FAINT})]
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+# Exercises: Bytes, tiles.
+
+@exercise("12.kept_bytes", (1, 1, 8, 4, 4, True), (1, 1, 8, 4, 4, False),
+          (2, 12, 1024, 64, 2, True), (2, 12, 1024, 64, 2, False),
+          draw=lambda r: (r.randint(1, 64), r.randint(1, 64), r.randint(8, 8192),
+                          r.choice((16, 64, 128)), r.choice((2, 4)), r.random() < 0.5), minutes=5,
+          mistakes={"the log of a sum is kept in float32, in 16 bits too":
+                        lambda B, H, T, E, itemsize, flash: B * H * T * itemsize
+                        * (4 * E + 1 if flash else 3 * E + T),
+                    "flash keeps the answer as well": lambda B, H, T, E, itemsize, flash:
+                        B * H * T * (3 * E * itemsize + (4 if flash else T * itemsize)),
+                    "half of the scores are masked, and kept all the same":
+                        lambda B, H, T, E, itemsize, flash: B * H * T * (
+                        4 * E * itemsize + 4 if flash else (3 * E + (T + 1) / 2) * itemsize)})
+def attention_kept_bytes(B: int, H: int, T: int, E: int, itemsize: int, flash: bool) -> int:
+    if flash:
+        return B * H * T * (4 * E * itemsize + 4)
+    return B * H * T * (3 * E + T) * itemsize
+
+
+def _causal(T: int, tile: int) -> int:
+    return math.ceil(T / tile) * (math.ceil(T / tile) + 1) // 2
+
+
+@exercise("12.tiles", (128, 128, 128), (256, 128, 256), (300, 128, 300), (512, 128, 129),
+          draw=lambda r: (r.randint(1, 3000), r.choice((16, 64, 128)), r.randint(1, 3000)),
+          minutes=8, stars=2,
+          mistakes={"the window is that of the tile's first query, and its last sees more keys":
+                        lambda T, tile, window: sum(math.ceil(min(window, first + 1) / tile)
+                                                    for first in range(0, T, tile)),
+                    "the future is skipped": lambda T, tile, window: math.ceil(T / tile) ** 2,
+                    "what the window leaves out is skipped, too":
+                        lambda T, tile, window: _causal(T, tile),
+                    "the last tile may be short, and is visited":
+                        lambda T, tile, window: visited_tiles(T // tile * tile, tile, window)})
+def visited_tiles(T: int, tile: int, window: int) -> int:
+    visited = 0
+    for first in range(0, T, tile):
+        last = min(first + tile, T)                     # of the queries; no key lies beyond
+        begin = max(0, first - window + 1)              # the oldest key that the first one sees
+        visited += math.ceil((last - begin) / tile)
+    return visited
+
+
+# Exercises: one tile, two partial answers, and backward from a number for each query.
+
+def _tile(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n, keys, E = r.randint(1, 4), r.randint(1, 5), r.randint(1, 4)
+    m, l, acc = normal(r, n, size=3), 0.1 + normal(r, n).abs(), normal(r, n, E)
+    if r.random() < 0.3:        # the first tile
+        m, l, acc = torch.full((n,), -math.inf), torch.zeros(n), torch.zeros(n, E)
+    scores = normal(r, n, keys, size=r.choice((1, 5, 60)))
+    return m, l, acc, scores, normal(r, keys, E)
+
+
+def _kept_its_size(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+                   ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new = torch.maximum(m, scores.amax(1))
+    p = (scores - m_new[:, None]).exp()
+    return m_new, l + p.sum(1), acc + p @ v
+
+
+def _sum_alone_shrinks(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+                       ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new, l_new, _ = step(m, l, acc, scores, v)
+    return m_new, l_new, acc + (scores - m_new[:, None]).exp() @ v
+
+
+def _largest_of_the_tile(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+                         ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new = scores.amax(1)
+    p, shrink = (scores - m_new[:, None]).exp(), (m - m_new).exp()
+    return m_new, l * shrink + p.sum(1), acc * shrink[:, None] + p @ v
+
+
+@exercise("12.step",
+          (torch.tensor([-math.inf]), torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0]]),
+           torch.tensor([[3.0]])),
+          draw=_tile, tolerance=1e-5, stars=2, minutes=12,
+          mistakes={"when m grows, what was added so far shrinks by exp(m - m_new)": _kept_its_size,
+                    "acc shrinks as l does": _sum_alone_shrinks,
+                    "m never falls: a tile may have no larger score": _largest_of_the_tile})
+def step(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+         ) -> tuple[Tensor, Tensor, Tensor]:
+    m_new = torch.maximum(m, scores.amax(1))
+    shrink, p = (m - m_new).exp(), (scores - m_new[:, None]).exp()
+    return m_new, l * shrink + p.sum(1), acc * shrink[:, None] + p @ v
+
+
+def _halves(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, E, size = r.randint(1, 4), r.randint(1, 4), r.choice((1, 5, 300))
+    lse = [normal(r, n, size=size) for _ in range(2)]
+    of = r.randrange(2)
+    lse[of][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf     # saw nothing
+    a, b = (normal(r, n, E) * one.isfinite()[:, None] for one in lse)
+    return a, lse[0], b, lse[1]
+
+
+def _overflows(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    total = lse_a.exp() + lse_b.exp()
+    return ((a * lse_a.exp()[:, None] + b * lse_b.exp()[:, None]) / total[:, None], total.log())
+
+
+@exercise("12.merge",
+          (torch.tensor([[1.0]]), torch.tensor([0.0]), torch.tensor([[3.0]]), torch.tensor([0.0])),
+          draw=_halves, tolerance=1e-5, stars=2, minutes=10,
+          mistakes={"whoever saw the larger sum counts more":
+                        lambda a, lse_a, b, lse_b: ((a + b) / 2, torch.logaddexp(lse_a, lse_b)),
+                    "exp overflows: subtract the larger of the two first": _overflows,
+                    "logs do not add up, what they are logs of does":
+                        lambda a, lse_a, b, lse_b: (merge(a, lse_a, b, lse_b)[0], lse_a + lse_b)})
+def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    top = torch.maximum(lse_a, lse_b)
+    of_a, of_b = (lse_a - top).exp(), (lse_b - top).exp()
+    total = of_a + of_b
+    return (a * of_a[:, None] + b * of_b[:, None]) / total[:, None], top + total.log()
+
+
+def _attended(r: Random) -> tuple[Tensor, ...]:
+    T, E = r.randint(1, 5), r.randint(1, 4)
+    q, k, v, d_out = (normal(r, T, E) for _ in range(4))
+    scores = q @ k.T / math.sqrt(E)
+    return q, k, v, scores.softmax(1) @ v, scores.logsumexp(1), d_out
+
+
+def _without_the_rows_sum(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                          d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(q, k, v, torch.zeros_like(out), lse, d_out)
+
+
+def _unscaled(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+              ) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = backward(q, k, v, out, lse, d_out)
+    return dq * math.sqrt(q.shape[1]), dk * math.sqrt(q.shape[1]), dv
+
+
+@exercise("12.backward", _attended(Random(1)), draw=_attended, tolerance=1e-5,
+          stars=3, minutes=20,
+          mistakes={"of dp, what all of a row have in common goes: the sum of d_out times out":
+                        _without_the_rows_sum,
+                    "scores were divided by sqrt(E), and so are their gradients": _unscaled})
+def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+             ) -> tuple[Tensor, Tensor, Tensor]:
+    scale = q.shape[1] ** -0.5
+    p = (q @ k.T * scale - lse[:, None]).exp()      # the softmax, without looking for a maximum
+    ds = p * (d_out @ v.T - (d_out * out).sum(1, keepdim=True)) * scale
+    return ds @ k, ds.T @ q, p.T @ d_out

@@ -1,0 +1,399 @@
+"""Lesson 14, data parallel and zero: its study, its figures and its exercises.
+
+What a rank keeps and sends in each stage of ZeRO, on real processes; and when.
+
+    configs = spread(config, 2, sequences=4)        # ZeRO 0, 1, 2, 3 on two ranks
+    found = steps(configs, processes=2, updates=4)
+    found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
+    steps(gathers(config, 2), processes=2, updates=4)       # the same recipe, sent in 4 bytes and 1
+    timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
+
+They are predicted by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lessons.draws import normal
+from lpkit.config import Config
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.course.rank_exercises import WORLD, OnRanks
+from lpkit.errors import ConfigError
+from lpkit.measure.overlap import Recorded, Timeline, traced
+from lpkit.measure.tracking import Footprint
+from lpkit.measure.updates import Bench
+from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.parallel.ranks import Ranks, joined
+from lpkit.predict.ledger import memory
+from lpkit.predict.messages import Message, messages
+from lpkit.predict.messages import sent_bytes as bytes_sent
+from lpkit.predict.units import quantity
+from lpkit.techniques.blocks import FP32
+from lpkit.techniques.layouts import STAGES, Layout
+from lpkit.techniques.machines import Machine
+from lpkit.training.training import Training
+from lpkit.ui.draw import SECONDS, axis, bars, figure
+from lpkit.ui.memory import ROW_COLOURS, SENT_COLOURS, stacked_figure
+
+# ---- The study
+
+STATES = ("weights", "gathered weights", "gradients", "optimizer state")    # rows of a footprint
+PROGRESS_SECONDS = 120.0
+
+
+def layouts(ranks: int) -> dict[str, Layout]:
+    """All ranks along one axis, by stage of ZeRO. Gradients travel one by one: a message of a small
+    model's would be a copy of all of them. Raises ConfigError for less than two."""
+    if ranks < 2:
+        raise ConfigError(f"{ranks} ranks tell one another nothing; use 2 or more, which one core "
+                          f"carries")
+    return {f"ZeRO {stage}": Layout(reduction="per-parameter", zero=stage,
+                                    **{"shard" if stage else "data": ranks}) for stage in STAGES}
+
+
+def spread(config: Config, ranks: int, *, sequences: int, micro_batches: int = 1
+           ) -> dict[str, Config]:
+    """`config` in each of the layouts, with so many sequences an update for each rank."""
+    sizes = {"global_batch": ranks * sequences, "grad_accum_steps": ranks * micro_batches}
+    return {name: replace(config.replace(sizes), parallel=layout)
+            for name, layout in layouts(ranks).items()}
+
+
+# How weights are gathered: recipe, `parallel.gathered`
+GATHERS = {"bf16": ("bf16", "compute"), "FP8, sent in float32": ("fp8-tensorwise", "float32"),
+           "FP8": ("fp8-tensorwise", "fp8")}
+
+
+def gathers(config: Config, ranks: int) -> dict[str, Config]:
+    """`config` in ZeRO 3 with each of GATHERS."""
+    return {name: replace(config.replace({"precision.recipe": recipe}),
+                          parallel=Layout(shard=ranks, gathered=gathered))
+            for name, (recipe, gathered) in GATHERS.items()}
+
+
+# What is kept and sent.
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Of rank 0: the most bytes of each of STATES in an update, and its messages; and losses, which
+    are those of all ranks."""
+
+    most: dict[str, int]
+    messages: Counter[Message]
+    losses: tuple[float, ...]
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        return counted(self.messages)
+
+
+def states(footprint: Footprint) -> dict[str, int]:
+    return {row: footprint.most[row] for row in STATES if footprint.most.get(row)}
+
+
+def sent(config: Config) -> dict[str, float]:
+    """Bytes that a rank sends in an update, by kind of collective, as they are predicted; without
+    those that are one number, such as the loss."""
+    return counted(messages(config))
+
+
+def counted(messages: Mapping[Message, int]) -> dict[str, float]:
+    """The same of messages that were counted."""
+    return bytes_sent({one: count for one, count in messages.items() if one.nbytes > FP32})
+
+
+def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[float, ...]:
+    """Before each of the first updates, as the config's data has them."""
+    training = Training.build(config, ranks=ranks)
+    return tuple(training.update(step).loss.item() for step in range(updates))
+
+
+def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
+          parent: WarmParent | None = None) -> dict[str, Step]:
+    """Of each config, which lies over so many processes. Raises ConfigError and RunFailedError as
+    `Processes.wait`."""
+    found, *_ = _on_ranks(_steps, configs, processes, updates, parent)
+    return {name: Step(most=most, losses=tuple(before),
+                       messages=Counter({Message(*of): count for *of, count in told}))
+            for name, (most, told, before) in zip(configs, found)}
+
+
+def _steps(place: Place, told: dict[str, Any]) -> list[Any]:
+    found = []
+    for config, ranks in _joined(place, told):
+        before = losses(config, told["updates"], ranks)
+        footprint = Bench(config, ranks=ranks).footprint()
+        messages = [[*one, count] for one, count in footprint.messages.items()]
+        found.append([states(footprint), messages, before])
+    return found
+
+
+# When.
+
+def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
+              ) -> dict[str, list[Timeline]]:
+    """Of each config, on CPUs, by rank: of so many updates the one that took least."""
+    configs = {name: one.replace({"system.device": "cpu"}) for name, one in configs.items()}
+    told = _on_ranks(_timelines, configs, processes, updates)
+    found = {}
+    for name, by_rank in zip(configs, zip(*told)):
+        each = [Timeline.aligned(spans) for spans in zip(*by_rank)]
+        found[name] = min(each, key=lambda ranks: max(one.step_seconds for one in ranks))
+    return found
+
+
+def _timelines(place: Place, told: dict[str, Any]) -> list[Any]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # else it writes of each profile
+    found = []
+    for config, ranks in _joined(place, told):
+        training = Bench(config, ranks=replace(ranks, waits=Recorded())).training
+        traced(training)    # the first makes the optimizer's state
+        found.append([traced(training) for _ in range(told["updates"])])
+    return found
+
+
+# Ranks.
+
+def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ranks]]:
+    """A process group for each config, one after the other."""
+    for number, given in enumerate(told["configs"]):
+        place.at(number, "step")
+        config = Config.from_dict(given)
+        with joined(config, local_rank=place.local_rank,
+                    **place.among | {"init_method": f"{place.store}-{number}"}) as ranks:
+            yield config, ranks
+
+
+def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, updates: int,
+              parent: WarmParent | None = None) -> list[Any]:
+    told = {"configs": [one.to_dict() for one in configs.values()], "updates": updates}
+    with Processes(f"{__name__}:{function.__name__}", told, world=processes, parent=parent,
+                   progress_seconds=PROGRESS_SECONDS) as running:
+        return running.wait()
+
+
+# ---- Figures
+
+def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int) -> dict:
+    """For an Explorer: what a rank holds at its peak by stage of ZeRO; bf16 with AdamW, each block
+    recomputed, one sequence at a time."""
+    config = dataclasses.replace(model, global_batch=ranks * micro_batches,
+                                 grad_accum_steps=ranks * micro_batches)
+    found = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw", zero=stage,
+                           recompute="block") for stage in STAGES}
+    held = [one.at(one.peak_moment) for one in found.values()]
+    rows = {row: [each.get(row) for each in held]
+            for row in ROW_COLOURS if any(row in each for each in held)}
+    fit = [str(stage) for stage, one in found.items() if one.fits]
+    fits = f"fits with ZeRO {', '.join(fit)}" if fit else "fits with no stage of ZeRO"
+    return stacked_figure(
+        [f"ZeRO {stage}" for stage in found], rows, limit=machine.memory_bytes,
+        title=f"{ranks:,} ranks of {quantity(machine.memory_bytes, 'bytes')}: {fits}",
+        axis_title=f"bytes per {machine.title}, at the peak")
+
+
+COMPUTING_COLOURS = {"forward": "#d1d5db", "backward": "#9ca3af", "update": "#6b7280"}
+LANE, GAP = 0.38, 0.5       # of a rank's row; between two ways
+
+
+def overlap_figure(timelines: Mapping[str, Sequence[Any]], *, title: str = "",
+                   others: float = 0.0) -> dict:
+    """The plotly spec. `timelines`: by name, those of the ranks (lpkit.measure.overlap.Timeline). A
+    row for each rank: above what it computes, and blank where it waits; below its messages."""
+    rows: dict[float, str] = {}
+    at: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in COMPUTING_COLOURS | SENT_COLOURS}
+    for group, (name, ranks) in enumerate(timelines.items()):
+        for rank, one in enumerate(ranks):
+            y = len(rows) + GAP * group
+            rows[y] = f"{name}, rank {rank}"
+            for span in one.spans:
+                at[span.kind].append((y, span))
+    data = []
+    for kind, found in at.items():
+        if not found:
+            continue
+        colour, above = {**COMPUTING_COLOURS, **SENT_COLOURS}[kind], kind in COMPUTING_COLOURS
+        data.append(bars(
+            [y for y, _ in found], [1e3 * (span.end - span.start) for _, span in found], kind,
+            marker={"color": colour, "line": {"color": "#ffffff", "width": 0.5}},
+            base=[1e3 * span.start for _, span in found], width=LANE,
+            offset=-LANE if above else 0.0, textposition="none",
+            customdata=[f", {quantity(span.nbytes, 'bytes')}" if span.nbytes else ""
+                        for _, span in found],
+            hover="%{x:.2f} ms%{customdata}", **SECONDS))
+    return figure(
+        data, title, others=others, height=110 + 34 * len(rows), barmode="overlay",
+        xaxis=axis("ms since the first rank began", rangemode="nonnegative"),
+        yaxis={"tickvals": list(rows), "ticktext": list(rows.values()), "ticks": "",
+               "showgrid": False, "zeroline": False, "range": [max(rows) + 0.6, -0.6]})
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+rank_exercise = adding_to(EXERCISES, OnRanks)
+
+# Exercises: Bytes that a rank sends, rows that it has, messages.
+
+@exercise("14.sent_bytes", (4_000, 2, 0, 1), (4_000, 4, 3, 1), (4_000, 4, 2, 4),
+          draw=lambda r: (10 ** r.uniform(3, 12), r.choice((2, 3, 8, 64)), r.randrange(4),
+                          r.randint(1, 16)), minutes=8, stars=2,
+          mistakes={"a rank does not send its own part to itself":
+                        lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, stage, pieces) * ranks / (ranks - 1),
+                    "whole gradients wait for the last micro-batch, and travel once":
+                        lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, max(stage, 2), pieces),
+                    "ZeRO 2 and 3 send in every micro-batch": lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, stage, 1),
+                    "that is the paper's ZeRO 2, whose weights stay whole; FSDP2 gathers them in "
+                    "each micro-batch": lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, stage, pieces)
+                        * ((pieces + 1) / (2 * pieces) if stage == 2 else 1),
+                    "ZeRO 3 gathers once for forward and once for backward":
+                        lambda nbytes, ranks, stage, pieces:
+                        sent_bytes(nbytes, ranks, min(stage, 2), pieces)})
+def sent_bytes(nbytes: float, ranks: int, stage: int, micro_batches: int) -> float:
+    rounds = micro_batches * stage if stage > 1 else 2      # of 3: two gathers and one scatter
+    return rounds * (ranks - 1) / ranks * nbytes
+
+
+@exercise("14.rows", (4, 2, 1), (5, 2, 1), (5, 4, 2), (5, 4, 3), (2, 4, 3),
+          draw=lambda r: (r.randint(1, 40), (ranks := r.randint(1, 9)), r.randrange(ranks)),
+          minutes=5,
+          mistakes={"each gets as many as the first, rounded up: none are left over":
+                        lambda rows, ranks, rank:
+                        (rank * (rows // ranks), (rank + 1) * (rows // ranks)),
+                    "there may be fewer rows than ranks: nobody has rows beyond the last":
+                        lambda rows, ranks, rank: (rank * math.ceil(rows / ranks),
+                                                   (rank + 1) * math.ceil(rows / ranks)),
+                    "one more for the first ones is another cut: all but the last have as many":
+                        lambda rows, ranks, rank:
+                        tuple(one * (rows // ranks) + min(one, rows % ranks)
+                              for one in (rank, rank + 1))})
+def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    each = math.ceil(rows / ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def _in_order(sizes: list[int], most: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for size in sizes:
+        if found and sum(found[-1]) + size <= most:
+            found[-1].append(size)
+        else:
+            found.append([size])
+    return found
+
+
+def _until_full(sizes: list[int], most: int) -> list[list[int]]:
+    found: list[list[int]] = [[]]
+    for size in sizes[::-1]:
+        if sum(found[-1]) >= most:
+            found.append([])
+        found[-1].append(size)
+    return found
+
+
+@exercise("14.buckets", ([4], 8), ([4, 3, 2], 5), ([1, 20, 1], 8), ([1, 2, 3, 4, 5], 6),
+          draw=lambda r: ([r.randint(1, 9) for _ in range(r.randint(1, 12))], r.randint(1, 20)),
+          minutes=8, stars=2,
+          mistakes={"backward has the last parameters' gradients first": _in_order,
+                    "a bucket holds `most` at most, unless one alone is larger": _until_full,
+                    "that is a message for each parameter":
+                        lambda sizes, most: [[size] for size in sizes[::-1]]})
+def buckets(sizes: list[int], most: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for size in sizes[::-1]:
+        if found and sum(found[-1]) + size <= most:
+            found[-1].append(size)
+        else:
+            found.append([size])
+    return found
+
+
+# Exercises: one number for a gradient that lies in parts.
+
+def _parts(r: Random) -> tuple[list[list[Tensor]], float]:
+    ranks, parameters = r.randint(1, 4), r.randint(1, 3)
+    return ([[normal(r, r.randint(0, 3)) for _ in range(parameters)] for _ in range(ranks)],
+            r.choice((0.1, 1.0, 100.0)))
+
+
+def _clip_own(parts: list[list[Tensor]], most: float) -> list[float]:
+    return [clip_factors([one], most)[0] for one in parts]
+
+
+@exercise("14.clip", ([[torch.tensor([3.0])], [torch.tensor([4.0])]], 1.0),
+          ([[torch.tensor([0.3])], [torch.tensor([0.4])]], 1.0),
+          draw=_parts, tolerance=1e-4, stars=2, minutes=8,
+          mistakes={"one norm over all ranks: theirs are parts of the same gradient": _clip_own,
+                    "squares add up, norms do not": lambda parts, most:
+                        [min(1.0, most / max(sum(g.norm().item() for one in parts for g in one),
+                                             1e-30))] * len(parts),
+                    "a short gradient stays as it is": lambda parts, most:
+                        [most / max(math.sqrt(sum(g.square().sum().item() for one in parts
+                                                  for g in one)), 1e-30)] * len(parts)})
+def clip_factors(parts: list[list[Tensor]], most: float) -> list[float]:
+    squares = [sum(g.square().sum().item() for g in one) for one in parts]      # on each rank
+    norm = math.sqrt(sum(squares))                                              # an all-reduce
+    return [min(1.0, most / norm) if norm else 1.0] * len(parts)
+
+
+def _step(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
+    each = r.randint(1, 4)
+    w = normal(r, WORLD * each).expand(WORLD, -1)
+    return w, normal(r, WORLD, WORLD * each), normal(r, WORLD, each), r.choice((0.1, 0.5, 1.0))
+
+
+# Text alone travels, so each stands on its own.
+def _of_the_sum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g)
+    return all_gather(w.chunk(ranks)[rank] - lr * m), m
+
+
+def _of_own_gradient(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + g.chunk(ranks)[rank]
+    return all_gather(w.chunk(ranks)[rank] - lr * m), m
+
+
+def _of_the_first_part(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    return all_gather(w.chunk(ranks)[0] - lr * m), m
+
+
+def _not_spread(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    w = w.clone()
+    w.chunk(ranks)[rank].sub_(lr * m)
+    return w, m
+
+
+@rank_exercise("14.zero_one",
+          (torch.tensor([[1.0, 1.0]] * 2), torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
+           torch.zeros(2, 1), 1.0),
+          draw=_step, tolerance=1e-5, stars=3, minutes=15,
+          mistakes={"the ranks' mean, not their sum": _of_the_sum,
+                    "the other ranks have seen other sequences: their gradients count, too":
+                        _of_own_gradient,
+                    "each rank updates its own part": _of_the_first_part,
+                    "the other ranks have parts of the new weights that this one needs":
+                        _not_spread})
+def zero_one_step(w: Tensor, g: Tensor, m: Tensor, lr: float, rank: int, ranks: int,
+                  reduce_scatter: Callable[[Tensor], Tensor],
+                  all_gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    m = 0.9 * m + reduce_scatter(g) / ranks
+    part = w.chunk(ranks)[rank] - lr * m
+    return all_gather(part), m

@@ -1,0 +1,181 @@
+"""Lesson 15, multi gpu fp8: its study, its figures and its exercises."""
+
+import math
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lessons.draws import normal
+from lessons.l14_data_parallel_and_zero import rows_of_rank
+from lpkit.config import Config
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.course.rank_exercises import WORLD, OnRanks
+from lpkit.predict.ledger import memory
+from lpkit.predict.messages import messages, sent_bytes
+from lpkit.predict.time import step_time
+from lpkit.predict.units import duration, quantity
+from lpkit.tables import html_table
+from lpkit.techniques.machines import Machine
+from lpkit.ui.memory import SENT_COLOURS, stacked_figure
+
+# ---- Figures
+
+def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callable[..., Any]:
+    """For an Explorer, of what `ways` makes of a model on so many ranks: what each sends in an
+    update, one sequence at a time, each block recomputed; what that takes, and what a rank holds."""
+    def show(model: Config, machine: Machine, ranks: int) -> tuple[dict, str]:
+        config = model.replace({"global_batch": ranks, "grad_accum_steps": ranks,
+                                "memory.recompute": "block"})
+        sent, rows = {}, []
+        for name, one in ways(config, ranks).items():
+            sent[name] = sent_bytes(messages(one, machine))
+            step, held = step_time(one, machine), memory(one, machine)
+            shards = [row for row in step.rows if row.name.startswith("shard")]
+            seen, hidden = (sum(getattr(row, key) for row in shards)
+                            for key in ("seconds", "hidden_seconds"))
+            rows.append((name, quantity(sum(sent[name].values()), "bytes"), duration(seen + hidden),
+                         duration(hidden), duration(step.step_seconds),
+                         quantity(held.peak_bytes, "bytes")))
+        spec = stacked_figure(
+            list(sent), {kind: [each.get(kind) for each in sent.values()] for kind in SENT_COLOURS
+                         if kind != "all-reduce"},
+            axis_title="sent in an update, bytes per rank",
+            title=f"{ranks:,} x {machine.title}, a sequence each: what a rank sends")
+        heads = ("", "sent", "by links alone", "of it hidden", "step", "peak")
+        return spec, html_table(heads, rows)
+
+    return show
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+rank_exercise = adding_to(EXERCISES, OnRanks)
+
+# Exercises: What a cast saves on the way, how often to save, and who reads what.
+
+def _shapes(r: Random) -> tuple[list[tuple[int, int]], list[bool], int]:
+    shapes = [(r.randint(1, 99), r.randint(1, 99)) for _ in range(r.randint(1, 5))]
+    return shapes, [r.random() < 0.5 for _ in shapes], r.choice((2, 3, 8))
+
+
+def _unpadded(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
+    whole = sum(rows * columns * (1 if eight_bits else 4)
+                for (rows, columns), eight_bits in zip(shapes, cast))
+    return (ranks - 1) / ranks * whole
+
+
+def _others_in_bf16(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
+    eight = gathered_bytes(shapes, [True] * len(shapes), ranks)
+    return 2 * eight - gathered_bytes([one for one, is_cast in zip(shapes, cast) if is_cast],
+                                      [True] * sum(cast), ranks)
+
+
+@exercise("15.gathered_bytes", ([(4, 8)], [True], 2), ([(4, 8), (8, 1)], [True, False], 2),
+          draw=_shapes, minutes=8, stars=2,
+          mistakes={"a rank does not send its own part to itself":
+                        lambda shapes, cast, ranks: gathered_bytes(shapes, cast, ranks)
+                        * ranks / (ranks - 1),
+                    "what is not cast travels as it rests, in float32": _others_in_bf16,
+                    "parts of one message are of one size: rows are rounded up": _unpadded})
+def gathered_bytes(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
+    whole = 0
+    for (rows, columns), eight_bits in zip(shapes, cast):
+        whole += math.ceil(rows / ranks) * ranks * columns * (1 if eight_bits else 4)
+    return (ranks - 1) / ranks * whole
+
+
+@exercise("15.interval", (50.0, 100.0, 1), (60.0, 1e6, 100), (60.0, 1.825e8, 16_384),
+          draw=lambda r: (10 ** r.uniform(0, 3), 10 ** r.uniform(5, 9), r.randint(1, 20_000)),
+          minutes=6, stars=2,
+          mistakes={"each of them may fail: all together do so `devices` times as often":
+                        lambda save, apart, devices: math.sqrt(2 * save * apart),
+                    "a failure costs half an interval on average":
+                        lambda save, apart, devices: math.sqrt(save * apart / devices),
+                    "that is how often they fail":
+                        lambda save, apart, devices: apart / devices})
+def interval(save_seconds: float, apart_seconds: float, devices: int) -> float:
+    # of each second save / t is spent on saving, and t / 2 / (apart / devices) lost: least in t
+    return math.sqrt(2 * save_seconds * apart_seconds / devices)
+
+
+def _of_every_file(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int, int]]:
+    start, stop = rows_of_rank(rows, reads, rank)
+    parts = (rows_of_rank(rows, wrote, writer) for writer in range(wrote))
+    return [(writer, max(start, first), min(stop, last))
+            for writer, (first, last) in enumerate(parts)]
+
+
+def _from_its_first(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int, int]]:
+    return [(writer, first - rows_of_rank(rows, wrote, writer)[0],
+             last - rows_of_rank(rows, wrote, writer)[0])
+            for writer, first, last in pieces(rows, wrote, reads, rank)]
+
+
+@exercise("15.pieces", (4, 2, 1, 0), (4, 1, 2, 1), (5, 2, 3, 1),
+          draw=lambda r: (r.randint(1, 40), r.randint(1, 6), (reads := r.randint(1, 6)),
+                          r.randrange(reads)), minutes=10, stars=2,
+          mistakes={"leave out files that have nothing for it": _of_every_file,
+                    "rows count from the parameter's first, not from the file's": _from_its_first,
+                    "that is the whole of each file; only the rows of this rank are asked for":
+                        lambda rows, wrote, reads, rank:
+                        [(writer, *rows_of_rank(rows, wrote, writer))
+                         for writer, *_ in pieces(rows, wrote, reads, rank)]})
+def pieces(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int, int]]:
+    def part(ranks: int, rank: int) -> tuple[int, int]:
+        each = math.ceil(rows / ranks)
+        return min(rank * each, rows), min((rank + 1) * each, rows)
+
+    start, stop = part(reads, rank)
+    found = []
+    for writer in range(wrote):
+        first, last = part(wrote, writer)
+        if max(start, first) < min(stop, last):
+            found.append((writer, max(start, first), min(stop, last)))
+    return found
+
+
+# Exercises.
+
+def _own_scale(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = rows.abs().amax() / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
+
+
+def _never_scaled_back(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.abs().amax()) / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float()
+
+
+def _up_to_one(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.abs().amax())
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
+
+
+def _signed(rows, rank, ranks, all_reduce_max, all_gather_bytes):
+    scale = all_reduce_max(rows.amax()) / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
+
+
+@rank_exercise("15.eight_bits",
+          (torch.tensor([[1.0, 0.3], [-7.0, 0.5]]),),
+          draw=lambda r: (normal(r, WORLD, r.randint(1, 9)) * normal(r, WORLD, 1).exp(),),
+          stars=3, minutes=12,
+          mistakes={"one scale for all: the largest magnitude may be another rank's": _own_scale,
+                    "what arrives has been divided by the scale": _never_scaled_back,
+                    "E4M3 reaches to 448: that is where the largest magnitude goes": _up_to_one,
+                    "a magnitude has no sign": _signed})
+def eight_bit_gather(rows: Tensor, rank: int, ranks: int,
+                     all_reduce_max: Callable[[Tensor], Tensor],
+                     all_gather_bytes: Callable[[Tensor], Tensor]) -> Tensor:
+    scale = all_reduce_max(rows.abs().amax()) / 448
+    cast = (rows / scale).to(torch.float8_e4m3fn)
+    return all_gather_bytes(cast.view(torch.uint8)).view(torch.float8_e4m3fn).float() * scale
