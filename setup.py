@@ -5,7 +5,7 @@ Everything else is in pyproject.toml. `lpkit.files.resource` finds either place,
 
 from setuptools import find_packages, setup
 
-BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
+BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.notebooks.lessons": "notebooks/lessons", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
 
 setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],
@@ -13,6 +13,7 @@ setup(
     package_data={
         "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h", "ui/*.js", "ui/*.css"],
         "lpkit.notebooks": ["*.ipynb"],
+        "lpkit.notebooks.lessons": ["*.py"],
         "lpkit.data.measured": ["*"],
         "lpkit.data.published": ["*"],
     },

@@ -20,5 +20,6 @@ if __name__ == "__main__":
     into = Path("build/smoke")
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
+    shutil.copytree("notebooks/lessons", into / "lessons", ignore=shutil.ignore_patterns("__pycache__"))
     for path in notebooks.course():
         nbformat.write(copy_of(path), into / path.name)

@@ -297,7 +297,7 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
     line, theirs = socket.socketpair()
     with line:
         with theirs:
-            parents[key].start("judge", [theirs.fileno()])
+            parents[key].start(name, [theirs.fileno()])
         line.settimeout(START_SECONDS + 5 * seconds)
         with contextlib.suppress(OSError):
             line.sendall(job)

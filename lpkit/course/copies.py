@@ -3,7 +3,8 @@ arrives.
 
 A work folder holds the notebooks and, in PRISTINE, each of them as the course had it when it was
 last brought here. A cell that differs from that is the learner's and keeps its text; the others
-take the course's. Cells are known by their ids. The course itself is only read, other files are
+take the course's. Cells are known by their ids. A lesson, the module beside a notebook, is one
+piece: changed by the learner it stays as it is. The course itself is only read, other files are
 left alone, and every file is written whole, by one process at a time.
 """
 
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 PRISTINE = ".pristine"
+LESSONS = "lessons"     # a folder beside the notebooks
 BESIDE = "-beside"      # after the id of a cell that both had changed
 
 
@@ -48,13 +51,23 @@ def update(folder: Path) -> list[dict[str, Any]]:
     """Bring each notebook of the course to `folder`. Those where there was something to do:
     `notebook`, `done` (copied, updated, left), `notes` (sentences). Raises ConfigError, OSError."""
     with _alone(folder):
-        return [change for path in _course() if (change := _update(path, folder))]
+        changes = [_update(path, folder) for path in _course()]
+        return [change for change in (*changes, *map(partial(_lesson, folder), _lessons())) if change]
 
 
 def reset(folder: Path, name: str) -> dict[str, Any]:
-    """Put the course's notebook `name` (03_number_formats, 03, number_formats) where the copy is.
-    Exercises keep their answers, and the old file stays beside it, as `backup`."""
+    """Put the course's notebook `name` (03_number_formats, 03, number_formats), and its lesson,
+    where the copies are. Exercises keep their answers, and old files stay beside, as `backup`."""
     path = by_name(_course(), Path(name).stem)
+    with _alone(folder):
+        said = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
+                for note in _reset_lesson(folder, lesson)]
+    change = _reset(folder, path)
+    change["notes"] += said
+    return change | {"done": "reset"} if said and change["done"] == "unchanged" else change
+
+
+def _reset(folder: Path, path: Path) -> dict[str, Any]:
     mine, new, notes = folder / path.name, parse(text := path.read_text(), path.name), []
     with _alone(folder):
         if not _is_there(mine):
@@ -151,13 +164,48 @@ def _course() -> list[Path]:
     raise ConfigError(f"there is no notebook in {named(ours)}; install lpkit again")
 
 
+def _lessons() -> list[Path]:
+    return sorted((files.resource("notebooks") / LESSONS).glob("*.py"))
+
+
+def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
+    """Bring one to `folder`; what is said of it, if the learner and the course both changed it."""
+    text, here = path.read_text(), files.own_folder(folder / LESSONS) / path.name
+    was = files.own_folder(folder / PRISTINE / LESSONS) / path.name
+    before, there = was.read_text() if was.exists() else None, _is_there(here)
+    mine = files.read_text(here, MOST_BYTES) if there else None
+    if there and mine not in (before, text):
+        if text == before:
+            return None
+        files.write_atomically(was, text)       # it is said once
+        return {"notebook": f"{LESSONS}/{path.stem}", "done": "updated", "notes": [
+            f"you and the course both changed it: yours stays; `lpkit lab --reset "
+            f"{path.stem[1:3]}` puts the course's there and keeps yours beside it"]}
+    for place, old in ((here, mine), (was, before)):
+        if old != text:
+            files.write_atomically(place, text)
+    return None
+
+
+def _reset_lesson(folder: Path, path: Path) -> list[str]:
+    """The course's in place of the copy; where the learner's is now, if it was another."""
+    here, text = files.own_folder(folder / LESSONS) / path.name, path.read_text()
+    if not _is_there(here) or (mine := files.read_text(here, MOST_BYTES)) == text:
+        return []
+    backup = files.free(here.with_stem(f"{here.stem}-{date.today()}"))
+    files.write_atomically(backup, mine)
+    files.write_atomically(here, text)
+    return [f"your {LESSONS}/{here.name} is now {backup.name}"]
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Two labs may start at once. What a killed one left goes."""
     pristine = files.own_folder(folder / PRISTINE)
     files.refuse_links(pristine)
     with files.locked(pristine / ".lock"):
-        files.sweep(pristine)
+        for place in (pristine, pristine / LESSONS, folder / LESSONS):
+            files.sweep(place)
         for path in _course():
             files.sweep(folder, f".{path.name}.????????.tmp")
         yield

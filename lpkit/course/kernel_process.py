@@ -27,9 +27,9 @@ from triton.runtime.jit import mangle_type
 from lpkit.course import attempts
 from lpkit.course.attempts import Answer, Parcel, line_of
 from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
+from lpkit.course.lessons import exercise
 from lpkit.course.puzzles import UNTOUCHED, Launch, Puzzle, bits
 from lpkit.kernels.interpreter import mend_calls
-from tests.course import PUZZLES
 
 LARGE = 1 << 27                 # elements on which a GPU is timed
 TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU
@@ -245,7 +245,7 @@ def load(source: str) -> Any:
 def answers(name: str, source: str, compiled: bool) -> Iterator[Answer]:
     """What the kernel leaves in each case, and what moved where it is interpreted. Compiled, last
     how fast it is on a GPU; without one alone that it compiles."""
-    puzzle = PUZZLES[name]
+    puzzle = exercise(name)
     try:
         kernel = load(source)
         if compiled and not torch.cuda.is_available():
@@ -261,8 +261,9 @@ def answers(name: str, source: str, compiled: bool) -> Iterator[Answer]:
 def count(name: str, source: str, elements: int) -> Iterator[Answer]:
     """By tensor the bytes read and written, for each element of the first, on a case of about so
     many."""
-    case = PUZZLES[name].large(elements)
-    moved = run(load(source), PUZZLES[name], case, turn=0).value["moved"]
+    puzzle = exercise(name)
+    case = puzzle.large(elements)
+    moved = run(load(source), puzzle, case, turn=0).value["moved"]
     yield Answer({name: [n / case[0].numel() for n in both] for name, both in moved.items()})
 
 

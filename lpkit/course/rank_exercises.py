@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lpkit.course import judge
+from lpkit.course import judge, lessons
 from lpkit.course.attempts import SECONDS, Answer, Attempt, Parcel, limit_memory, load
 from lpkit.course.judge import (
     ENDED,
@@ -95,7 +95,7 @@ def _judge(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """`why`: the number of the first case that is wrong, and what to say. `hints`: of the mistakes
     that an attempt agrees with in every case. The attempt answers in a fork of this rank, which
     meets the other ranks' forks; then the definition runs, here."""
-    exercise, answers = EXERCISES[told["name"]], []
+    exercise, answers = lessons.exercise(told["name"]), []
     cases = list(exercise.all_cases())
     with Attempt(partial(_attempt, place, exercise, told["source"]), told["seconds"]) as attempt:
         given = iter(attempt)

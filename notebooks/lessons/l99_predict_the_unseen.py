@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lessons.l06_fp8_training import predicted_db
+from lessons.l14_data_parallel_and_zero import sent_bytes
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import MARKS
 from lpkit.predict import published
@@ -163,7 +164,7 @@ def _gain(case: Case) -> float:
 
 def _sent(case: Case) -> float:
     nbytes = 4 * parameter_count(case.config.model)
-    return EXERCISES["14.sent_bytes"].spec(nbytes, case.ranks, case.zero, case.micro_batches)
+    return sent_bytes(nbytes, case.ranks, case.zero, case.micro_batches)
 
 
 QUESTIONS = {
