@@ -59,7 +59,7 @@ class Printed(HTMLParser):
 
 
 class Reader:
-    """`shown`: the HTML of a cell, by id. Answers for a sheet of `lpkit.course.capstone`."""
+    """`shown`: the HTML of a cell, by id. Answers for a sheet of lesson 99."""
 
     def __init__(self, shown: dict[str, str]):
         self.tables = {cell: Printed(page) for cell, page in shown.items()}

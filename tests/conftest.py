@@ -4,10 +4,13 @@
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import NOTEBOOKS
 
 if not torch.cuda.is_available():       # before anybody imports a kernel
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -153,5 +156,6 @@ def lab(tmp_path_factory, context):
     from tests.served import Notebook, served
 
     folder = tmp_path_factory.mktemp("lab")
+    shutil.copytree(Path(NOTEBOOKS) / "lessons", folder / "lessons")
     with served(folder, tmp_path_factory.mktemp("state")) as server:
         yield lambda name: Notebook(context, server, name), folder

@@ -28,8 +28,7 @@ MAY_IMPORT = {
     "training": BASE | {"datasets", "hardware", "kernels", "measure", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques", "training"},
-    "studies": BASE | {"hardware", "kernels", "measure", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "course": BASE | {"kernels", "measure", "nn", "parallel", "precision", "predict", "studies", "techniques", "training", "ui"},
+    "course": BASE | {"kernels", "measure", "parallel", "predict", "techniques", "training", "ui"},
     "ui": BASE | {"predict", "techniques"},
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},
@@ -60,6 +59,14 @@ def test_imports_stay_in_their_rooms(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
     if room not in EVERYTHING:
         assert rooms(path) - {room} <= MAY_IMPORT[room], f"{room} may import {sorted(MAY_IMPORT[room])}"
+
+
+def test_lessons_stand_on_the_package_and_it_on_none_of_them():
+    """A learner may break one; whoever needs one of an exercise looks for it beside the notebook."""
+    assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "lessons"]
+    for path in (ROOT.parent / "notebooks" / "lessons").glob("*.py"):
+        outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
+        assert outside <= {"lessons", "lpkit", "torch", "triton", "ipywidgets", "traitlets", "IPython"}, (path.name, outside)
 
 
 @pytest.mark.parametrize("room", ["techniques", "predict"])

@@ -287,14 +287,18 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
 
 THEMED = ["""
 import lpkit
-from lpkit.course.exercises import EXERCISES, check
 from lpkit.course.claims import claim
+from lpkit.course.learner import check
+from lpkit.course.lessons import exercises
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.plan import plan
-from lpkit.ui import Explorer, Guess, layouts_view
+from lessons.l09_predict_before_you_rent import layouts_view
+from lpkit.ui import Explorer, Guess
 from IPython.display import HTML
+
+EXERCISES = exercises()
 
 def refuses(size):
     raise ConfigError("no size will do")
@@ -326,14 +330,16 @@ DRAWN = ["""
 import lpkit
 from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
-from lpkit.precision.formats import landings, listed
+from lpkit.precision.formats import listed
 from lpkit.ui import *
+from lessons.l01_memory_math import memory_figure
+from lessons.l03_number_formats import ranges_figure, value_figure
 from lpkit.techniques.formats import FORMATS
 
 rows = [Row(name="peak", formula=1.0, measured=1.1, guess=2.0, unit="GB", where="here"), Row(name="MFU", formula=40, measured=30, unit="%", where="")]
 Figure(comparison_figure(rows, title="Off"))
 """, "Figure(memory_figure(memory(lpkit.preset('llama-8b'), CATALOGUE['h200'])))", "Figure(ranges_figure(FORMATS.values()))",
-    "Figure(landing_figure(landings(0.3).values())[0])", "Figure(value_figure(listed()['e4m3fn'], 75))"]
+    "Figure(value_figure(listed()['e4m3fn'], 75))"]
 
 # The least contrast of any text outside the figures, by the formula of WCAG 2.
 CONTRAST = """() => {

@@ -263,3 +263,33 @@ def test_the_command(folder, course, capsys):
     (folder / NAME).write_text("{")
     course(FIRST | {"b": "y = 4"})
     assert cli.main(["lab", "--update", "--course", str(folder)]) == 1 and "--reset 03_formats" in capsys.readouterr().out
+
+
+def test_a_lesson_comes_beside_its_notebook_and_a_changed_one_stays(folder, course):
+    lessons, mine = course(FIRST).parent / "lessons", folder / "lessons" / "l03_formats.py"
+    lessons.mkdir()
+    theirs = lessons / mine.name
+
+    def publish(text: str) -> list[dict]:
+        theirs.write_text(text)
+        return copies.update(folder)
+
+    assert publish("x = 1\n") == [] and mine.read_text() == "x = 1\n"
+    assert publish("x = 2\n") == [] and mine.read_text() == "x = 2\n"      # as it was: it takes the course's
+    mine.write_text("x = 5\n")
+    assert copies.update(folder) == [] and mine.read_text() == "x = 5\n"
+    [change] = publish("x = 3\n")
+    assert change["notebook"] == "lessons/l03_formats" and "--reset 03" in change["notes"][0] and mine.read_text() == "x = 5\n"
+    assert copies.update(folder) == []      # it is said once
+    change = copies.reset(folder, "03")
+    backup = f"l03_formats-{date.today()}.py"
+    assert change["done"] == "reset" and change["notes"][-1] == f"your lessons/l03_formats.py is now {backup}"
+    assert mine.read_text() == theirs.read_text() == "x = 3\n" and mine.with_name(backup).read_text() == "x = 5\n"
+    assert publish("x = 4\n") == [] and mine.read_text() == "x = 4\n"
+    mine.unlink()
+    assert copies.update(folder) == [] and mine.read_text() == "x = 4\n"
+    mine.unlink()
+    mine.symlink_to(theirs)
+    with pytest.raises(ConfigError, match="link"):
+        copies.update(folder)
+    assert theirs.read_text() == "x = 4\n"

@@ -240,7 +240,7 @@ def test_a_page_explains_its_recipe():
 
 
 def test_pictures_of_recipes_show_what_was_measured():
-    """The dB of a picture is that of lpkit.studies.outliers' own measure; colours keep their order in grey."""
+    """The dB of a picture is that of lesson 04's own measure; colours keep their order in grey."""
     from lessons import l04_scaling_recipes as outliers
     from lpkit.techniques.recipes import RECIPES
 

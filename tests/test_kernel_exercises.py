@@ -559,13 +559,14 @@ def test_margins_alone_find_what_lies_outside():
     """As on a GPU, where nobody looks at each address."""
     program = """
         import contextlib
+        import tests
         from lpkit.course import kernel_process as k
         from lpkit.course.puzzles import difference
         k.watched = lambda *_: contextlib.nullcontext()
         for name, old, new in (("10.copy", ", mask=i < n)", ")"), ("10.softmax", "row * x_stride", "row * columns"),
                                ("10.rms_norm", "v * scale * g, mask=i < columns", "v * scale * g"),
                                ("10.cast_both", "turned + c[None, :] * R", "turned + c[None, :] * C")):
-            puzzle = k.PUZZLES[name]
+            puzzle = k.exercise(name)
             answers = k.answers(name, puzzle.solution.replace(old, new), False)
             print(next(why for case, one in zip(puzzle.all_cases(), answers)
                        if (why := one.why or difference(one.value["left"], puzzle, case))))"""
@@ -586,7 +587,7 @@ def judged_within(planted, *attempts):
         import numpy as np
         from triton.runtime import interpreter
         {planted}
-        from lpkit.course.kernel_exercises import PUZZLES
+        from tests.course import PUZZLES
         for name, source in {attempts!r}:
             print(json.dumps(PUZZLES[name].found(dict(source=source, compiled=False, elements=0, seconds=30), -1)))"""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -6,16 +6,14 @@ from importlib import import_module
 _NAMES = {
     "lpkit.tables": "html_table",
     "lpkit.ui.calibration": "progress_figure",
-    "lpkit.ui.comparison": "comparison_figure ",
+    "lpkit.ui.comparison": "comparison_figure",
     "lpkit.ui.controls": "Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
-    "lpkit.ui.memory": "stacked_figure "
-    "timeline_figure ",
-    "lpkit.ui.plan": "opened_memory "
-    "opened_time ",
+    "lpkit.ui.memory": "stacked_figure timeline_figure",
+    "lpkit.ui.plan": "opened_memory opened_time",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun race_figure training_figure",
-    "lpkit.ui.telemetry": "heat_map quality_table ",
+    "lpkit.ui.telemetry": "heat_map quality_table",
     "lpkit.ui.terms": "terms_opened terms_table",
     "lpkit.ui.waiting": "progress",
 }

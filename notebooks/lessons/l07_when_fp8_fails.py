@@ -8,7 +8,7 @@ The failure lab: what goes wrong in low-precision training, put in on purpose.
 A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or
 its operands, and the recipe under which that layer is well again. None of them changes what the
 layer computes in exact arithmetic, so the same model in bf16 does not have it.
-`lpkit.studies.bisect` searches for where it is, `lpkit.studies.case` makes a riddle of it.
+`bisect` searches for where it is, `Case` makes a riddle of it.
 
 Which layer and product lose the loss: promote halves to 16 bits and keep the half that brings it
 back.
