@@ -1,4 +1,4 @@
-"""Lesson 06, fp8 training: its study, its figures and its exercises.
+"""Lesson 06, FP8 training: its study, its figures and its exercises.
 
 Recipes side by side, on one model, one seed and the same batches: what each costs in noise, in
 loss and in time.

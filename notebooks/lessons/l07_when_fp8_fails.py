@@ -1,4 +1,4 @@
-"""Lesson 07, when fp8 fails: its study, its figures and its exercises.
+"""Lesson 07, when FP8 fails: its study, its figures and its exercises.
 
 The failure lab: what goes wrong in low-precision training, put in on purpose.
 

@@ -1,4 +1,4 @@
-"""Lesson 11, fp8 matmul: its study, its figures and its exercises.
+"""Lesson 11, FP8 matmul: its study, its figures and its exercises.
 
 How many bits a sum keeps: FP8 products as Hopper's tensor cores add them, emulated.
 

@@ -1,4 +1,4 @@
-"""Lesson 14, data parallel and zero: its study, its figures and its exercises.
+"""Lesson 14, data parallel and ZeRO: its study, its figures and its exercises.
 
 What a rank keeps and sends in each stage of ZeRO, on real processes; and when.
 

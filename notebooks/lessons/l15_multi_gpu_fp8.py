@@ -1,4 +1,4 @@
-"""Lesson 15, multi gpu fp8: its study, its figures and its exercises."""
+"""Lesson 15, multi GPU FP8: its study, its figures and its exercises."""
 
 import math
 from collections.abc import Callable, Mapping
