@@ -168,6 +168,22 @@ def test_a_version_is_held_to_the_step_s_size(tmp_path):
     assert "cpu" in found["refused"], "the definition has no room there; PyTorch's own has"
 
 
+@pytest.mark.parametrize("definition", [True, False])
+def test_one_that_was_asked_for_is_held_to_the_step_s_size_too(definition):
+    """And to PyTorch's, where the definition has no room there. What itself has no room is not wrong."""
+    def version(x, weight, eps):
+        y = NORM.definition(x, weight, eps)
+        return y if len(x) <= 2048 else torch.cat((y[:-1], y[-1:] * 0))
+
+    kernel = dataclasses.replace(with_version(version), definition=NORM.definition if definition else no_room,
+                                 examples=lambda draw, device: [])
+    offered = {"pytorch": NORM.versions["pytorch"], "cpu": version, "right": lambda *a: NORM.definition(*a), "wide": no_room}
+    with pytest.raises(ConfigError, match=r"^system.kernels=cpu: rms-norm differs from its definition: result 1 of 3, at the run's size: a row"):
+        choose("rms-norm", kernel, "cpu", [rows()], offered=offered, raced=[rows(4096)])
+    for right in ("right", "wide"):
+        assert choose("rms-norm", kernel, right, [rows()], offered=offered, raced=[rows(4096)]).choice.used == right
+
+
 def no_room(x, weight, eps):
     if len(x) > 64:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: all scores")
@@ -219,6 +235,16 @@ def test_a_backend_that_is_right_in_the_small_is_refused(version, tmp_path):
     offered = {"plain": kernel.definition, "right": lambda q, k, v, *_: plain(q, k, v), "planted": version}
     found = choose("attention-test", kernel, "auto", hand, offered=offered, raced=raced, within_seconds=0.01, cache=tmp_path)
     assert set(found.refused) == {"planted"} and "differs" in found.refused["planted"], found
+
+
+def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
+    """On a GPU, where that takes no time."""
+    given = dataclasses.replace(asked(context=70), device="gpu")
+    monkeypatch.setitem(attention.AT_HAND, "gpu", 33)
+    monkeypatch.setattr(attention, "candidates", lambda given: {"plain": attention._told("plain", given.rule)})
+    monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads if name == "flex" else told(name, rule))
+    with pytest.raises(ConfigError, match=r"^system.attention=flex: attention-\w+ differs from its definition: result 1 of 4, at the run's size"):
+        attention.verified("flex", given, 9, CPU)
 
 
 def test_float16_is_verified_and_raced_in_float16(monkeypatch):

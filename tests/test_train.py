@@ -166,7 +166,7 @@ def test_two_writers_are_refused(tiny, tmp_path):
 def test_no_gpu_when_one_was_demanded(tiny, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError, match=r"system.device=cuda was asked for, but PyTorch sees 0 GPUs"):
+    with pytest.raises(ConfigError, match=r"system.device=cuda: it was asked for, but PyTorch sees 0 GPUs"):
         train(tiny.replace({"system.device": "cuda"}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -41,6 +41,7 @@ from lpkit.timing import interleaved_seconds
 
 REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
 TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in between
+PEERS = (PYTORCH, "sdpa")         # stand for a definition that a device has no room for
 ROUNDS, WARM_UP = 7, 1
 HOPELESS = 3.0      # times the fastest, after one call each: raced no further
 LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash_attn_3", "transformer-engine")
@@ -98,7 +99,9 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     if asked != "auto":
         call = pick(offered, asked, f"version of the kernel {name}")
         why = why_not(asked, at_hand)
-        if why or (asked not in TRUSTED and (why := wrong(kernel, call, at_hand))):
+        if why or (asked not in TRUSTED and (why := wrong(kernel, call, at_hand) or
+                                             (raced is not at_hand and
+                                              _wrong_at_size(kernel, asked, offered, raced)))):
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{definition or next(iter(offered))}")
         return Chosen(call=call, refused={},
@@ -186,6 +189,20 @@ def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: 
             continue
         return apart(kernel, gradients_of(kernel, call, arguments), want)
     return ""
+
+
+def _wrong_at_size(kernel: Kernel, asked: str, offered: Mapping[str, Version],
+                   raced: Sequence[tuple]) -> str:
+    """Why not the one asked for, at a step's size, where there is room to see it; Triton's
+    interpreter would take minutes."""
+    if asked == "triton" and INTERPRETED:
+        return ""
+    known = (kernel.definition, *(offered[key] for key in PEERS if key in offered))
+    try:
+        said = next(filter(None, (_unlike(kernel, offered[asked], known, a) for a in raced)), "")
+    except Exception as error:
+        return "" if out_of_memory(error) else _failed(error)
+    return f"{WRONG[0]}: {said}" if said else ""
 
 
 def why_not(version: str, at_hand: Sequence[tuple]) -> str:

@@ -64,7 +64,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
             on_gpu or flops(model) * config.global_batch * config.steps >= RACE_FLOPS):
         return race(given, config.micro_batch, device)
     if asked != "auto" and not ATTENTION[asked].assumed and not ATTENTION[asked].rounding:
-        verified(asked, given, device)
+        verified(asked, given, config.micro_batch, device)
         why = "asked for, and verified here"
     if used == "sdpa":
         why += ran(given, config.micro_batch, device, refuse=asked != "auto")
@@ -98,9 +98,12 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
     return choice
 
 
-def verified(name: str, given: Attending, device: torch.device) -> None:
-    """Raises ConfigError where `name` differs from the definition, or fails."""
-    raced(_name(given), of_backends(given), name, at_hand(given, device),
+def verified(name: str, given: Attending, batch: int, device: torch.device) -> None:
+    """Raises ConfigError where `name` differs from the definition, or fails; on a GPU, at a run's
+    shapes too."""
+    m, on_gpu = given.model, given.device == "gpu"
+    whole = [drawn(given, device, batch=batch, groups=m.G, T=m.T)] if on_gpu else None
+    raced(_name(given), of_backends(given), name, at_hand(given, device), raced=whole,
           offered=candidates(given) | {name: _told(name, given.rule)}, setting=WHERE)
 
 
