@@ -237,7 +237,7 @@ def test_a_search_says_that_it_is_one():
 
 def test_what_is_emulated_is_what_backends_say_by_rule():
     """Predictions without torch, and the page of docs/matrix.md, have one rule."""
-    from lpkit.measure import matrix
+    from tests.pages import matrix
 
     for name, on in CATALOGUE.items():
         for recipe, row in RECIPES.items():

@@ -1,4 +1,4 @@
-"""The page docs/parallel.md: `python -m tests.parallel_page > docs/parallel.md`."""
+"""The page docs/parallel.md: `python -m tests.pages parallel`."""
 
 import json
 
@@ -99,7 +99,3 @@ def _recorded(bench: str, words: str) -> list[str]:
         parts += ["#", "\n".join(recorded(result)), "\n",
                   markdown_table(("", "median", "beside", ""), lines), "\n"]
     return [words, *parts] if parts else []
-
-
-if __name__ == "__main__":
-    print(page(), end="")
