@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lpkit import cli
-from lpkit.predict import folklore, memory, predict
+from lpkit.predict import memory, predict
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
 from lpkit.predict.frontier import Candidate, triangle
@@ -36,6 +36,7 @@ from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
 from lpkit.ui.memory import memory_view
+from tests.pages import claims
 
 ROOT = Path(__file__).parents[1] / "lpkit"
 ELSEWHERE = {"techniques/hardware.py", "precision/backends.py", "measure/matrix.py", "kernels/amax.py", "kernels/cast_blocks.py", "kernels/cast_nvfp4.py",
@@ -151,7 +152,7 @@ def test_every_door_says_the_same(tmp_path, capsys):
         found = fit(config, on)
         assert (sum(found.rows.values()), found.peak_bytes) == pytest.approx((bytes_, bytes_), rel=1e-12), number
         # claims, and their frontier
-        assert folklore._peak(config, name) == bytes_ and folklore._seconds(config, name) == seconds, number
+        assert claims._peak(config, name) == bytes_ and claims._seconds(config, name) == seconds, number
         if paid.cost is not None:
             (point,) = triangle([Candidate(name="it", config=config, machine=name, tokens=paid.tokens)])
             assert (point.values["days"] * 86_400, point.values["dollars"]) == pytest.approx((paid.seconds, paid.cost), rel=1e-12), number

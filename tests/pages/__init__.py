@@ -5,6 +5,7 @@ PAGES = {
     "techniques": "tests.pages.techniques:page",
     "matrix": "tests.pages.matrix:page",
     "attention": "tests.pages.attention:page",
+    "claims": "tests.pages.claims:files",
     "kernels": "tests.pages.kernels:made",
     "parallel": "tests.pages.parallel:page",
     "recipes": "tests.pages.recipes:files",
