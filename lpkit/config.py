@@ -11,7 +11,6 @@ when YAML is asked for): `lpkit.predict` stands on this module.
 import dataclasses
 import functools
 import re
-import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -217,10 +216,12 @@ class Config(Group):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.version > VERSION:
-            raise ConfigError(f"this config has version {self.version}, newer than this lpkit "
-                              f"understands ({VERSION}); upgrade lpkit, or write the config again "
-                              f"with this one")
+        if self.version != VERSION:
+            age, other = ("older", "take the lpkit that wrote it") if self.version < VERSION else (
+                "newer", "upgrade lpkit")
+            raise ConfigError(f"this config has version {self.version}, {age} than this lpkit "
+                              f"understands ({VERSION}); {other}, or write the config again with "
+                              f"this one")
         if self.global_batch % self.grad_accum_steps:
             raise ConfigError(f"global_batch={self.global_batch} does not split into "
                               f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "
@@ -256,12 +257,10 @@ class Config(Group):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
-        name. Keys of version 2 are read, and named on standard error."""
+        name."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
-        if isinstance(version, int) and version > VERSION:  # before its new keys are called unknown
+        if isinstance(version, int) and version != VERSION:     # before its keys are called unknown
             cls(version=version)
-        if version == 2:
-            values = _from_version_2(values)
         return _build(cls, values, "")
 
     def to_yaml(self) -> str:
@@ -451,16 +450,3 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
 
 def _unknown(key: str, near: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"there is no setting {shown(key)}; {nearest(near, known)}")
-
-
-# Version 2.
-
-def _from_version_2(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What computes attention was the model's; standard error says that it moved."""
-    found = {key: value for key, value in _leaves(values) if key != "version"}
-    backend = found.pop("model.attention", "auto")
-    if backend != "auto":
-        found["system.attention"] = backend
-        print("lpkit: read from an older version: model.attention -> system.attention",
-              file=sys.stderr)
-    return _nested(found)

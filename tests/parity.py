@@ -16,7 +16,7 @@ arithmetic: those layouts are held to the same gathering on one rank, and how fa
 process is a column. Sigma is one process's, here too. Gradients of 8 bits add up in float32 without
 rounding, so that orders do nothing; but ranks also add up the norm of all gradients otherwise.
 
-    python -m tests.parallel_page       prints docs/parallel.md, which has the table
+    python -m tests.pages parallel      writes docs/parallel.md, which has the table
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 from lpkit.measure import attention
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
+from tests.pages.attention import errors
 
 PAGE = (Path(__file__).parents[1] / "docs" / "attention.md").read_text()
 TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
@@ -17,12 +18,12 @@ TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.
 @pytest.fixture(scope="module")
 def found():
     """Two dtypes of every kind and backend."""
-    return attention.errors(attention.run("cpu", dtypes=("float32", "bfloat16")))
+    return errors(attention.run("cpu", dtypes=("float32", "bfloat16")))
 
 
 def test_every_kind_by_every_backend_is_on_the_page_and_true_here(found):
     heads = TABLE[0]
-    assert heads == ["backend", *attention.models()] and set(KINDS) <= set(heads), "python -m lpkit.measure.attention --page"
+    assert heads == ["backend", *attention.models()] and set(KINDS) <= set(heads), "python -m tests.pages attention"
     rows = {row[0]: dict(zip(heads, row)) for row in TABLE[1:1 + len(ATTENTION)]}
     assert list(rows) == list(ATTENTION)
     for (name, kind), cells in found.items():

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from lpkit import cli
-from lpkit.predict import folklore
-from lpkit.predict.folklore import (
+from lpkit.commands.claims import HEADS, line
+from lpkit.predict.params import parameter_count
+from tests.pages import claims as pages
+from tests.pages.claims import (
     CONFIRMED,
     CRAMMED,
     NUMBERS,
@@ -21,7 +23,6 @@ from lpkit.predict.folklore import (
     Numbers,
     claims,
 )
-from lpkit.predict.params import parameter_count
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = claims()
@@ -35,11 +36,12 @@ def numbers():
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_verdict_follows_from_its_numbers(claim):
     """Where a number moved across a border, the verdict in data/published/claims.toml is to be thought over, and its words."""
-    assert claim.verdict == claim.follows, folklore.line(claim.to_dict())
+    assert claim.verdict == claim.follows, line(claim.to_dict())
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs" / "claims.md").read_text() == folklore.page(), "python -m lpkit.predict.folklore"
+    assert (ROOT / "docs" / "claims.md").read_text() == pages.page(), "python -m tests.pages claims"
+    assert json.loads((ROOT / "data" / "published" / "claims.json").read_text()) == pages.rows(), "python -m tests.pages claims"
 
 
 def told(claimed, unit, *kit, measured=()):
@@ -98,10 +100,10 @@ def test_masked_tokens_by_hand(numbers):
 def test_attention_by_hand(numbers):
     """q, k, v and the output, 2 bytes each, and a float32 log-sum; in backward the gradients of q, k and v."""
     flash = lambda T: T * 768 * (4 + 3) * 2 + T * 12 * 4
-    assert folklore._attention("sdpa", 2048) == flash(2048)
+    assert pages._attention("sdpa", 2048) == flash(2048)
     # instead of log-sums: probabilities in 16 and in 32 bits and a mask; two matrices of scores, and the output's gradient
     plain = lambda T: T * 768 * 4 * 2 + T * T * (12 * (2 + 4) + 1) + T * 768 * 2 + 2 * 12 * T * T * 2
-    assert folklore._attention("plain", 2048) == pytest.approx(plain(2048), rel=0.1)
+    assert pages._attention("plain", 2048) == pytest.approx(plain(2048), rel=0.1)
     assert set(numbers["flash-attention-linear"].kit.values()) == {1.0}
 
 
@@ -170,7 +172,7 @@ def test_what_is_named_shows_it(shown, capsys):
 def test_the_command(capsys):
     assert cli.main(["claims"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(CLAIMS) and lines[0].split() == list(folklore.HEADS)
+    assert len(lines) == 1 + len(CLAIMS) and lines[0].split() == list(HEADS)
     assert cli.main(["claims", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["claims"]
     assert [row["name"] for row in rows] == list(CLAIMS) and all(isinstance(row["kit"], dict) for row in rows)
@@ -179,7 +181,7 @@ def test_the_command(capsys):
     claim = CLAIMS["lion-lighter"]
     assert all(" ".join(words.split()) in " ".join(said.split()) for words in (claim.says, claim.source, claim.why, claim.verdict))
     assert cli.main(["claims", "lion-lighter", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == claim.to_dict()
+    assert json.loads(capsys.readouterr().out) == next(row for row in pages.rows() if row["name"] == "lion-lighter")
 
 
 def test_an_unknown_name_is_told_the_nearest(capsys):

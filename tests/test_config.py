@@ -34,12 +34,10 @@ def test_a_name_brings_the_settings_of_its_row():
     assert config.replace({"memory.recompute": "none"}) == Config()       # and what only the old row has goes with it
 
 
-def test_a_config_of_version_2_is_read_and_says_what_moved(capsys):
-    config = Config.from_yaml("version: 2\nmodel: {layers: 2, attention: sdpa}\nsteps: 5")
-    assert config == Config().replace({"model.layers": 2, "system.attention": "sdpa", "steps": 5})
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "model.attention -> system.attention" in line
-    assert Config.from_yaml("version: 2\nmodel: {attention: auto}") == Config() and not capsys.readouterr().err
+@pytest.mark.parametrize("text", ["version: 2\nmodel: {layers: 2, attention: sdpa}", "version: 1\nprecision: fp8"])
+def test_an_older_config_is_refused_before_its_keys_are_read(text):
+    with pytest.raises(ConfigError, match=r"version [12], older than this lpkit understands \(3\); take the lpkit that wrote it, or write the config again"):
+        Config.from_yaml(text)
 
 
 def test_derived_sizes_follow_a_change():

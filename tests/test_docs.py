@@ -12,6 +12,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lpkit.errors import ConfigError
+from tests.pages import recipes
 
 DOCS = Path(__file__).parents[1] / "docs"
 CELLS = {
@@ -209,14 +210,11 @@ def test_a_picture_that_is_shown_is_drawn_from_its_numbers(tmp_path):
     assert (tmp_path / "again.svg").read_bytes() == picture.PICTURE.read_bytes()
 
 
-recipes = load("make_recipes")
-
-
 def test_the_pages_of_recipes_are_up_to_date():
-    """`python docs/make_recipes.py`"""
+    """`python -m tests.pages recipes`"""
     files = recipes.files()
     for place, content in files.items():
-        assert (DOCS / place).read_text(encoding="utf-8") == content, f"docs/{place}: run python docs/make_recipes.py"
+        assert (DOCS / place).read_text(encoding="utf-8") == content, f"docs/{place}: run python -m tests.pages recipes"
     kept = {f"recipes/{path.name}" for path in (DOCS / "recipes").iterdir()}
     assert kept == files.keys() - {"recipes.md"}
     listed = re.findall(r"^recipes/(\S+)$", (DOCS / "recipes.md").read_text(), re.MULTILINE)

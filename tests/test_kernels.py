@@ -116,7 +116,8 @@ def test_a_planted_mistake_is_found(name, plant):
 def built():
     """What the compiler makes of them, in a process without the interpreter; masked attention is on the page alone."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    out = subprocess.run([sys.executable, "-m", "lpkit.kernels.targets", "--json", "--quick"], capture_output=True, text=True, env=clean)
+    out = subprocess.run([sys.executable, "-m", "tests.pages.kernels"], capture_output=True, text=True, env=clean,
+                         cwd=Path(__file__).parents[1])
     assert out.returncode == 0, out.stderr
     return json.loads(out.stdout)
 
@@ -137,7 +138,7 @@ def test_the_compiler_makes_good_machine_code_of_them(built):
 
 
 def test_the_page_shows_what_the_compiler_makes(built):
-    from lpkit.kernels.targets import COLUMNS, ON_PAGE, Compiled, page
+    from tests.pages.kernels import COLUMNS, ON_PAGE, Compiled, page
 
     there = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text().splitlines()
     if not any(f"By Triton {metadata.version('triton')}," in line for line in there):
@@ -149,7 +150,7 @@ def test_the_page_shows_what_the_compiler_makes(built):
 
 
 def test_the_page_has_a_bar_for_each_share_of_a_roofline(tmp_path):
-    from lpkit.kernels.targets import measured
+    from tests.pages.kernels import measured
 
     cases = [{"case": "rms-norm, 16384x4096, triton, forward", "peer": peer, "ratio": 0.87} for peer in ("a copy of as many bytes", "liger")]
     record = {"device": "NVIDIA H200", "cpu": "a CPU", "date": "2026-11-22T01:02:03", "commit": "abc", "cases": cases}

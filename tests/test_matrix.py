@@ -12,6 +12,7 @@ from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
+from tests.pages import matrix as rules
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def test_every_pair_is_answered_and_a_no_says_why_and_what_instead(here):
 
 def test_on_a_cpu_rules_and_probes_agree(here):
     """Where a library is not installed only the rule can answer."""
-    for ruled in matrix.by_rule("cpu"):
+    for ruled in rules.by_rule("cpu"):
         (run,) = [c for c in here if (c.recipe, c.backend, c.feature) == (ruled.recipe, ruled.backend, ruled.feature)]
         assert run.status == ruled.status or "not installed" in run.why, (ruled, run)
 
@@ -67,27 +68,27 @@ def test_on_a_cpu_rules_and_probes_agree(here):
     ("mi300x", "fp8-tensorwise", "scaled_mm", "no"), ("t4", "nvfp4", "emulated", "emulated"),
 ])
 def test_rules_are_the_libraries_own(machine, recipe, backend, want):
-    assert status(matrix.by_rule(machine), recipe, backend) == want
+    assert status(rules.by_rule(machine), recipe, backend) == want
 
 
 def test_every_machine_of_the_catalogue_has_a_rule():
-    assert set(matrix.CAPABILITY) == {*CATALOGUE, "cpu"}
-    for machine in matrix.CAPABILITY:
-        for cell in matrix.by_rule(machine):
+    assert set(rules.CAPABILITY) == {*CATALOGUE, "cpu"}
+    for machine in rules.CAPABILITY:
+        for cell in rules.by_rule(machine):
             assert cell.source and cell.why and bool(cell.nearest) == (cell.status == "no"), cell
 
 
 def test_the_nearest_thing_works_on_that_machine():
-    for machine in matrix.CAPABILITY:
-        for cell in matrix.by_rule(machine):
+    for machine in rules.CAPABILITY:
+        for cell in rules.by_rule(machine):
             if " with " in cell.nearest:
                 recipe, backend = cell.nearest.split(" with ")
-                assert status(matrix.by_rule(machine), recipe, backend) == "native"
+                assert status(rules.by_rule(machine), recipe, backend) == "native"
 
 
 def test_the_page_is_up_to_date():
-    """`python -m lpkit.measure.matrix --page > docs/matrix.md`"""
-    assert (Path(__file__).parents[1] / "docs" / "matrix.md").read_text() == matrix.page()
+    """`python -m tests.pages matrix`"""
+    assert (Path(__file__).parents[1] / "docs" / "matrix.md").read_text() == rules.page()
 
 
 def test_wrong_numbers_are_a_no(monkeypatch):

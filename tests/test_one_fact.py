@@ -21,7 +21,7 @@ from lessons.l01_memory_math import memory_view
 from lessons.l08_recompute_and_offload import predicted, with_technique
 from lpkit import cli
 from lpkit.measure.advice import advise
-from lpkit.predict import folklore, memory, predict
+from lpkit.predict import memory, predict
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
 from lpkit.predict.frontier import Candidate, triangle
@@ -36,6 +36,7 @@ from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
+from tests.pages import claims
 
 ROOT = Path(__file__).parents[1] / "lpkit"
 ELSEWHERE = {"techniques/hardware.py", "precision/backends.py", "measure/matrix.py", "kernels/amax.py", "kernels/cast_blocks.py", "kernels/cast_nvfp4.py",
@@ -151,7 +152,7 @@ def test_every_door_says_the_same(tmp_path, capsys):
         found = fit(config, on)
         assert (sum(found.rows.values()), found.peak_bytes) == pytest.approx((bytes_, bytes_), rel=1e-12), number
         # claims, and their frontier
-        assert folklore._peak(config, name) == bytes_ and folklore._seconds(config, name) == seconds, number
+        assert claims._peak(config, name) == bytes_ and claims._seconds(config, name) == seconds, number
         if paid.cost is not None:
             (point,) = triangle([Candidate(name="it", config=config, machine=name, tokens=paid.tokens)])
             assert (point.values["days"] * 86_400, point.values["dollars"]) == pytest.approx((paid.seconds, paid.cost), rel=1e-12), number
@@ -237,7 +238,7 @@ def test_a_search_says_that_it_is_one():
 
 def test_what_is_emulated_is_what_backends_say_by_rule():
     """Predictions without torch, and the page of docs/matrix.md, have one rule."""
-    from lpkit.measure import matrix
+    from tests.pages import matrix
 
     for name, on in CATALOGUE.items():
         for recipe, row in RECIPES.items():

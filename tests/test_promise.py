@@ -226,9 +226,9 @@ def _cpu():
 
 
 def test_the_page_of_techniques_is_made_of_the_rows():
-    from lpkit.techniques.__main__ import page
+    from tests.pages.techniques import page
 
-    assert (Path(__file__).parents[1] / "docs" / "techniques.md").read_text() == page(), "python -m lpkit.techniques"
+    assert (Path(__file__).parents[1] / "docs" / "techniques.md").read_text() == page(), "python -m tests.pages techniques"
 
 
 def test_every_row_of_the_kit_can_be_loaded():

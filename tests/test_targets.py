@@ -5,14 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lpkit.kernels.jit import tl
-from lpkit.kernels.targets import FP8_SINCE, ON_PAGE, TARGETS, runs
 from lpkit.techniques.hardware import HARDWARE
 from lpkit.techniques.kernels import KERNELS
+from tests.pages.kernels import FP8_SINCE, ON_PAGE, TARGETS, runs
 
+ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.skipif(tl is None, reason="Triton is not installed"), pytest.mark.timeout(900)]
 MORE = sorted(TARGETS.keys() - set(ON_PAGE))
 BUILDS = [(name, build) for name in KERNELS for build in KERNELS[name].load().builds]
@@ -23,7 +25,7 @@ SPILLS = {"flash-attention": 136}
 
 def without_interpreter(*words: str) -> str:
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    out = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=clean)
+    out = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=clean, cwd=ROOT)
     assert out.returncode == 0, out.stderr
     return out.stdout
 
@@ -31,7 +33,7 @@ def without_interpreter(*words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", MORE)
 def test_other_gpus_have_good_machine_code_too(target):
-    rows = json.loads(without_interpreter("-m", "lpkit.kernels.targets", "--json", "--quick", "--target", target))
+    rows = json.loads(without_interpreter("-m", "tests.pages.kernels", "--target", target))
     assert len(rows) == sum(runs(build, target) for _, build in BUILDS) and {one["target"] for one in rows} == {target}
     for one in rows:
         where = f"{one['kernel']}'s {one['function']} ({one['way']})"
@@ -45,7 +47,8 @@ def test_other_gpus_have_good_machine_code_too(target):
 
 
 AMPERE = """
-from lpkit.kernels import cast_rows, targets
+from lpkit.kernels import cast_rows
+from tests.pages import kernels as targets
 from lpkit.kernels.cast_rows import grid
 from lpkit.techniques.kernels import KERNELS
 from triton.compiler.errors import CompilationError
@@ -83,7 +86,7 @@ def test_ampere_has_the_casts_that_its_tensor_cores_multiply():
 
 SLOW_PATH = """
 import sys; sys.path.insert(0, sys.argv[1])
-from lpkit.kernels import targets
+from tests.pages import kernels as targets
 from lpkit.kernels.kernel import Build
 from planted import quotient
 build = Build(kernel=quotient, signature={"x": "*fp32", "y": "*fp32"}, constants={"BLOCK": 512})

@@ -236,37 +236,6 @@ def test_cosine_is_pytorchs_cosine():
         theirs.step()
 
 
-@pytest.mark.parametrize("three_phase", [False, True])
-@pytest.mark.parametrize(("anneal", "theirs_is"), [("cosine", "cos"), ("linear", "linear")])
-def test_one_cycle_is_pytorchs(anneal, theirs_is, three_phase):
-    """PyTorch counts the peak's share from the step before the first: at 0.3 of 101 steps it is its 0.307. Momentum stays."""
-    steps, peak = 101, 0.3
-    ours = schedule(replace(SCHEDULES["one-cycle"].settings, name="one-cycle", peak_fraction=peak, initial_division=20, final_division=500,
-                            anneal=anneal, three_phase=three_phase), steps)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1.0, total_steps=steps, pct_start=(peak * (steps - 1) + 1) / steps, anneal_strategy=theirs_is,
-        cycle_momentum=False, div_factor=20, final_div_factor=500, three_phase=three_phase)
-    for step in range(steps):
-        assert ours(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
-        optimizer.step()
-        if step < steps - 1:
-            theirs.step()
-    assert (ours(0), ours(30), ours(100)) == pytest.approx((1 / 20, 1.0, 1 / 20 / 500))
-
-
-def test_a_run_of_one_cycle(tiny, tmp_path):
-    """The rates of a run are the schedule's; what has no meaning in a cycle is refused."""
-    config = tiny.replace({"steps": 6, "schedule": "one-cycle", "schedule.peak_fraction": 0.4, "schedule.anneal": "linear"})
-    run = train(config, out=tmp_path / "run")
-    want = [0.04, 0.52, 1.0, 0.04 * 1e-4 + (1 - 0.04 * 1e-4) * 2 / 3, 0.04 * 1e-4 + (1 - 0.04 * 1e-4) / 3, 0.04 * 1e-4]
-    assert [line["lr"] for line in run.metrics] == pytest.approx([config.optimizer.lr * ratio for ratio in want])
-    with pytest.raises(ConfigError, match="schedule=one-cycle has no setting 'warmup_steps'; cosine, wsd, linear, constant have it"):
-        config.replace({"schedule.warmup_steps": 3})
-    with pytest.raises(ConfigError, match=r"peak_fraction must be below 0\.5 with schedule\.three_phase=true"):
-        config.replace({"schedule.three_phase": True, "schedule.peak_fraction": 0.6})
-
-
 def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
     run = train(tiny.replace({"steps": 40}), out=tmp_path / "run")
     text = lpkit.sample(run, prompt="def ", tokens=60, temperature=0)

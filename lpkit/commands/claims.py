@@ -6,10 +6,14 @@ kit predicts and measures, and a verdict.
 """
 
 import argparse
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from lpkit.errors import pick
-from lpkit.predict import folklore
+from lpkit.files import resource
+from lpkit.predict.units import quantity
 from lpkit.tables import beside, text_table
 
 
@@ -18,14 +22,51 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    known = folklore.claims()
+    rows = json.loads((resource("data/published") / "claims.json").read_text(encoding="utf-8"))
     if args.name is None:
-        return {"claims": [claim.to_dict() for claim in known.values()]}
-    return pick(known, args.name, "claim").to_dict()
+        return {"claims": rows}
+    return pick({row["name"]: row for row in rows}, args.name, "claim")
 
 
 def text(result: dict[str, Any]) -> str:
     if "claims" in result:
-        return text_table([folklore.HEADS, *map(folklore.line, result["claims"])])
+        return text_table([HEADS, *map(line, result["claims"])])
     return "\n".join(beside(what, words, 12, 100)
-                     for what, words in (("says", result["says"]), *folklore.opened(result)))
+                     for what, words in (("says", result["says"]), *opened(result)))
+
+
+HEADS = ("claim", "said", "kit", "measured", "verdict")
+
+
+def words(unit: str, value: float) -> str:
+    """
+    >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
+    ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
+    """
+    if unit == "times":
+        return quantity(value, unit)
+    share = f"{abs(value):.1%}".replace(".0%", "%")
+    if unit == "cases":
+        return f"{share} of cases"
+    return f"{share} {'more' if (value < 0) == (unit == 'less') else 'less'}"
+
+
+def line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A claim under HEADS: each number with its least and its most."""
+    said = [] if row["claimed"] is None else [row["claimed"]]
+    ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
+                                        if values))
+              for values in (said, row["kit"].values(), row["measured"].values())]
+    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]   # 1.28 to 1.56 times
+    return row["name"], *once, row["verdict"]
+
+
+def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """All of it, as names and words."""
+    unit, said = row["unit"], "nothing to hold a number against"
+    if row["claimed"] is not None:
+        said = words(unit, row["claimed"])
+    found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
+             for name in ("kit", "measured", "elsewhere") if row[name]]
+    return [("source", row["source"]), ("conditions", row["conditions"]), ("said", said), *found,
+            ("verdict", row["verdict"]), ("why", row["why"]), ("shown", row["shown"])]

@@ -4,8 +4,8 @@
     lpkit data prepare 'books/**/*.txt.gz' --tokenizer bpe --vocab 8192 --out corpora/books
     lpkit data show corpora/books
 
-SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet, each also as .gz or
-.zst), or hf:owner/name. A prepared folder is itself a data.source.
+SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl, each also as .gz;
+.parquet), or hf:owner/name. A prepared folder is itself a data.source.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 in memory.
 
     python-stdlib               the standard library of the running interpreter (no download)
-    a file, a folder, a glob    .txt .md .py .jsonl .parquet, each also as .gz or .zst
+    a file, a folder, a glob    .txt .md .py .jsonl, each also as .gz; .parquet
     hf:owner/name[:subset]      streamed from the Hugging Face hub
 
 Training or validation is decided by a hash, never by an order, so that adding a document moves no
@@ -20,10 +20,8 @@ import json
 import os
 import platform
 import re
-import shutil
 import stat
 import sysconfig
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +39,8 @@ MOST_LINE_CHARS = 1 << 26       # of its line, where each may be escaped
 # packs 3 to 20 times smaller.
 FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+PACKED = tuple(suffix + ".gz" for suffix in SUFFIXES[:-1])
+OTHER_PACKINGS = (".zst", ".xz", ".bz2", ".zip")
 WAY_OUT = "repair or remove it, or choose the files to read with a glob"
 _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
@@ -74,8 +74,7 @@ def find(source: str) -> "Source":
 
 def _local(source: str, path: Path) -> "Files":
     if path.is_dir():
-        endings = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *PACKINGS))
-        return Files(name=source, files=_walk(path, endings))
+        return Files(name=source, files=_walk(path, (*SUFFIXES, *PACKED)))
     if path.is_file():
         return Files(name=source, files=[(path.name, path)], alone=True)
     if path.exists():
@@ -108,7 +107,7 @@ class Files:
     def __post_init__(self):
         if not self.files:
             raise ConfigError(f"there is nothing to read in {shown(self.name)}; a source "
-                              f"holds {', '.join(SUFFIXES)} files, each optionally .gz or .zst")
+                              f"holds {', '.join(SUFFIXES)} files, all but .parquet optionally .gz")
 
     def header(self) -> dict[str, Any]:
         """Where tokens came from; no path of this machine beyond the name that was given."""
@@ -220,36 +219,10 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
     return sorted((key, root / key) for key in keys if (root / key).is_file())
 
 
-def _gzip(file: BinaryIO) -> Iterator[bytes]:
-    with gzip.open(file) as stream:
-        yield from iter(lambda: stream.read(1 << 16), b"")
-
-
-def _zstd(file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame, because the library's own reader takes a file that was cut for a whole one.
-    A byte unpacks to 32 KiB at most, so few are unpacked at once."""
-    import zstandard
-
-    frame, packed = None, b""
-    while packed := packed or file.read(1 << 11):
-        frame = frame or zstandard.ZstdDecompressor().decompressobj()
-        yield frame.decompress(packed)
-        packed = frame.unused_data
-        if frame.eof:
-            frame = None
-    if frame is not None:
-        raise EOFError("it ends inside a frame")
-
-
-PACKINGS = {".gz": _gzip, ".zst": _zstd}
-
-
 def _kind(path: Path) -> tuple[str, str]:
     """The packing and the suffix under it: a.jsonl.gz -> ('.gz', '.jsonl')."""
     suffix = path.suffix.lower()
-    if suffix in PACKINGS:
-        return suffix, Path(path.stem).suffix.lower()
-    return "", suffix
+    return (suffix, Path(path.stem).suffix.lower()) if suffix == ".gz" else ("", suffix)
 
 
 @contextlib.contextmanager
@@ -263,10 +236,8 @@ def _sentences(path: Path) -> Iterator[None]:
         raise ConfigError(f"{named(path)} is not UTF-8 text (byte "
                           f"{error.object[error.start]:#04x}); {WAY_OUT}") from None
     except Exception as error:
-        # two libraries that need not be installed have error types of their own
-        library = type(error).__module__.partition(".")[0]
-        if (not isinstance(error, (OSError, EOFError, zlib.error))
-                and library not in ("zstandard", "zstd", "pyarrow")):
+        ours = isinstance(error, (OSError, EOFError, zlib.error))
+        if not ours and type(error).__module__.partition(".")[0] != "pyarrow":
             raise
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"cannot read {named(path)}: {why}; {WAY_OUT}") from None
@@ -275,9 +246,12 @@ def _sentences(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _opened(path: Path, packing: str) -> Iterator[BinaryIO]:
     check_regular(path)
+    if path.suffix.lower() in OTHER_PACKINGS or (packing and _kind(path)[1] == ".parquet"):
+        raise ConfigError(f"{named(path)} is packed, and .gz alone is unpacked here, of text and "
+                          f".jsonl; unpack it first, or read it as hf:owner/name")
     with path.open("rb") as file:
         if packing:
-            yield io.BufferedReader(_Unpacked(path, PACKINGS[packing](file)), 1 << 20)
+            yield io.BufferedReader(_Unpacked(path, gzip.open(file)), 1 << 20)
         else:
             yield file
 
@@ -286,22 +260,16 @@ class _Unpacked(io.RawIOBase):
     """What a packed file holds, until it is far beyond what text packs to: 10 GB of one letter
     pack into 10 MB, and would fill a disk."""
 
-    def __init__(self, path: Path, chunks: Iterator[bytes]):
-        self.path, self.chunks, self.rest, self.count = path, chunks, memoryview(b""), 0
+    def __init__(self, path: Path, stream: BinaryIO | None = None):
+        self.path, self.stream, self.count = path, stream, 0
         self.most = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        while not self.rest:
-            chunk = next(self.chunks, None)
-            if chunk is None:
-                return 0
-            self.add(len(chunk))
-            self.rest = memoryview(chunk)
-        count = min(len(buffer), len(self.rest))
-        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
+        count = self.stream.readinto(memoryview(buffer)[:1 << 16])
+        self.add(count)
         return count
 
     def add(self, count: int) -> None:
@@ -377,23 +345,18 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
     except ImportError:
         raise ConfigError(f"{named(path)} needs the package `pyarrow`; pip install "
                           f"'lpkit[data]', or convert it to .jsonl") from None
-    with contextlib.ExitStack() as stack:
-        if _kind(path)[0]:      # parquet is read from its end, a packed stream is not
-            unpacked = stack.enter_context(tempfile.TemporaryFile())   # bounded by _Unpacked
-            shutil.copyfileobj(stream, unpacked)
-            stream = unpacked
-        table = parquet.ParquetFile(stream)
-        if "text" not in table.schema_arrow.names:
-            raise ConfigError(f"{named(path)} has no column 'text' (its columns are "
-                              f"{shown(', '.join(table.schema_arrow.names))}); rename the column "
-                              f"that holds the text")
-        rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])
-                for text in batch.column(0).to_pylist())
-        read = _Unpacked(path, iter(()))    # a page of a dictionary unpacks to any length too
-        for number, text in enumerate(rows, 1):
-            text = _field({"text": text}, f"row {number} of {named(path)}")
-            read.add(len(text))
-            yield text
+    table = parquet.ParquetFile(stream)
+    if "text" not in table.schema_arrow.names:
+        raise ConfigError(f"{named(path)} has no column 'text' (its columns are "
+                          f"{shown(', '.join(table.schema_arrow.names))}); rename the column "
+                          f"that holds the text")
+    rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])
+            for text in batch.column(0).to_pylist())
+    read = _Unpacked(path)    # a page of a dictionary unpacks to any length too
+    for number, text in enumerate(rows, 1):
+        text = _field({"text": text}, f"row {number} of {named(path)}")
+        read.add(len(text))
+        yield text
 
 
 DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text

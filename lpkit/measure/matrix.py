@@ -1,11 +1,9 @@
 """Which recipe runs where, on what, and with what: native, emulated, or no; why; and the nearest
 thing that works.
 
-    probe(device)   this machine, found by running each: forward and backward of a tiny Linear
-                    against its definition in float64, torch.compile, recomputation, accumulation.
-                    In a process of its own, with a time limit
-    by_rule(name)   another machine of the catalogue, from what the libraries say they need; each
-                    rule has its source
+`probe` runs each on this machine: forward and backward of a tiny Linear against its definition in
+float64, torch.compile, recomputation, accumulation; in a process of its own, with a time limit.
+docs/matrix.md says the same of machines that are not here, from what the libraries say they need.
 
 Statuses: native, the device multiplies these formats itself; emulated, the same numbers in wider
 products, slower than the wider recipe alone; no. `python -m lpkit.measure.matrix DEVICE` probes and
@@ -21,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,26 +32,12 @@ from lpkit.precision.backends import BACKENDS, Emulated, Library
 from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
-from lpkit.tables import markdown_table
-from lpkit.techniques.hardware import (
-    CAPABILITY,
-    FNUZ,
-    ISSUE,
-    TORCH,
-    UNTRIED,
-    Capability,
-    dotted,
-    multiplied,
-)
-from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
 FEATURES = ("forward", "backward", "compile", "recompute", "accumulate")
 PROBE_SECONDS = 90.0
 SIZE = 128      # of the tiny Linear: tiles every recipe
 ERROR = 0.5     # relative, beyond which a result is not the recipe's
-TE = "https://nvidia.github.io/TransformerEngine/support_matrix.html"
-AO = "https://docs.pytorch.org/ao/stable/workflows/training.html"
 HERE = "run on this machine"
 
 
@@ -71,102 +55,13 @@ class Cell:
     source: str
 
 
-# Where a library's own list departs from its least compute capability: why not, and the source.
-DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
-    ("transformer-engine", "mxfp8", (12, 0)): (
-        "Transformer Engine lists MXFP8 for 10.0 and 10.3, not for 12.0", TE),
-    ("transformer-engine", "nvfp4-published", (12, 0)): (
-        "Transformer Engine lists NVFP4 on 12.0 as partial", TE),
-    ("torchao", "fp8-rowwise", (12, 0)): (
-        "it calls torch._scaled_mm, which with torch 2.10 has no scale a row on 12.0", ISSUE),
-}
-SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_mm": TORCH,
-           "transformer-engine": TE, "torchao": AO, "emulated": "lpkit.precision.scaled"}
-FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it works
-    ("torchao", "compile"): "and needs it to be fast: without, its casts are separate kernels",
-    ("transformer-engine", "compile"): "te.Linear runs outside the graph",
-    ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
-}
-
-
 def backends_of(recipe: Recipe) -> tuple[str, ...]:
     """Those that the question makes sense for: a recipe that casts nothing needs none."""
     return tuple(name for name in BACKENDS if (name == "pytorch") != bool(recipe.products))
 
 
-def by_rule(machine: str) -> tuple[Cell, ...]:
-    """Every recipe, backend and feature on a machine of the catalogue, or on "cpu"."""
-    cells = []
-    for recipe, backend in _pairs():
-        status, why, source = _rule(machine, recipe, backend)
-        instead = nearest(machine, recipe) if status == "no" else ""
-        for feature in FEATURES:
-            words = [why]
-            if status != "no" and (backend, feature) in FEATURE_RULES:
-                words.append(FEATURE_RULES[backend, feature])
-            cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
-                              status=status, why="; ".join(words), source=source, nearest=instead))
-    return tuple(cells)
-
-
 def _pairs() -> list[tuple[str, str]]:
     return [(name, backend) for name, recipe in RECIPES.items() for backend in backends_of(recipe)]
-
-
-def _native(machine: str, recipe: str) -> list[str]:
-    return [backend for backend in backends_of(RECIPES[recipe])
-            if _rule(machine, recipe, backend)[0] == "native"]
-
-
-def nearest(machine: str, recipe: str) -> str:
-    """A backend that runs `recipe` natively, or the native recipe most like it, or emulation."""
-    for backend in _native(machine, recipe):
-        return f"{recipe} with {backend}"
-    for other in ("mxfp8", "fp8-blockwise", "fp8-rowwise", "fp8-tensorwise"):
-        if _native(machine, other):
-            return f"{other}, or {recipe} emulated"
-    return f"{recipe} emulated: the same numbers, without the speed"
-
-
-@cache
-def _rule(machine: str, recipe: str, backend: str) -> tuple[str, str, str]:
-    """Status, why, source."""
-    capability, source = CAPABILITY[machine], SOURCES[backend]
-    if (backend, recipe, capability) in DEPARTURES:
-        return "no", *DEPARTURES[backend, recipe, capability]
-    if backend == "emulated":
-        return "emulated", "the same numbers in bf16 or float32 products", source
-    if backend == "pytorch":
-        return _pytorch(machine, RECIPES[recipe].dtype)
-    if backend == "scaled_mm":
-        return multiplied(machine, RECIPES[recipe])
-    return *_library(machine, recipe, BACKENDS[backend]), source
-
-
-def _pytorch(machine: str, dtype: str) -> tuple[str, str, str]:
-    if machine == "cpu":
-        return ("native", "fast where the CPU has instructions for it (AVX-512 BF16, AMX); `auto` "
-                "holds a race", SOURCES["pytorch"])
-    if dtype in CATALOGUE[machine].flops:
-        return "native", f"the datasheet lists {dtype}", CATALOGUE[machine].source
-    return ("emulated", f"no {dtype} units; PyTorch converts and computes in float32",
-            CATALOGUE[machine].source)
-
-
-def _library(machine: str, recipe: str, library: Library) -> tuple[str, str]:
-    if recipe not in library.rows:
-        return "no", f"it has no {recipe}; it has {', '.join(library.rows)}"
-    capability, needed = CAPABILITY[machine], library.rows[recipe].capability
-    if machine == "cpu":
-        if "cpu" not in library.devices:
-            return "no", "it needs an NVIDIA GPU"
-        return "emulated", "its CPU path converts"
-    if capability is None:
-        return "no", (FNUZ if machine != "mi355x" else UNTRIED)[0]
-    if capability < needed:
-        return "no", f"it needs compute capability {dotted(needed)}"
-    return ("native", f"when {library.package} is installed; compute capability "
-            f"{dotted(capability)}")
 
 
 # This machine: run it.
@@ -344,65 +239,11 @@ def _word(statuses: dict[str, str]) -> str:
     return works[0] + (f", no {', '.join(missing)}" if missing else "")
 
 
-INTRODUCTION = """\
-# What runs where
-
-Which precision recipe runs on which machine, and through which backend. This page is made from the
-rules that the kit itself uses (`lpkit.measure.matrix`). On the machine at hand nothing is looked
-up: `lpkit doctor` runs every recipe with every backend and compares the numbers.
-
-- **native**: the device multiplies these formats itself.
-- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss
-  curves, never faster.
-- **no**: the reason is below; the recipe can still be emulated.
-
-The best of each, with the backends that give it:
-"""
-ON_FEATURES = """
-## Features
-
-Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe
-does. Worth knowing:
-"""
-
-
-def page() -> str:
-    """docs/matrix.md: every machine by rule. Regenerate with `python -m lpkit.measure.matrix --page
-    > docs/matrix.md`."""
-    best, machines = [], {}
-    for machine in CAPABILITY:
-        title = CATALOGUE[machine].title if machine in CATALOGUE else "any CPU"
-        best.append((title, *(_best(machine, recipe) for recipe in RECIPES)))
-        for cell in by_rule(machine):
-            if cell.status == "no" and cell.feature == "forward":
-                link = cell.source
-                if link.startswith("https"):
-                    link = f"[source]({link})"
-                refusal = (cell.recipe, cell.backend, cell.why, cell.nearest, link)
-                machines.setdefault(refusal, []).append(machine)
-    refusals = [("all" if len(named) == len(CAPABILITY) else ", ".join(named), *refusal)
-                for refusal, named in machines.items()]
-    heads = ("machine", "recipe", "backend", "why", "nearest", "source")
-    rules = [f"- {backend}, {feature}: {why}." for (backend, feature), why in FEATURE_RULES.items()]
-    return "\n".join([INTRODUCTION, markdown_table(("machine", *RECIPES), best), "\n## Why not\n",
-                      markdown_table(heads, refusals), ON_FEATURES, *rules, ""])
-
-
-def _best(machine: str, recipe: str) -> str:
-    native = _native(machine, recipe)
-    if not native:
-        return "emulated"
-    return "**native**" if native == ["pytorch"] else f"**native** ({', '.join(native)})"
-
-
 def to_dicts(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     return [asdict(cell) for cell in cells]
 
 
 def _main(words: list[str]) -> None:
-    if words == ["--page"]:
-        print(page(), end="")
-        return
     device, pairs = torch.device(words[0]), json.loads(words[1])
     torch.set_num_threads(1)    # tiny products; more would only wait for one another
     warnings.simplefilter("ignore")

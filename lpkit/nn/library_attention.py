@@ -36,62 +36,45 @@ EAGER_MASK = 1024       # tokens, up to which a mask is not worth the seconds of
 
 # PyTorch's kernels. With one enabled, PyTorch raises where it cannot, instead of another.
 
-def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+def _by(kernel: SDPBackend) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return sdpa(q, k, v, documents, rule=rule)
+        with sdpa_kernel(kernel):
+            return sdpa(q, k, v, documents, rule=rule)
+
+    return attend
 
 
-def sdpa_efficient(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-                   sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return sdpa(q, k, v, documents, rule=rule)
-
-
-def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-               sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(q, k, v, documents, rule=rule)
-
-
-def sdpa_math(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-              sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return sdpa(q, k, v, documents, rule=rule)
+sdpa_flash, sdpa_efficient = _by(SDPBackend.FLASH_ATTENTION), _by(SDPBackend.EFFICIENT_ATTENTION)
+sdpa_cudnn, sdpa_math = _by(SDPBackend.CUDNN_ATTENTION), _by(SDPBackend.MATH)
 
 
 def sdpa_fa3(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
              sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    return _Activated.apply("FA3", q, k, v)
+    return _FlashAttention3.apply(q, k, v)
 
 
-def sdpa_fa4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-             sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    return _Activated.apply("FA4", q, k, v)
-
-
-class _Activated(torch.autograd.Function):
-    """PyTorch's flash kernel while another implementation stands in its place, which is the whole
+class _FlashAttention3(torch.autograd.Function):
+    """PyTorch's flash kernel while FlashAttention 3 stands in its place, which is the whole
     process's: forward and backward put it there, and take it away."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *qkv: Tensor) -> Tensor:
-        ctx.name = name
-        with _activated(name), torch.enable_grad():
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        with _activated(), torch.enable_grad():
             ctx.given = [t.detach().requires_grad_() for t in qkv]
             ctx.out = sdpa_flash(*ctx.given)
         return ctx.out.detach()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        with _activated(ctx.name):
-            return None, *torch.autograd.grad(ctx.out, ctx.given, d_out)
+        with _activated():
+            return torch.autograd.grad(ctx.out, ctx.given, d_out)
 
 
 @contextmanager
-def _activated(name: str) -> Iterator[None]:
+def _activated() -> Iterator[None]:
     jit.keep_privately()
-    torch.nn.attention.activate_flash_attention_impl(name)
+    torch.nn.attention.activate_flash_attention_impl("FA3")
     try:
         yield
     finally:

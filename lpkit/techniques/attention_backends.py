@@ -533,11 +533,6 @@ ATTENTION: dict[str, Backend] = {
         assumed=False, implementation="lpkit.nn.library_attention:sdpa_fa3",
         why_not=Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3"),
         source="Shah et al. 2024, https://arxiv.org/abs/2407.08608"),
-    "sdpa-fa4": Backend(
-        why="FlashAttention 4 in the place of PyTorch's flash kernel", operations=sdpa,
-        assumed=False, implementation="lpkit.nn.library_attention:sdpa_fa4",
-        why_not=Limits(widest=256, multiple=8, capability=(9, 0), package="flash-attn-4"),
-        source="https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute"),
     "flex": Backend(
         why="FlexAttention, compiled for the mask", operations=sdpa, assumed=False,
         implementation="lpkit.nn.library_attention:flex",

@@ -18,15 +18,9 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the trials (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--page", action="store_true", help="print docs/reliability.md")
     args = parser.parse_args()
     if args.list:
         print(json.dumps(NAMES))
-        return 0
-    if args.page:
-        from tests.attack._page import page
-
-        print(page(), end="")
         return 0
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"there is no attack {min(unknown)!r}; choose among {', '.join(NAMES)}")

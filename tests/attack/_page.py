@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = """# Reliability
 
 What a run, a command and a folder stand up to, tried with `lpkit bench reliability --out
-data/measured`; this page is made from its files by `python -m tests.attack --page`. Each attack
+data/measured`; this page is made from its files by `python -m tests.pages reliability`. Each attack
 is a script of `tests/attack`, which says what counts as harm, and the test suite runs a few trials
 of each at every change. A trial that fails is named so that it can be done again.
 """
@@ -50,7 +50,7 @@ def age(text: str, root: Path = ROOT) -> str:
     said = [f"lpkit/ has changed in {since} commits since it was measured"] * (since > 0)
     said += ["a commit that it was measured at is not in this history"] * gone
     said += [f"it has no row for {', '.join(absent)}"] * bool(absent)
-    renew = "`lpkit bench reliability --out data/measured` and `python -m tests.attack --page > docs/reliability.md` renew it"
+    renew = "`lpkit bench reliability --out data/measured` and `python -m tests.pages reliability` renew it"
     return f"docs/reliability.md is old: {'; '.join(said)}. {renew}" if said else ""
 
 

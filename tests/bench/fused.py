@@ -24,11 +24,11 @@ from lpkit.hardware import peak_bytes, reset_peak, synchronised
 from lpkit.kernels.choose import COMPILE, REFERENCE, candidates, why_not
 from lpkit.kernels.cross_entropy import cross_entropy_
 from lpkit.kernels.kernel import Kernel, Version, gradients_of, weights_of
-from lpkit.kernels.targets import FLOORS
 from lpkit.techniques.kernels import KERNELS
 from tests.bench import losses, peers, sizes
 from tests.bench.harness import ROUNDS, Result, paired, race
 from tests.bench.peers import CUTEDSL, far, liger_in_place
+from tests.pages.kernels import FLOORS
 
 COPY, PRODUCTS = FLOORS
 # on a GPU, at least, times the speed of

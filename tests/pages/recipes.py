@@ -1,8 +1,8 @@
 """The pages docs/recipes/NAME.md with their pictures NAME.svg, and the table of docs/recipes.md.
 
-    python docs/make_recipes.py
+    python -m tests.pages recipes
 
-Rows come from lpkit.techniques.recipes.RECIPES, hardware from lpkit.measure.matrix, losses from data/measured, sentences
+Rows come from lpkit.techniques.recipes.RECIPES, hardware from tests.pages.matrix, losses from data/measured, sentences
 from docs/recipes.toml. tests/test_docs.py holds the files to what this writes.
 
 The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the recipe's own cast of x
@@ -25,7 +25,6 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from lpkit.measure import matrix
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.scaled import quantise, spread
@@ -34,8 +33,9 @@ from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe
 from lpkit.ui.style import COLOURS, FONT
+from tests.pages import matrix
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = DOCS.parent / "data" / "measured"
 WORDS = tomllib.loads((DOCS / "recipes.toml").read_text(encoding="utf-8"))
 SHAPE, OUTLIER, AT = (16, 256), 60_000.0, (5, 100)  # outliers: up to 1e5 times the rest, https://arxiv.org/abs/2402.17762
@@ -391,14 +391,3 @@ def files(folder: Path = MEASURED) -> dict[str, str]:
     for name in RECIPES:
         made |= {f"recipes/{name}.md": page(name, folder), f"recipes/{name}.svg": picture(name)}
     return made
-
-
-def main() -> None:
-    (DOCS / "recipes").mkdir(exist_ok=True)
-    for place, content in files().items():
-        (DOCS / place).write_text(content, encoding="utf-8")
-        print(place)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,10 @@
-"""What others say of cheaper training, beside what the kit says: `lpkit claims`, docs/claims.md.
+"""What others say of cheaper training, beside what the kit says: docs/claims.md, `lpkit claims`.
 
 data/published/claims.toml has the sentences with their sources and verdicts; NUMBERS, below,
 computes what stands beside each. A verdict follows from the numbers by one rule, RULE, and is in
 the file all the same: a number that moves across a border fails a test, and does not change a page
-unseen. `python -m lpkit.predict.folklore` makes the page.
+unseen. `python -m tests.pages claims` makes the page, and data/published/claims.json, which the
+command shows.
 """
 
 import functools
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from lpkit.commands.claims import HEADS, line, opened
 from lpkit.config import Config, ModelConfig
 from lpkit.files import resource
 from lpkit.predict.activations import kept
@@ -27,7 +29,6 @@ from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds
 from lpkit.predict.time import step_time
-from lpkit.predict.units import quantity
 from lpkit.presets import preset
 from lpkit.tables import markdown_table
 from lpkit.techniques.blocks import operations
@@ -99,43 +100,6 @@ def claims() -> dict[str, Claim]:
     return {name: Claim(name=name, **row) for name, row in tomllib.loads(text).items()}
 
 
-HEADS = ("claim", "said", "kit", "measured", "verdict")
-
-
-def words(unit: str, value: float) -> str:
-    """
-    >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
-    ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
-    """
-    if unit == "times":
-        return quantity(value, unit)
-    share = f"{abs(value):.1%}".replace(".0%", "%")
-    if unit == "cases":
-        return f"{share} of cases"
-    return f"{share} {'more' if (value < 0) == (unit == 'less') else 'less'}"
-
-
-def line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What `to_dict` made, as HEADS: each with its least and its most."""
-    said = [] if row["claimed"] is None else [row["claimed"]]
-    ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
-                                        if values))
-              for values in (said, row["kit"].values(), row["measured"].values())]
-    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]   # 1.28 to 1.56 times
-    return row["name"], *once, row["verdict"]
-
-
-def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """All of it, as names and words."""
-    unit, said = row["unit"], "nothing to hold a number against"
-    if row["claimed"] is not None:
-        said = words(unit, row["claimed"])
-    found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
-             for name in ("kit", "measured", "elsewhere") if row[name]]
-    return [("source", row["source"]), ("conditions", row["conditions"]), ("said", said), *found,
-            ("verdict", row["verdict"]), ("why", row["why"]), ("shown", row["shown"])]
-
-
 HEAD = f"""# Claims of others
 
 What papers, pages and folklore say of cheaper training of Transformers, and what this kit says of
@@ -146,8 +110,19 @@ search found none, that is said.
 {RULE}
 
 `lpkit claims` prints the table, `lpkit claims NAME` one of them. This page is made by
-`python -m lpkit.predict.folklore`.
+`python -m tests.pages claims`.
 """
+
+
+def files() -> dict[str, str]:
+    """The page, and the rows for the command, by their place in docs/."""
+    return {"claims.md": page(), "../data/published/claims.json": json.dumps(rows(), indent=1) + "\n"}
+
+
+def rows() -> list[dict[str, Any]]:
+    """Numbers to six digits, as the command has them."""
+    return json.loads(json.dumps([claim.to_dict() for claim in claims().values()]),
+                      parse_float=lambda number: float(f"{float(number):.6g}"))
 
 
 def page() -> str:
@@ -539,6 +514,3 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "adam-8bit": adam_8bit, "activations-12x": activations, "chunked-loss-60": chunked_loss,
     "update-in-backward-10-8": update_in_backward,
 }
-
-if __name__ == "__main__":
-    print(page(), end="")

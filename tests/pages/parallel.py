@@ -1,4 +1,4 @@
-"""The page docs/parallel.md: `python -m tests.parallel_page > docs/parallel.md`."""
+"""The page docs/parallel.md: `python -m tests.pages parallel`."""
 
 import json
 
@@ -20,8 +20,8 @@ INTRODUCTION = """\
 and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.
 A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
 world, layout=...)` rehearses a layout in one process, and `lpkit.predict.messages` has what its
-ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` does what torchrun does,
-also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
+ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` (`pip install
+'lpkit[accelerate]'`) does what torchrun does, also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
 refuses, and says how to start two. `--processes` holds no port; where torchrun ends with EADDRINUSE,
 `--standalone` finds a free one.
 
@@ -99,7 +99,3 @@ def _recorded(bench: str, words: str) -> list[str]:
         parts += ["#", "\n".join(recorded(result)), "\n",
                   markdown_table(("", "median", "beside", ""), lines), "\n"]
     return [words, *parts] if parts else []
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,4 +1,4 @@
-"""Every family with its rows, in Markdown: docs/techniques.md."""
+"""docs/techniques.md: every family with its rows."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ HEAD = """# Techniques
 
 Every row that a Config can name, with its settings and their defaults. `--set FIELD=NAME` chooses
 one, and `--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD: {name: NAME,
-SETTING: VALUE}`. This page is made by `python -m lpkit.techniques`.
+SETTING: VALUE}`. This page is made by `python -m tests.pages techniques`.
 """
 
 
@@ -46,7 +46,3 @@ def settings(defaults: Any) -> str:
         if name != "name":
             texts.append(f"`{name}`={','.join(value) if isinstance(value, tuple) else value}")
     return ", ".join(texts)
-
-
-if __name__ == "__main__":
-    print(page(), end="")

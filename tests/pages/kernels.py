@@ -1,8 +1,8 @@
 """What the compiler makes of the Triton kernels, for GPUs that need not be there.
 
-    python -m lpkit.kernels.targets                     # docs/kernels.md
-    python -m lpkit.kernels.targets --json --quick      # a list of `Compiled`, of what tests compile
-    python -m lpkit.kernels.targets --json --quick --target sm_80       # for another GPU
+    python -m tests.pages kernels                   # docs/kernels.md
+    python -m tests.pages.kernels                   # a list of `Compiled`, of what tests compile
+    python -m tests.pages.kernels --target sm_80    # for another GPU
 
 Triton brings NVIDIA's assembler and disassembler along, so each `Build` is compiled to machine code
 and read back: registers and shared memory; stack, which spills use; the width of global loads and
@@ -54,11 +54,10 @@ class Compiled:
     calls: int              # functions that may be called
 
 
-def compiled(names: list[str] | None = None, quick: bool = False,
-             targets: Collection[str] = ON_PAGE) -> Iterator[Compiled]:
+def compiled(*, quick: bool = False, targets: Collection[str] = ON_PAGE) -> Iterator[Compiled]:
     """`quick`: without `Kernel.more_builds`. Raises ImportError without Triton."""
-    for name in names or KERNELS:
-        kernel = KERNELS[name].load()
+    for name, row in KERNELS.items():
+        kernel = row.load()
         for build in kernel.builds + (() if quick else kernel.more_builds):
             yield from (_compile(name, build, target) for target in targets if runs(build, target))
 
@@ -129,7 +128,7 @@ PAGE = """# Kernels
 What the kit computes by kernels of its own on a GPU. Each is a definition in PyTorch's operations
 and a Triton kernel, in one file of `lpkit/kernels/`; tests hold the kernel to the definition,
 forward and backward, in Triton's interpreter. This page is made by
-`python -m lpkit.kernels.targets`.
+`python -m tests.pages kernels`.
 
 ## What they do, and the bytes they move
 
@@ -153,7 +152,7 @@ By Triton {version}, for Hopper (sm_90) and Blackwell (sm_100), without a GPU: r
 thread, bytes of its stack, which spills would use, shared memory of a program. `wide` counts global
 loads and stores of 128 bits, `narrow` those of 16 or less, `fp8` conversions by the hardware's
 instruction, `calls` slow paths. `way`: what is switched on, and what a program takes at a time.
-For sm_80, sm_89 and sm_120 (`--target`) tests hold them to the same, and to the shared memory that a
+For sm_80, sm_89 and sm_120 tests hold them to the same, and to the shared memory that a
 program may have there; casts to FP8 begin with sm_89.
 
 {compiled}
@@ -203,15 +202,17 @@ def page(rows: list[Compiled]) -> str:
                        measured="\n".join(measured()).rstrip() or NONE)
 
 
+def made() -> str:
+    """docs/kernels.md."""
+    return page(list(compiled()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="KERNEL")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--target", choices=TARGETS, action="append")
     asked = parser.parse_args()
-    rows = list(compiled(asked.names, asked.quick, asked.target or ON_PAGE))
-    print(json.dumps([asdict(one) for one in rows], indent=1) if asked.json else page(rows), end="")
+    rows = compiled(quick=True, targets=asked.target or ON_PAGE)
+    print(json.dumps([asdict(one) for one in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,13 @@
+"""The pages of docs/ that are made, by name: each is `module:function` and returns its text, or its
+files by their place in docs/. `python -m tests.pages NAME ...` writes them."""
+
+PAGES = {
+    "techniques": "tests.pages.techniques:page",
+    "matrix": "tests.pages.matrix:page",
+    "attention": "tests.pages.attention:page",
+    "claims": "tests.pages.claims:files",
+    "kernels": "tests.pages.kernels:made",
+    "parallel": "tests.pages.parallel:page",
+    "recipes": "tests.pages.recipes:files",
+    "reliability": "tests.attack._page:page",
+}

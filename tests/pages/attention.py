@@ -1,0 +1,80 @@
+"""docs/attention.md: what `lpkit.measure.attention` finds on a CPU, and what each library says of
+itself on a GPU."""
+
+from collections.abc import Iterable, Mapping
+
+from lpkit.measure.attention import DTYPES, LENGTHS, MODEL, Cell, models, run
+from lpkit.tables import markdown_table
+from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+
+
+def errors(cells: Iterable[Cell]) -> dict[tuple[str, str], dict[str, Cell]]:
+    """By backend and kind, by dtype."""
+    found: dict[tuple[str, str], dict[str, Cell]] = {}
+    for one in cells:
+        found.setdefault((one.backend, one.kind), {})[one.dtype] = one
+    return found
+
+
+def _word(cells: Mapping[str, Cell]) -> str:
+    return "-" if all(one.why for one in cells.values()) else " ".join(
+        "-" if one.why else f"{one.error:.0e}" for one in cells.values())
+
+
+INTRODUCTION = """\
+# Attention
+
+`model.attention` names a kind: which keys a query sees, and how scores become weights. It changes
+the numbers of a run. `system.attention` names a backend, who computes it; every backend computes
+what `plain`, the definition, does. With `auto` those that can are held against the definition on
+the machine at hand and raced.
+
+This page was made by running every kind with every backend on a CPU, forward and backward against
+the definition in float64, at one token and at {length} with heads of {width}: the largest relative
+error of the output or a gradient in {dtypes}; or a dash, and the reason
+below. `fp8` is another arithmetic by design: E4M3 keeps 4 significant bits. `lpkit doctor` does the
+same where it runs.
+"""
+ON_A_GPU = """
+## On a GPU
+
+What each library says of itself for {dtype} on Hopper, which no CPU can try. A run tries it before
+it uses it.
+"""
+
+
+def page() -> str:
+    """Every kind by every backend, run on this CPU; and what libraries say of themselves."""
+    kinds, found = list(models()), errors(run("cpu"))
+    table = [(name, *(_word(found[name, kind]) for kind in kinds)) for name in ATTENTION]
+    why: dict[tuple[str, str], list[str]] = {}
+    for (name, kind), cells in found.items():
+        for one in cells.values():
+            if one.why and kind not in why.setdefault((name, one.why), []):
+                why[name, one.why].append(kind)
+    return "\n".join([
+        INTRODUCTION.format(length=max(LENGTHS), width=MODEL.E, dtypes=", ".join(DTYPES)),
+        markdown_table(("backend", *kinds), table), "\n## Why not\n",
+        markdown_table(("backend", "kinds", "why, and what can"),
+                       _named(why, len(kinds))),
+        ON_A_GPU.format(dtype="bfloat16"),
+        markdown_table(("backend", "kinds", "why, and what can"), _named(by_rule(), len(kinds))),
+        ""])
+
+
+def by_rule() -> dict[tuple[str, str], list[str]]:
+    """Kinds by backend and why not, on a Hopper GPU with everything installed."""
+    why: dict[tuple[str, str], list[str]] = {}
+    for kind, model in models().items():
+        for name in ATTENTION:
+            asked = Attending(model=model, dtype="bfloat16", device="gpu", capability=(9, 0))
+            if said := why_not(name, asked):
+                why.setdefault((name, said), []).append(kind)
+    return why
+
+
+def _named(why: Mapping[tuple[str, str], list[str]], count: int) -> list[tuple[str, str, str]]:
+    order = list(ATTENTION)
+    rows = [(name, "all" if len(kinds) == count else ", ".join(kinds), said)
+            for (name, said), kinds in why.items()]
+    return sorted(rows, key=lambda row: order.index(row[0]))
