@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques import FAMILIES, blocks, layouts, memory
+from lpkit.techniques import FAMILIES, blocks, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
@@ -76,6 +76,7 @@ class ModelConfig(Group):
     tied: bool = True                   # the head is the token embedding
     init: Settings = one_of(INITS, "gpt2")
     attention: Settings = one_of(KINDS, "full")     # which keys a query sees
+    changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # adapters, and other folds
 
     # functions, which torch.compile looks into
     L = property(lambda self: self.layers)
@@ -195,6 +196,7 @@ class SystemConfig(Group):
 class Config(Group):
     """One training run."""
 
+    imports: tuple[str, ...] = ()       # modules that add rows of one's own
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
@@ -216,6 +218,7 @@ class Config(Group):
     version: Count = VERSION
 
     def __post_init__(self):
+        outside.load(self.imports)      # before rows are named
         super().__post_init__()
         if self.version > VERSION:
             raise ConfigError(f"this config has version {self.version}, newer than this lpkit "
@@ -256,12 +259,15 @@ class Config(Group):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
-        name. Keys of version 2 are read, and named on standard error."""
+        name. Keys of version 2 are read, and named on standard error. `values` may come from a
+        stranger's file: they import nothing (`lpkit.techniques.outside`)."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
         if isinstance(version, int) and version > VERSION:  # before its new keys are called unknown
             cls(version=version)
         if version == 2:
             values = _from_version_2(values)
+        if isinstance(values, Mapping):
+            outside.refuse_unknown(values.get("imports", ()))
         return _build(cls, values, "")
 
     def to_yaml(self) -> str:
@@ -285,6 +291,7 @@ class Config(Group):
         if not isinstance(changes, Mapping):
             raise ConfigError(f"changes must be a mapping of dotted keys, got {shown(changes)}")
         values = flat(self)
+        outside.load(changes.get("imports", ()))
         changes = {str(key).removesuffix(".name"): changes[key] for key in changes}
         for key in sorted(changes):     # a row's name before its settings
             _change(values, key, changes[key])

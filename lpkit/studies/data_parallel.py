@@ -25,6 +25,7 @@ from lpkit.measure.updates import Bench
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, joined
 from lpkit.predict.messages import Message, messages, sent_bytes
+from lpkit.techniques import outside
 from lpkit.techniques.blocks import FP32
 from lpkit.techniques.layouts import STAGES, Layout
 from lpkit.training.training import Training
@@ -150,6 +151,7 @@ def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ran
     """A process group for each config, one after the other."""
     for number, given in enumerate(told["configs"]):
         place.at(number, "step")
+        outside.load(given["imports"])
         config = Config.from_dict(given)
         with joined(config, local_rank=place.local_rank,
                     **place.among | {"init_method": f"{place.store}-{number}"}) as ranks:

@@ -24,6 +24,7 @@ from lpkit.kernels import wide_product
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
+from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
@@ -31,8 +32,8 @@ from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.predict.fit import Fit, fit
 from lpkit.techniques import layouts
+from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.changes import MODEL_TRANSFORMS
-from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
@@ -148,7 +149,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     chosen["attention"] = attending.choose(
         config.system.attention, config, device, before=begun.get("attention"),
         compute=recipe.compute)
-    chosen |= memory.choose(config, recipe, device) | seams.governing(config)
+    chosen |= memory.choose(config, recipe, device)
     kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
                if key.startswith(OF_KERNEL)}
     return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
@@ -211,7 +212,9 @@ def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> n
 def made(config: Config, attend: str) -> nn.Module:
     torch.manual_seed(config.seed)
     model = Transformer(config.model, attend=attention.backend(attend, config.model))
-    INITS[config.model.init.name].load()(model)
+    initialise(model, config.model.init)
+    for change in config.model.changes:
+        MODEL_CHANGES[change.name].load()(model, change)
     return model
 
 

@@ -36,7 +36,7 @@ from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Settings, chosen
-from lpkit.training import build
+from lpkit.training import build, seams
 from lpkit.training.ahead import prefetched
 from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
@@ -140,7 +140,9 @@ class Training:
                                   kernels=config.system.kernels, by_first=ranks.by_first)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        choices = stepper.recorded(optimizer, decisions.choices | kernels.choices)
+        governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
+        choices = stepper.recorded(optimizer, decisions.choices | kernels.choices
+                                   | seams.governing(governors))
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
             cached_casts = weights_cached
@@ -152,8 +154,7 @@ class Training:
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=build.build_loss(config, replace(decisions, choices=choices)),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts,
-            governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
+            cached_casts=cached_casts, governors=governors)
 
     @property
     def device(self) -> torch.device:
@@ -170,13 +171,12 @@ class Training:
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
         """The update after `step` others. The GPU is not waited for.
 
-        A governor may change the model before it. A watcher is a context around all forwards and
+        Governors may change the model before and after it. A watcher is a context around all forwards and
         backwards, and changes nothing. `phases(name)` is a context around each "forward", each
         "backward" and the "optimizer" step, for a clock.
         """
         self.ranks.waits.seconds = 0.0
-        for governor in self.governors.values():
-            governor.begin(self, step)
+        self._govern("begin", step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.schedule(step)
         with ExitStack() as stack:
@@ -186,8 +186,15 @@ class Training:
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
             self.sharding.spread()      # the new weights, where a rank updated a part
+            self._govern("end", step)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
+
+    def _govern(self, moment: str, step: int) -> None:
+        """`moment`: begin or end, of which a governor may have one."""
+        for governor in self.governors.values():
+            if (change := getattr(governor, moment, None)) is not None:
+                change(self, step)
 
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
