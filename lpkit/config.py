@@ -192,12 +192,29 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
+def _mapping(name: str, value: tuple[str, ...]) -> None:
+    for one in value:
+        if not re.fullmatch("[^:]+:[^:]+", one):
+            raise ConfigError(f"{name} cannot have {shown(one)}; write NEW:OLD, as blocks.2:blocks.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig(Group):
+    """Which weights a run begins from (`lpkit.training.start`)."""
+
+    where = "start."
+
+    run: str = ""       # a run's folder; "": the initialisation
+    map: Annotated[tuple[str, ...], _mapping] = ()      # NEW:OLD, where names differ
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(Group):
     """One training run."""
 
     imports: tuple[str, ...] = ()       # modules that add rows of one's own
     model: ModelConfig = field(default_factory=ModelConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
     schedule: Settings = one_of(SCHEDULES, "cosine")

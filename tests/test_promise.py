@@ -45,6 +45,7 @@ from lpkit.techniques import (
 )
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.row import Row, Settings
+from lpkit.training.checkpoint import load_latest
 from lpkit.training.export import export
 from lpkit.training.runs import SEAL, Run
 from lpkit.training.sampling import trained
@@ -337,6 +338,51 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_flops(own, tmp_path):
     assert training_flops(config.model) < 0.8 * training_flops(replace(config.model, changes=()))
     with pytest.raises(ConfigError, match=r"transformers has no model with model\.changes=lora"):
         export(lpkit.train(config, out=tmp_path / "run"), tmp_path / "out")
+
+
+@pytest.mark.dist
+def test_an_adapter_begins_from_a_run_and_keeps_its_own_weights_alone(own, beside, tmp_path):
+    base = lpkit.train(own.replace({"precision.recipe": "fp32"}), out=tmp_path / "base")
+    config = own.replace(OWN["lora"] | {"precision.recipe": "fp32", "start.run": str(base.path), "steps": 4, "optimizer.lr": 0.01})
+    training = Training.build(config)
+    assert training.evaluate() == base.summary["val_loss"]      # B is zero
+    run = lpkit.train(config, out=tmp_path / "run")
+    kept = load_latest(run.checkpoints)[0].tensors
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in kept if name.startswith("model/")} == {"A", "B"}
+    assert run.identity["start"] == training.start.sha256 and lpkit.predict_trace(config).peak_bytes
+    again = trained(Run(run.path))
+    with torch.no_grad():
+        nats = again.loss(again.model, training.val.batch(0)).item()
+    assert nats == pytest.approx(run.summary["val_loss"], rel=1e-6) and nats < base.summary["val_loss"]
+    handle = lpkit.start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
+    handle.result()
+    base.path.rename(tmp_path / "moved")
+    moved = config.replace({"start.run": str(tmp_path / "moved")})
+    with pytest.raises(ConfigError, match="holds no run"):
+        lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = lpkit.train(moved, out=tmp_path / "parts", resume=True)
+    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
+    for zero in (1, 3):     # rows of the base, and of what is trained
+        ranks = lpkit.launch(moved.replace({"parallel.shard": 2, "parallel.zero": zero}), processes=2, out=tmp_path / f"zero{zero}", parent=beside[1]).result()
+        assert [line["loss"] for line in ranks.metrics] == pytest.approx([line["loss"] for line in run.metrics], rel=1e-5)
+        further = lpkit.train(moved.replace({"steps": 5}), out=ranks.path, resume=True)
+        assert further.summary["status"] == "complete" and further.summary["from_step"] == 4
+    lpkit.train(own.replace({"precision.recipe": "fp32", "steps": 8}), out=tmp_path / "moved", resume=True)
+    with pytest.raises(ConfigError, match=r"was begun from weights with the SHA-256 .*, and .*step-00000008 has .*; give back the run"):
+        lpkit.train(moved.replace({"steps": 6}), out=tmp_path / "parts", resume=True)
+
+
+def test_a_run_begins_from_one_of_another_shape_by_a_map(own, tmp_path):
+    base = lpkit.train(own, out=tmp_path / "base")
+    deeper = own.replace({"model.layers": 3, "start.run": str(base.path)})
+    with pytest.raises(ConfigError, match=r"start.run: blocks.2.* is \(32,\) here, and blocks.2.* is not there .*; give start.map=NEW:OLD"):
+        Training.build(deeper)
+    model = Training.build(deeper.replace({"start.map": "blocks.2:blocks.0,blocks.1:blocks.0"})).model
+    assert all(torch.equal(p, model.get_parameter(name.replace("blocks.0.", "blocks.2."))) for name, p in model.named_parameters())
+    for bad in ({"start.map": "blocks.2"}, {"start.run": str(tmp_path / "none")}, {"data.tokenizer": "bpe", "model.vocab": 300, "model.layers": 2}):
+        with pytest.raises(ConfigError, match=r"write NEW:OLD|holds no run|has another tokenizer"):
+            Training.build(deeper.replace(bad))
 
 
 BAD = {"absent_rows": (None, "there is no module of this name; put the folder that holds it on PYTHONPATH"),

@@ -42,6 +42,7 @@ from lpkit.training import compiled as compiling
 from lpkit.training import seams
 from lpkit.training.compiled import OFF, Compile
 from lpkit.training.kernels import LOSS, OF_KERNEL, Kernels
+from lpkit.training.start import Start
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
@@ -165,7 +166,7 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
 
 
 def build_model(config: Config, decisions: Decisions, kernels: Kernels,
-                sharding: Sharding) -> nn.Module:
+                sharding: Sharding, start: Start | None = None) -> nn.Module:
     """Initialised, moved to its device, changed by its techniques' transforms. What the transforms
     that `config` names do to weights nobody knows: with them it is whole until it is sharded. Each
     rank rounds its activations and gradients by noise of its own."""
@@ -182,7 +183,7 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))
     with nullcontext() if named else sharding.making(decisions.device):
-        model = made(config, choices["attention"].used)
+        model = made(config, choices["attention"].used, start)
     return transformed(moved(model, decisions.device), transforms)
 
 
@@ -209,12 +210,17 @@ def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> n
     return moved(made(config, attend), device)
 
 
-def made(config: Config, attend: str) -> nn.Module:
+def made(config: Config, attend: str, start: Start | None = None) -> nn.Module:
+    """Its parts, their initialisation, the weights that it begins from, its changes: in this
+    order."""
     torch.manual_seed(config.seed)
     model = Transformer(config.model, attend=attention.backend(attend, config.model))
     initialise(model, config.model.init)
+    start = start or Start()
+    filled = start.copy_into(model)
     for change in config.model.changes:
         MODEL_CHANGES[change.name].load()(model, change)
+    start.keep(model, filled)
     return model
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
@@ -37,10 +38,12 @@ from lpkit.techniques.data import POLICIES
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
+from lpkit.training import start as starting
 from lpkit.training.ahead import prefetched
 from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
 from lpkit.training.runs import RunFailedError
+from lpkit.training.start import Start
 from lpkit.training.steps import LossScaler, Phases, accumulate
 
 VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
@@ -85,6 +88,7 @@ class Training:
     val: DataPolicy
     tokenizer: dict[str, Any]
     tokens: dict[str, str]                  # SHA-256 of the training and the validation tokens
+    start: Start                            # the weights that it began from
     state_placement: StatePlacement
     scaler: LossScaler | None
     sharding: Sharding
@@ -125,7 +129,8 @@ class Training:
         kernels = build.kernels(config, decisions, ranks)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
                           entry=build.entry_of_loss(config, decisions))
-        model = build.build_model(config, decisions, kernels, shards)
+        start = starting.read(config, records.digest(tokenizer) if tokenizer else "")
+        model = build.build_model(config, decisions, kernels, shards, start)
         if not shards.autocasts:
             decisions = replace(decisions, recipe=replace(decisions.recipe, compute=None))
         owned = shards.own(model)
@@ -148,7 +153,7 @@ class Training:
             cached_casts = weights_cached
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
-            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens,
+            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens, start=start,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
@@ -315,10 +320,15 @@ class Training:
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """The weights and the buffers alone, for sampling."""
-        self._load(_saved("model", self.model), state, source)
+        self._load(self._weights(), state, source)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Without those that are read from another run."""
+        saved = _saved("model", self.model)
+        return {name: t for name, t in saved.items() if name not in self.start.frozen}
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = _saved("model", self.model)
+        tensors = self._weights()
         if self.scaler is not None:
             tensors |= _saved("state", self.scaler)
         for name, governor in self.governors.items():
