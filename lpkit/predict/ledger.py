@@ -252,7 +252,6 @@ class Doubt(NamedTuple):
 
 OFFLOADED = Doubt("what comes back, and what goes, is taken to be one tensor of the MLP", -29, 7)
 PADDED = Doubt("whether a view keeps the padding of a result alive is taken by a rule", -7, 1)
-CHANGED = Doubt("a change of the model is taken by a rule for each operation", -1, 13)
 LOW_HEAD = Doubt("a head in low precision is taken for one in 16 bits, a chunk at a time", -25, 0)
 
 
@@ -264,7 +263,7 @@ def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: s
                 f"FLOPs and seconds are those of the model without; lpkit.measure.memory(config) "
                 f"counts an update here")
     if changed := [row.name for row in config.model.changes]:
-        return str(CHANGED._replace(words=f"{CHANGED.words} ({', '.join(changed)})"))
+        return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if attention == "plain" and KINDS[kind].state_bytes:
         return str(Doubt(f"the definition of {kind} attention is counted roughly"))
     if memory.activation_offload.name != "device":
