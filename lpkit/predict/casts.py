@@ -236,4 +236,5 @@ def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, reci
     if kept >= 1:
         return forward, backward
     cost = linear_cost(p, recipe, machine, efficiency, base=base, itemsize=itemsize).seconds
-    return kept * forward + (1 - kept) * cost / 3, kept * backward + (1 - kept) * cost * (1 + p.trained) / 3
+    return (kept * forward + (1 - kept) * cost / 3,
+            kept * backward + (1 - kept) * cost * (1 + p.trained) / 3)

@@ -578,7 +578,8 @@ def _update_bytes(ops: Operations, each: float, state_bytes: float, shards: int,
     `more`: there is more than one block."""
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if state_bytes:
-        in_order = [ops.embed.params, ops.positions.params, *weights, *weights * more,
-                    ops.head.params]
+        ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
+        in_order = [*ends[:2], *weights, *weights * more, ends[2]]
         fetched = max(map(sum, pairwise(filter(None, in_order))))
-    return (each * max(ops.embed.params * ops.embed.trained, *weights) + state_bytes * fetched) / shards
+    largest = max(0, ops.embed.params * ops.embed.trained, *weights)
+    return (each * largest + state_bytes * fetched) / shards

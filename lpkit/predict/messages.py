@@ -161,7 +161,8 @@ OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.b
 
 
 @functools.lru_cache(maxsize=256)
-def parameter_shapes(m: ModelConfig, trained: bool = False) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def parameter_shapes(m: ModelConfig,
+                     trained: bool = False) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """In the model's order: before the blocks, of a block, after them. `trained`: those alone."""
     ops = of(m)
 

@@ -146,7 +146,7 @@ class Operations:
 
     @functools.cached_property
     def small(self) -> tuple[int, int]:
-        """Trained gains and biases of one block: those cut with the columns of a matrix, and all others."""
+        """Trained gains and biases of one block: those cut with a matrix's columns, and others."""
         trained = [op for op in self.block if op.trained]
         cut = sum([op.params - op.weights for op in trained if op.cut == "column"])
         return cut, sum([op.params - op.weights for op in trained]) - cut
