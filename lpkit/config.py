@@ -195,7 +195,8 @@ class SystemConfig(Group):
 def _mapping(name: str, value: tuple[str, ...]) -> None:
     for one in value:
         if not re.fullmatch("[^:]+:[^:]+", one):
-            raise ConfigError(f"{name} cannot have {shown(one)}; write NEW:OLD, as blocks.2:blocks.0")
+            raise ConfigError(f"{name} cannot have {shown(one)}; write NEW:OLD, as in "
+                              f"blocks.2:blocks.0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""Rows of one's own: modules that a Config names under `imports`, and each process of its run loads.
+"""Rows of one's own, in modules that a Config names under `imports` and each process of its run
+imports.
 
 Importing runs code. So only who calls lpkit may ask for it: a Config that Python makes, the flag
-`--import` of a command, and the ranks that a launch starts. A file (a config, a run folder) may come
-from a stranger: it may name modules that this process has imported already, and imports none.
+`--import` of a command, and the ranks that a launch starts. A file (a config, a run folder) may
+come from a stranger: it may name modules that this process has imported already, and imports none.
 """
 
 import importlib
@@ -67,5 +68,5 @@ def _why(error: BaseException, name: str) -> str:
     at = f"line {own[0].lineno} of {named(own[0].filename)}" if own else named(name)
     if isinstance(error, SyntaxError) and not own:
         at = f"line {error.lineno} of {named(error.filename)}"
-    return (f" fails at {at}: {type(error).__name__}: {shown(str(error))[1:-1]}; mend it, or leave the "
-            f"import out")
+    return (f" fails at {at}: {type(error).__name__}: {shown(str(error))[1:-1]}; mend it, or leave "
+            f"the import out")

@@ -67,8 +67,9 @@ class Start:
         if (due := run.identity.get("start", "")) != self.sha256:
             raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
                               f"{due or 'none'}, and {self.where or 'start.run'} has "
-                              f"{self.sha256 or 'none'}; give back the run that it was begun from, "
-                              f"with start.run where it has moved, or start anew with another --out")
+                              f"{self.sha256 or 'none'}; give back the run that it was begun from "
+                              f"(start.run names it where it has moved), or start anew with another "
+                              f"--out")
 
 
 def read(config: Config, tokenizer: str = "") -> Start:
@@ -79,8 +80,8 @@ def read(config: Config, tokenizer: str = "") -> Start:
         return Start()
     run = Run.open(Path(asked.run))
     if tokenizer and run.identity["tokenizer"] != tokenizer:
-        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens mean "
-                          f"something else; train on text with that run's tokenizer")
+        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
+                          f"mean something else; train on text with that run's tokenizer")
     found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                              only="model/", quarantine=False)
     if found is None:
