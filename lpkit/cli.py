@@ -127,6 +127,8 @@ def _main(argv: list[str]) -> int:
                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true",
                         help="print one JSON object on standard output")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
+                        help="import a module that has rows of your own, which files may then name")
     command.arguments(parser)
     pending: list[int] = []
     # argparse's reading of mixed arguments cannot be interrupted: its own clearing up would fail
@@ -134,6 +136,10 @@ def _main(argv: list[str]) -> int:
         args = parser.parse_args(argv[1:])
     for number in pending:
         signal.raise_signal(number)
+    if args.imports:
+        from lpkit.config import Config
+
+        Config(imports=args.imports)    # whoever types it asks for it: files may name them now
     result = command.run(args)
     code = result.pop("exit_code", 0)   # a command that ran, and has bad news
     try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques import FAMILIES, blocks, layouts, memory
+from lpkit.techniques import FAMILIES, blocks, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
@@ -75,6 +75,7 @@ class ModelConfig(Group):
     tied: bool = True                   # the head is the token embedding
     init: Settings = one_of(INITS, "gpt2")
     attention: Settings = one_of(KINDS, "full")     # which keys a query sees
+    changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # adapters, and other folds
 
     # functions, which torch.compile looks into
     L = property(lambda self: self.layers)
@@ -190,11 +191,30 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
+def _mapping(name: str, value: tuple[str, ...]) -> None:
+    for one in value:
+        if not re.fullmatch("[^:]+:[^:]+", one):
+            raise ConfigError(f"{name} cannot have {shown(one)}; write NEW:OLD, as in "
+                              f"blocks.2:blocks.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig(Group):
+    """Which weights a run begins from (`lpkit.training.start`)."""
+
+    where = "start."
+
+    run: str = ""       # a run's folder; "": the initialisation
+    map: Annotated[tuple[str, ...], _mapping] = ()      # NEW:OLD, where names differ
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(Group):
     """One training run."""
 
+    imports: tuple[str, ...] = ()       # modules that add rows of one's own
     model: ModelConfig = field(default_factory=ModelConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
     schedule: Settings = one_of(SCHEDULES, "cosine")
@@ -215,6 +235,7 @@ class Config(Group):
     version: Count = VERSION
 
     def __post_init__(self):
+        outside.load(self.imports)      # before rows are named
         super().__post_init__()
         if self.version != VERSION:
             age, other = ("older", "take the lpkit that wrote it") if self.version < VERSION else (
@@ -257,10 +278,13 @@ class Config(Group):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
-        name."""
+        name. `values` may come from a stranger's file: they import nothing
+        (`lpkit.techniques.outside`)."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
         if isinstance(version, int) and version != VERSION:     # before its keys are called unknown
             cls(version=version)
+        if isinstance(values, Mapping):
+            outside.refuse_unknown(values.get("imports", ()))
         return _build(cls, values, "")
 
     def to_yaml(self) -> str:
@@ -284,6 +308,7 @@ class Config(Group):
         if not isinstance(changes, Mapping):
             raise ConfigError(f"changes must be a mapping of dotted keys, got {shown(changes)}")
         values = flat(self)
+        outside.load(changes.get("imports", ()))
         changes = {str(key).removesuffix(".name"): changes[key] for key in changes}
         for key in sorted(changes):     # a row's name before its settings
             _change(values, key, changes[key])

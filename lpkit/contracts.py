@@ -153,11 +153,16 @@ class Governor(Protocol):
     """Changes a run between updates: prunes weights, drops layers, ramps a setting.
 
     What it does depends on nothing but the step (from 0) and its state, so a resumed run repeats
-    it. A checkpoint holds the state under `governor/NAME/`.
+    it. A checkpoint holds the state under `governor/NAME/`. It has `begin`, `end`, or both; only a
+    run whose governors have `end` alone can be stopped between the micro-batches of an update.
     """
 
     def begin(self, training: Any, step: int) -> None:
         """Called before every update of a `Training`. May change `training.model` in place."""
+
+    def end(self, training: Any, step: int) -> None:
+        """Called after the update, before the model is evaluated, saved or sampled. May change
+        `training.model` in place, on each rank that has all of it alike."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

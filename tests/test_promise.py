@@ -5,7 +5,10 @@ is named by this module. Then the toy is predicted, planned, trained, traced, me
 `lpkit doctor`.
 """
 
-from dataclasses import dataclass
+import hashlib
+import re
+import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +18,18 @@ import torch
 from torch import Tensor, nn
 
 import lpkit
-from lpkit import measure
+from lpkit import cli, measure
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.layers import GeluMLP
+from lpkit.parallel.processes import WarmParent
 from lpkit.predict import memory, predict
+from lpkit.predict.flops import training_flops
 from lpkit.predict.plan import plan
+from lpkit.presets import resolve
 from lpkit.techniques import (
     FAMILIES,
     attention_backends,
@@ -32,12 +39,16 @@ from lpkit.techniques import (
     inits,
     operation,
     optimizers,
+    outside,
     recipes,
     schedules,
 )
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.row import Row, Settings
-from lpkit.training.runs import Run
+from lpkit.training.checkpoint import load_latest
+from lpkit.training.export import export
+from lpkit.training.runs import SEAL, Run
+from lpkit.training.sampling import trained
 from lpkit.training.training import Training
 
 HERE = f"{__name__}:"
@@ -223,6 +234,198 @@ def _cpu():
     from lpkit.measure.trace import _machine
 
     return _machine(torch.device("cpu"))
+
+
+# ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py
+
+OWN = {"lora": {"model.changes": [{"name": "lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
+       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"}}
+PAGE = Path(__file__).parents[1] / "docs" / "own_technique.md"
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    """The folder of a notebook, with the modules of the page; and a parent of ranks, which finds what this process finds."""
+    folder, code = tmp_path_factory.mktemp("beside"), re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for name, text in zip(("my_rows", "my_modules"), code):
+        (folder / f"{name}.py").write_text(text)
+    assert len(code[0].splitlines()) <= 40
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with WarmParent() as parent:
+            yield folder, parent
+
+
+@pytest.fixture
+def own(beside, corpus, monkeypatch):
+    """A small config that names the modules; what they add is gone afterwards."""
+    before = {field: dict(table) for field, table in outside.TABLES.items()}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    yield Config().replace({
+        "imports": "my_rows,tests.own_rows", "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"), "steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 1,
+        "checkpoint_every": 2, "schedule.warmup_steps": 1, "precision.recipe": "bf16", "system.device": "cpu"})
+    for field, rows in before.items():
+        outside.TABLES[field].clear()
+        outside.TABLES[field].update(rows)
+    for name in ("my_rows", "my_modules", "tests.own_rows"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
+    config = own.replace(OWN[name])
+    assert Config.from_yaml(config.to_yaml()) == config
+    assert predict(config, "h200").step_seconds > 0 and plan(config, 1e9, "h200", devices=2).options
+    training = Training.build(config)
+    assert predict(config, "h200").parameters == sum(p.numel() for p in training.model.parameters())
+    measured, traced = measure.memory(config, device="cpu"), lpkit.predict_trace(config)
+    formula = memory(config, _cpu())
+    if not config.governors:
+        assert traced.rows == measured.rows
+        assert formula.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in formula.doubt else 0.02)
+    assert formula.doubt or name == "bare"
+    run = lpkit.train(config, out=tmp_path / "whole")
+    handle = lpkit.start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
+    handle.result()
+    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    numbers = [[(line["loss"], line.get("val_loss")) for line in one.metrics] for one in (run, parts)]
+    assert numbers[0] == numbers[1] and numbers[0][-1][0] < numbers[0][0][0]
+    assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
+    cast = lpkit.train(config.replace({"precision.recipe": "fp8-tensorwise"}), out=tmp_path / "cast")
+    assert cast.summary["status"] == "complete" and cast.summary["val_loss"] == pytest.approx(run.summary["val_loss"], rel=0.02)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", OWN)
+def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
+    """One process's numbers in every stage of ZeRO, or a sentence before a folder is made."""
+    config = own.replace(OWN[name] | {"precision.recipe": "fp32", "steps": 3})
+    alone = lpkit.train(config, out=tmp_path / "alone")
+    for zero in range(4):
+        out, sharded = tmp_path / f"zero{zero}", config.replace({"parallel.shard": 2, "parallel.zero": zero})
+        if config.governors and zero > 1:
+            with pytest.raises(ConfigError, match=r"governors=.* change whole weights, and a rank has rows; set governors="):
+                lpkit.launch(sharded, processes=2, out=out, parent=beside[1])
+            assert not out.exists()
+            continue
+        run = lpkit.launch(sharded, processes=2, out=out, parent=beside[1]).result()
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in run.metrics] == pytest.approx([line[key] for line in alone.metrics], rel=1e-5), zero
+        assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
+
+
+def test_a_pruned_run_evaluates_saves_and_samples_pruned_weights(own, tmp_path):
+    training = trained(lpkit.train(own.replace({"governors": "prune-half"}), out=tmp_path / "run"))
+    matrices = [p for name, p in training.model.named_parameters() if p.ndim == 2 and "blocks." in name]
+    assert all((p == 0).float().mean() == pytest.approx(0.5, abs=0.01) for p in matrices)
+
+
+def test_a_block_has_the_last_word_about_its_start(own):
+    block = Training.build(own.replace({"model.block": "bare"})).model.blocks[1]
+    w = block.attention.out.weight.detach()
+    assert block.gain.item() == 0.5 and torch.allclose(w @ w.T, torch.eye(32), atol=1e-5)
+
+
+def test_frozen_weights_have_no_gradient_no_state_and_no_flops(own, tmp_path):
+    config = own.replace(OWN["lora"])
+    training = Training.build(config)
+    frozen = {name for name, p in training.model.named_parameters() if not p.requires_grad}
+    training.update(0)
+    state = training.state_dict()
+    assert frozen and not any(key.split("/")[1] in frozen for key in state if key.startswith("optimizer/"))
+    assert training_flops(config.model) < 0.8 * training_flops(replace(config.model, changes=()))
+    with pytest.raises(ConfigError, match=r"transformers has no model with model\.changes=lora"):
+        export(lpkit.train(config, out=tmp_path / "run"), tmp_path / "out")
+
+
+@pytest.mark.dist
+def test_an_adapter_begins_from_a_run_and_keeps_its_own_weights_alone(own, beside, tmp_path):
+    base = lpkit.train(own.replace({"precision.recipe": "fp32"}), out=tmp_path / "base")
+    config = own.replace(OWN["lora"] | {"precision.recipe": "fp32", "start.run": str(base.path), "steps": 4, "optimizer.lr": 0.01})
+    training = Training.build(config)
+    assert training.evaluate() == base.summary["val_loss"]      # B is zero
+    run = lpkit.train(config, out=tmp_path / "run")
+    kept = load_latest(run.checkpoints)[0].tensors
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in kept if name.startswith("model/")} == {"A", "B"}
+    assert run.identity["start"] == training.start.sha256 and lpkit.predict_trace(config).peak_bytes
+    again = trained(Run(run.path))
+    with torch.no_grad():
+        nats = again.loss(again.model, training.val.batch(0)).item()
+    assert nats == pytest.approx(run.summary["val_loss"], rel=1e-6) and nats < base.summary["val_loss"]
+    handle = lpkit.start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
+    handle.result()
+    base.path.rename(tmp_path / "moved")
+    moved = config.replace({"start.run": str(tmp_path / "moved")})
+    with pytest.raises(ConfigError, match="holds no run"):
+        lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = lpkit.train(moved, out=tmp_path / "parts", resume=True)
+    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
+    for zero in (1, 3):     # rows of the base, and of what is trained
+        ranks = lpkit.launch(moved.replace({"parallel.shard": 2, "parallel.zero": zero}), processes=2, out=tmp_path / f"zero{zero}", parent=beside[1]).result()
+        assert [line["loss"] for line in ranks.metrics] == pytest.approx([line["loss"] for line in run.metrics], rel=1e-5)
+        further = lpkit.train(moved.replace({"steps": 5}), out=ranks.path, resume=True)
+        assert further.summary["status"] == "complete" and further.summary["from_step"] == 4
+    lpkit.train(own.replace({"precision.recipe": "fp32", "steps": 8}), out=tmp_path / "moved", resume=True)
+    with pytest.raises(ConfigError, match=r"was begun from weights with the SHA-256 .*, and .*step-00000008 has .*; give back the run"):
+        lpkit.train(moved.replace({"steps": 6}), out=tmp_path / "parts", resume=True)
+
+
+def test_a_run_begins_from_one_of_another_shape_by_a_map(own, tmp_path):
+    base = lpkit.train(own, out=tmp_path / "base")
+    deeper = own.replace({"model.layers": 3, "start.run": str(base.path)})
+    with pytest.raises(ConfigError, match=r"start.run: blocks.2.* is \(32,\) here, and blocks.2.* is not there .*; give start.map=NEW:OLD"):
+        Training.build(deeper)
+    model = Training.build(deeper.replace({"start.map": "blocks.2:blocks.0,blocks.1:blocks.0"})).model
+    assert all(torch.equal(p, model.get_parameter(name.replace("blocks.0.", "blocks.2."))) for name, p in model.named_parameters())
+    for bad in ({"start.map": "blocks.2"}, {"start.run": str(tmp_path / "none")}, {"data.tokenizer": "bpe", "model.vocab": 300, "model.layers": 2}):
+        with pytest.raises(ConfigError, match=r"write NEW:OLD|holds no run|has another tokenizer"):
+            Training.build(deeper.replace(bad))
+
+
+BAD = {"absent_rows": (None, "there is no module of this name; put the folder that holds it on PYTHONPATH"),
+       "failing_rows": ("x = 1\nx.y\n", "fails at line 2 of .*failing_rows.py: AttributeError: 'int' object has no attribute 'y'; mend it"),
+       "broken_rows": ("x = (\n", "fails at line 1 of .*broken_rows.py: SyntaxError"),
+       "leaving_rows": ("raise SystemExit(3)", "fails at line 1 of .*: SystemExit: 3"),
+       "taken_rows": ("from lpkit.techniques.optimizers import OPTIMIZERS as o\no['adamw'] = o['new'] = o['lion']\n",
+                      "replaces optimizer=adamw, a row that exists; give its own row another name"),
+       "../rows": (None, "is no module's name")}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_module_that_cannot_be_is_one_sentence(name, tmp_path, monkeypatch, capsys):
+    text, sentence = BAD[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    if text:
+        (tmp_path / f"{name}.py").write_text(text)
+    adamw = optimizers.OPTIMIZERS["adamw"]
+    for _ in range(2):      # who asks again hears the same
+        with pytest.raises(ConfigError, match=f"imports='{re.escape(name)}'.*{sentence}"):
+            Config(imports=(name,))
+    assert cli.main(["predict", "cpu-3m", "--import", name]) == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert optimizers.OPTIMIZERS["adamw"] is adamw and "new" not in optimizers.OPTIMIZERS
+
+
+def test_a_strangers_file_imports_nothing(tmp_path, monkeypatch, capsys, own):
+    monkeypatch.syspath_prepend(tmp_path)
+    ran = tmp_path / "ran"
+    (tmp_path / "evil_rows.py").write_text(f"import os\nos.mkdir({str(ran)!r})")
+    file = tmp_path / "config.yaml"
+    file.write_text("imports: [evil_rows]\n")
+    run = lpkit.train(own.replace({"steps": 1}), out=tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text().partition(SEAL)[0].replace("- my_rows\n", "- evil_rows\n")
+    (tmp_path / "run" / "config.yaml").write_text(f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n")
+    for command in (["train", str(file)], ["predict", str(file)], ["plan", "--model", str(file), "--tokens", "1e9", "--devices", "2"], ["sample", str(run.path)],
+                    ["export", str(run.path), "--out", str(tmp_path / "out")], ["train", "--resume", "--out", str(run.path)]):
+        assert cli.main(command) == 2
+        assert "imports='evil_rows': a file imports nothing by itself" in capsys.readouterr().err and not ran.exists(), command
+    for read in (lambda: Config.from_yaml(file.read_text()), lambda: resolve(str(file)), lambda: Run(run.path).config):
+        with pytest.raises(ConfigError, match="`import evil_rows` in Python, `--import evil_rows` behind a command"):
+            read()
+    assert cli.main(["predict", str(file), "--import", "evil_rows"]) == 0 and ran.exists()
+    sys.modules.pop("evil_rows")
 
 
 def test_the_page_of_techniques_is_made_of_the_rows():

@@ -15,6 +15,8 @@ import torch
 import lpkit
 from lpkit.config import Config
 from lpkit.nn.transformer import Transformer
+from lpkit.techniques.changes import GOVERNORS
+from lpkit.techniques.row import Row
 from lpkit.training import checkpoint
 from lpkit.training.background import Control, start, train
 from lpkit.training.loop import fit
@@ -127,6 +129,35 @@ def test_a_governors_step_is_finished(tiny, tmp_path, monkeypatch):
         training = Training.build(tiny)
         training.governors["counts"] = Counts()
         assert fit(training, tmp_path / "run", control=control).summary["steps"] == 1
+
+
+class Fades:
+    """After each update the last norm's gains are a hundredth smaller; counts how often."""
+
+    def __init__(self, settings):
+        self.times = torch.zeros((), dtype=torch.int64)
+
+    def end(self, training, step):
+        with torch.no_grad():
+            training.model.norm.weight.mul_(0.99)
+        self.times += 1
+
+    def state_dict(self):
+        return {"times": self.times.clone()}
+
+    def load_state_dict(self, state):
+        self.times = state["times"].clone()
+
+
+def test_a_step_is_given_up_before_a_governors_end(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(GOVERNORS, "fades", Row(implementation=f"{__name__}:Fades"))
+    tiny = tiny.replace({"governors": "fades"})
+    whole = train(tiny, out=tmp_path / "whole")
+    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
+    found = checkpoint.load_latest(run.checkpoints)[0]
+    assert found.step == 4 and found.tensors["governor/fades/times"] == 4 and "governors" not in run.summary["chosen"]
+    again = train(tiny, out=run.path, resume=True)
+    assert lines(again) == lines(whole) and same(again, whole) and again.problems == []
 
 
 @pytest.mark.parametrize("number", [2, 4 * 3 + 2], ids=["step", "evaluation"])

@@ -71,11 +71,15 @@ def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None, by: str = "") -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, by, *head.parameters())
+        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, by, *_trained(head))
     nats = _nats(h)
     for each, part, at, w in _pieces(nats, h, y, weights, chunk):
         each.copy_(cross_entropy_(head(part), at, w, by))
     return _mean(nats, weights)
+
+
+def _trained(head: nn.Module) -> list[nn.Parameter]:
+    return [p for p in head.parameters() if p.requires_grad]
 
 
 def gradients_in_pieces(h: Tensor, w: Tensor, y: Tensor, chunk: int) -> Tensor:
@@ -120,11 +124,14 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
         # as any backward: under autocast the gradients' products would be cast once more
         with torch.autocast(g.device.type, enabled=False):
-            d_part, *d = torch.autograd.grad(logits, (part, *head.parameters()), g)
-        torch._foreach_add_(dp, d)
+            d_part, *d = torch.autograd.grad(logits, (part, *_trained(head)), g)
+        if d:
+            torch._foreach_add_(dp, d)
         return d_part
     for hook in (logits._backward_hooks or {}).values():    # telemetry looks at this gradient
         hook(g)
+    if not dp:
+        return g @ head.weight
     (dw,) = dp
     if g.dtype == dw.dtype:
         dw.addmm_(g.T, part)

@@ -5,6 +5,9 @@ import math
 import torch
 from torch import nn
 
+from lpkit.techniques.inits import INITS
+from lpkit.techniques.row import Settings
+
 
 @torch.no_grad()
 def _normal(model: nn.Module, *, std: float, residual_std: float) -> None:
@@ -38,3 +41,14 @@ def fan_in(model: nn.Module) -> None:
             nn.init.constant_(p, not name.endswith("bias"))
         else:
             nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, init: Settings) -> None:
+    """Fills `model` by the row that `init` names, then lets each part that has `reset(init)` set
+    what it starts from: an initialisation fills by name and shape, and knows no part from outside.
+    """
+    INITS[init.name].load()(model)
+    for module in model.modules():
+        if (reset := getattr(module, "reset", None)) is not None:
+            reset(init)

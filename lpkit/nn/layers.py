@@ -1,5 +1,6 @@
 """Norms, positions and MLPs: what rows of `lpkit.techniques` name."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,8 @@ from lpkit.techniques.operation import MicroBatch
 
 def linear(config: ModelConfig, name: str) -> nn.Linear:
     """The Linear of an operation of the block: its sizes and its bias are those of the row."""
-    op = next(op for op in operations(MicroBatch(model=config)).block if op.name == name)
+    unchanged = MicroBatch(model=replace(config, changes=()))       # changes come afterwards
+    op = next(op for op in operations(unchanged).block if op.name == name)
     return nn.Linear(*op.matmul, bias=op.params > op.weights)
 
 

@@ -33,6 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from lpkit.contracts import Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
 from lpkit.parallel.drawn import drawing
 from lpkit.parallel.ranks import Waits
@@ -124,10 +125,14 @@ class FullySharded(OfRows):
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         self.shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.shapes = {name: p.shape for name, p in self.shards.items()}
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}   # also frozen ones
         self.owned = {name: nn.Parameter(p.detach().to_local()) for name, p in self.shards.items()}
         if self.row.cast:
             of = {p: self.owned[name] for name, p in self.shards.items()}
+            if frozen := self.shapes.keys() - self.owned.keys():
+                raise ConfigError(f"parallel.gathered={self.layout.gathered} casts what a rank "
+                                  f"updates, and {min(frozen)} is frozen; set parallel.gathered="
+                                  f"compute")
             self.gathers = cast_gathers(model, of, self.size)
             self.spread()
         self._listen(model)

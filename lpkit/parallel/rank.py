@@ -12,6 +12,7 @@ from lpkit.config import Config
 from lpkit.contracts import StepRecord
 from lpkit.parallel.processes import MEETING, Place
 from lpkit.parallel.ranks import joined
+from lpkit.techniques import outside
 from lpkit.training.background import Control, built
 from lpkit.training.exhausted import said
 from lpkit.training.loop import fit
@@ -38,6 +39,7 @@ class Asked(Control):
 
 def train(place: Place, told: dict[str, Any]) -> None:
     """Of `told`: the config as a dict, `out`, the run folder, and `resume`."""
+    outside.load(told["config"]["imports"])     # as who launched it did
     config = Config.from_dict(told["config"])
     place.at(0, MEETING)
     with said(config, "this rank", place.local_world), joined(

@@ -17,7 +17,7 @@ from typing import Any
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.ledger import MOMENTS, UPDATE, Memory, memory
-from lpkit.predict.params import parameter_count
+from lpkit.predict.params import parameter_count, trained_count
 from lpkit.predict.recipes import precision_of, row_of
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
@@ -147,12 +147,13 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
     """Bytes of what outlives a step, and of the gradients that are held at once."""
     rows, count = techniques.rows_of(config), parameter_count(config.model)
     each = rows["param_dtype"].param_bytes
-    found = {"weights": each * count, "gradients": each * count}
+    found = {"weights": each * count, "gradients": each * trained_count(config.model)}
     if not rows["optimizer_step"].gradients_held:
         del found["gradients"]
     if on.kind not in rows["optimizer_state"].leaves:
         optimizer = optimizers.find(config.optimizer.name)
-        found["optimizer state"] = count * optimizer.state_bytes(config.memory.moment_format.name)
+        found["optimizer state"] = (trained_count(config.model)
+                                    * optimizer.state_bytes(config.memory.moment_format.name))
     return found
 
 

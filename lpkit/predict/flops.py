@@ -27,6 +27,7 @@ class Product:
     group: int = 1   # heads times batch in attention
     pairs: bool = False   # over pairs of tokens: a causal mask leaves half of it
     cut: str = ""         # the side of the weight that tensor parallelism cuts: column, row
+    trained: bool = True  # else it has no weight gradient
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
@@ -79,7 +80,7 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
         if op.matmul:
             K, N = op.matmul
             found.append(Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls,
-                                 cut=op.cut))
+                                 cut=op.cut, trained=op.trained))
         for one in op.pairs:
             found.append(Product(**vars(one) | {"group": batch * one.group}, calls=calls,
                                  pairs=True))
@@ -116,12 +117,14 @@ def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
 
 
 def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
-    """Forward and backward: each product has two gradients of its own size, so 3 times the forward.
+    """Forward and backward: each product has two gradients of its own size, so 3 times the forward;
+    of a frozen weight there is no gradient.
 
     These are the model's FLOPs, by which MFU is defined: what recomputation does again is not
     counted. The first product has an input gradient too, because the embedding below it is learned.
     """
-    return 3 * forward_flops(model, batch=batch, attention=attention)
+    frozen = sum(p.flops for p in products(model, batch=1) if not p.trained) if model.changes else 0
+    return 3 * forward_flops(model, batch=batch, attention=attention) - batch * frozen
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:

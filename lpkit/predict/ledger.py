@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.messages import buckets, gathered_itemsizes
-from lpkit.predict.params import parameters
+from lpkit.predict.params import parameter_count, parameters, trained_count
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, row_of, stored
 from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention import KINDS
@@ -121,8 +121,8 @@ class Memory:
 
 def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
-                 devices: int = 1) -> tuple[Row, ...]:
-    """What outlives a step, for `count` parameters.
+                 devices: int = 1, trained: float = 1.0) -> tuple[Row, ...]:
+    """What outlives a step, for `count` parameters, of which the share `trained` is.
 
     ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the
     gradients too; 3 the weights too.
@@ -136,7 +136,8 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
     def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str) -> Row:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
-        return Row(name, dict.fromkeys(moments, itemsize * count / shards),
+        numbers = count if stage == 3 else count * trained
+        return Row(name, dict.fromkeys(moments, itemsize * numbers / shards),
                    f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
@@ -261,6 +262,8 @@ def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: s
         return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, bytes, "
                 f"FLOPs and seconds are those of the model without; lpkit.measure.memory(config) "
                 f"counts an update here")
+    if changed := [row.name for row in config.model.changes]:
+        return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if attention == "plain" and KINDS[kind].state_bytes:
         return str(Doubt(f"the definition of {kind} attention is counted roughly"))
     if memory.activation_offload.name != "device":
@@ -377,7 +380,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
                                     moment_format=moment_format, zero=3 if whole else layout.zero,
-                                    devices=ranks)
+                                    devices=ranks,
+                                    trained=trained_count(m) / parameter_count(m))
     rows = [one for one in rows
             if one.at[UPDATE] and not (resting and one.name == "optimizer state")]
 
@@ -572,9 +576,10 @@ def _update_bytes(ops: Operations, each: float, state_bytes: float, shards: int,
     """While the largest parameter is updated by itself, with `each` bytes a number; a fused step
     over all needs nothing. `state_bytes` of a number are fetched, for it and for the next one.
     `more`: there is more than one block."""
-    weights, fetched = [op.weights for op in ops.linears], 0
+    weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if state_bytes:
-        in_order = [ops.embed.params, ops.positions.params, *weights, *weights * more,
-                    ops.head.params]
+        ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
+        in_order = [*ends[:2], *weights, *weights * more, ends[2]]
         fetched = max(map(sum, pairwise(filter(None, in_order))))
-    return (each * max(ops.embed.params, *weights) + state_bytes * fetched) / shards
+    largest = max(0, ops.embed.params * ops.embed.trained, *weights)
+    return (each * largest + state_bytes * fetched) / shards

@@ -25,7 +25,7 @@ from lpkit.techniques import layouts, machines
 from lpkit.techniques.data import POLICIES, Task
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.operation import FP32
+from lpkit.techniques.operation import FP32, Op
 from lpkit.techniques.recipes import ALL, kept
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
@@ -95,13 +95,14 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     layouts.refuse_ungatherable(config, recipe)
     gathered, amaxes = gathered_bytes(config, layout, name, shard)
     sent[Message(ALL_REDUCE, amaxes, shard)] += amaxes > 0
-    first, block, last = parameter_shapes(m)
+    first, block, last = parameter_shapes(m, trained=True)
     # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
     for group, parts, gathers in (((*first, *last), gathered[m.L:], 1),
                                   (block, gathered[:m.L], layout.stage - 1)):
         rows, times = sum(map(padded, group, [shard] * len(group))), len(parts) * pieces
         for nbytes in parts:
             sent[Message(ALL_GATHER, nbytes, shard)] += pieces * gathers
+        times *= rows > 0       # nothing of it may be trained
         sent[Message(REDUCE_SCATTER, FP32 * rows, shard)] += times
         if data > 1:
             sent[Message(ALL_REDUCE, FP32 * rows // shard, data)] += times
@@ -160,24 +161,30 @@ OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.b
 
 
 @functools.lru_cache(maxsize=256)
-def parameter_shapes(m: ModelConfig) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """In the model's order: before the blocks, of a block, after them."""
+def parameter_shapes(m: ModelConfig,
+                     trained: bool = False) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """In the model's order: before the blocks, of a block, after them. `trained`: those alone."""
     ops = of(m)
-    named = {op.name: op.shapes for op in ops.block if op.shapes}
-    attention = [name for name in OF_ATTENTION if name in named]
+
+    def shapes(op: Op) -> tuple[tuple[int, ...], ...]:
+        return op.shapes if op.trained or not trained else ()
+
+    named = {op.name: shapes(op) for op in ops.block if op.shapes}
+    attention = [name for one in OF_ATTENTION for name in named
+                 if name == one or (one != "attention" and name.startswith(f"{one}."))]
     order = [name for name in named if name not in attention]
     start = next((i for i, name in enumerate(named) if name in attention), 0)
     order[start:start] = attention
-    return ((*ops.embed.shapes, *ops.positions.shapes),
+    return ((*shapes(ops.embed), *shapes(ops.positions)),
             tuple(shape for name in order for shape in named[name]),
-            (*ops.norm.shapes, *ops.head.shapes))
+            (*shapes(ops.norm), *shapes(ops.head)))
 
 
 @functools.lru_cache(maxsize=256)
 def buckets(m: ModelConfig, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Shapes of the parameters that travel together, the last ones first: of `most` numbers at most
+    """Shapes of the gradients that travel together, the last ones first: of `most` numbers at most
     unless one has more (`lpkit.parallel.replicas.buckets`)."""
-    first, block, last = parameter_shapes(m)
+    first, block, last = parameter_shapes(m, trained=True)
     found, held = [[]], 0
     for shape in (*first, *m.L * block, *last)[::-1]:
         numbers = math.prod(shape)

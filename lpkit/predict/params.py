@@ -30,5 +30,14 @@ def _parts(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
+@functools.lru_cache(maxsize=256)
+def trained_count(model: ModelConfig) -> int:
+    """Numbers that have gradients and optimizer states."""
+    ops = of(model)
+    outside = (ops.embed, ops.positions, ops.norm, ops.head)
+    return sum(times * op.params for times, group in ((1, outside), (model.L, ops.block))
+               for op in group if op.trained)
+
+
 def parameter_count(model: ModelConfig) -> int:
     return sum(parameters(model).values())

@@ -36,7 +36,7 @@ from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
-from lpkit.predict.params import parameters
+from lpkit.predict.params import parameter_count, parameters, trained_count
 from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.techniques import machines
@@ -281,6 +281,7 @@ class _Rank:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * ops.linear_weights / layout.tensor / shards
+        self.trained = ops.trained_weights / max(1, ops.linear_weights)     # of what is cast
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap
@@ -342,7 +343,7 @@ class _Rank:
             forward=times * self.gaps / 3, backward=times * self.gaps * 2 / 3)
         row("weight copies",
             "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
-            forward=times * self.casts, backward=times * self.casts)
+            forward=times * self.casts, backward=times * self.casts * self.trained)
         row("recomputation",
             f"recompute={self.recompute}: {', '.join(sorted(self.again)) or 'nothing'} once more",
             CHECKPOINTS, backward=times * self.repeated)
@@ -367,23 +368,25 @@ class _Rank:
         parts = parameters(self.m)
         outside = parts["embedding"] + parts["positions"] + parts["head"]
         block = (sum(parts.values()) - outside) / self.m.L
-        states = (middle * block + outside / min(stages, 2)) / layout.tensor
+        trained = trained_count(self.m) / parameter_count(self.m)
+        states = trained * (middle * block + outside / min(stages, 2)) / layout.tensor
         owned = states / (layout.state_ranks if layout.zero else 1)
-        self.state_rows(layers, states, owned, block / layout.tensor)
+        self.state_rows(layers, states, owned, block / layout.tensor, trained)
         row("optimizer", f"{optimizer_bytes:g} bytes a parameter that the rank updates",
             "each state read and written once, weights and gradients in float32",
             optimizer=optimizer_bytes * owned / self.bandwidth)
         return self.made
 
-    def state_rows(self, layers: int, states: float, owned: float, block: float) -> None:
-        """ZeRO's messages and those of replicas, for parameters of a rank, those that it updates,
-        and those of a layer."""
+    def state_rows(self, layers: int, states: float, owned: float, block: float,
+                   trained: float) -> None:
+        """ZeRO's messages and those of replicas, for trained parameters of a rank, those that it
+        updates, and all those of a layer, of which the share `trained` is."""
         layout, p, ring = self.layout, self.p, self.link("states")
         of_block, _, of_any = self.gathered
         left = layers * self.backward       # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
             gather = ring.all_gather_seconds(block * of_block)
-            scatter = ring.reduce_scatter_seconds(block * p.gradients)
+            scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)
             late = (self.shown(gather, self.forward)
                     + self.shown(gather + scatter, self.backward))
             said = (2 * gather + scatter) * layers * self.pieces
@@ -391,7 +394,7 @@ class _Rank:
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
                      f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
-                     f"and scatters {block * p.gradients:,.0f}, over {ring.words}; a layer hides "
+                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer hides "
                      f"the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
             gather = ring.all_gather_seconds(states * of_any)

@@ -100,11 +100,12 @@ class Walk:
         self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
         # the head's gradient waits for that of the same table in the embedding
         self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
+        self.waiting_table *= ops.head.trained
         self.linear_weights = ops.linear_weights / tensor
         with_columns, others = ops.small
         small = with_columns / tensor + others
         self.small_gradient_bytes = small * gradient_bytes
-        self.block_numbers = self.linear_weights + small
+        self.block_numbers = ops.trained_weights / tensor + small       # that have gradients
         # how gradients grow by a block
         self.block_gradient_bytes = 0.0 if gathers else self.block_numbers * (
             shard_bytes if self.leave else gradient_bytes)
@@ -260,7 +261,8 @@ class Walk:
     def chunked_loss(self) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
         chunk's logits are there. Leaves with the first."""
-        copies, cached, table = self.copies(self.table), self.cached, FP32 * self.table
+        copies, cached = self.copies(self.table), self.cached
+        table = FP32 * self.table * self.ops.head.trained
         self.add(ACTIVATIONS, -self.kept.operations["head"])
         self.add(LOGITS, self.stream)               # both gradients
         self.add(GRADIENTS, table)
@@ -275,7 +277,7 @@ class Walk:
         elif self.gathers:
             self.add(TEMPORARIES, self.waiting_table)
         else:
-            self.add(GRADIENTS, self.gradient_bytes * self.table)
+            self.add(GRADIENTS, self.gradient_bytes * self.table * self.ops.head.trained)
         self.begin(HEAD)
         self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
@@ -295,8 +297,8 @@ class Walk:
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
-        table = self.table * self.gradient_bytes
-        positions = self.ops.positions.params * self.gradient_bytes
+        table = self.table * self.gradient_bytes * self.ops.embed.trained
+        positions = self.ops.positions.params * self.gradient_bytes * self.ops.positions.trained
         tied = self.s.model.tied and self.heads
         self.begin(EMBED)
         if not self.gathers and not self.leave:
@@ -304,7 +306,7 @@ class Walk:
         self.mark(table + positions)
         self.add(TEMPORARIES, -self.stream)
         self.mark(2 * table if tied else table)
-        if self.update_bytes:
+        if self.update_bytes and table:
             waiting = self.waiting_table if tied else 0.0       # is in the sum
             self.mark(table + self.table * self.update_bytes - waiting)
 
@@ -398,8 +400,8 @@ class Walk:
         the weight's copy, unless the residual stream needs it still; the input's gradient stays in
         TEMPORARIES."""
         s, (x, y, weight) = self.s, self.numbers(op)
-        dx, dw, dy = x * s.compute_bytes, weight * s.compute_bytes, y * s.compute_bytes
-        final, wide = weight * self.gradient_bytes, dx
+        dx, dw, dy = x * s.compute_bytes, weight * s.compute_bytes * op.trained, y * s.compute_bytes
+        final, wide = weight * self.gradient_bytes * op.trained, dx
         if s.mixed and op.reads_residual:
             wide = x * s.residual_bytes
         if op.writes_residual and not s.mixed:
@@ -421,7 +423,7 @@ class Walk:
             if s.mixed:
                 after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it
-        if self.update_bytes and not (op is self.ops.head and self.waiting_table):
+        if self.update_bytes and op.trained and not (op is self.ops.head and self.waiting_table):
             after = max(after, final + weight * self.update_bytes)
         steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
                  (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]

@@ -25,6 +25,7 @@ FAMILIES = {        # by the field of a Config that names a row
     "model.init": inits.INITS,
     "model.block": blocks.BLOCKS,
     "model.attention": attention.KINDS,
+    "model.changes": blocks.MODEL_CHANGES,
     "system.attention": attention_backends.ATTENTION,
     "data.policy": data.POLICIES,
     "precision.recipe": recipes.RECIPES,

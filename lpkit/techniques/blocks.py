@@ -112,6 +112,12 @@ BLOCKS: dict[str, Kind] = {
 }
 
 
+# Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
+# folds the description, and the implementation is f(model, settings), in place, once the model is
+# initialised. Rows come from outside (docs/own_technique.md).
+MODEL_CHANGES: dict[str, Kind] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operations:
     """Of a model, in the order of forward. `block` is one of L alike."""
@@ -134,10 +140,16 @@ class Operations:
         return sum(op.weights for op in self.linears)
 
     @functools.cached_property
+    def trained_weights(self) -> int:
+        """Those of them that have gradients."""
+        return sum(op.weights for op in self.linears if op.trained)
+
+    @functools.cached_property
     def small(self) -> tuple[int, int]:
-        """Gains and biases of one block: those cut with the columns of a matrix, and all others."""
-        cut = sum(op.params - op.weights for op in self.block if op.cut == "column")
-        return cut, sum(op.params - op.weights for op in self.block) - cut
+        """Trained gains and biases of one block: those cut with a matrix's columns, and others."""
+        trained = [op for op in self.block if op.trained]
+        cut = sum([op.params - op.weights for op in trained if op.cut == "column"])
+        return cut, sum([op.params - op.weights for op in trained]) - cut
 
     @functools.cached_property
     def result_bytes(self) -> int:
@@ -156,7 +168,7 @@ def operations(s: MicroBatch) -> Operations:
     m, N = s.model, s.tokens
     # logits in float32 and their log-probabilities; before them, logits of autocast, and their cast
     logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
-    return Operations(
+    ops = Operations(
         # read, written; and with the positions added, read, read and written
         embed=Op(name="embed", part="embedding", params=m.V * m.D, shape=(m.V, m.D),
                  saved_bytes=N * TOKEN_ID, moved_bytes=5 * N * m.D * s.residual_bytes),
@@ -170,3 +182,6 @@ def operations(s: MicroBatch) -> Operations:
         # log-probabilities, targets, how many targets count
         loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32,
                 moved_bytes=N * m.V * logits))
+    for change in m.changes:
+        ops = MODEL_CHANGES[change.name].operations(ops, s, change)
+    return ops

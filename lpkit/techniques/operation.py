@@ -13,7 +13,7 @@ to a measured step, to the byte.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lpkit.techniques.attention import Rule
@@ -66,11 +66,17 @@ class Op:
     score_passes: tuple[int, int] = (0, 0)  # scores written or read again, forward and backward
     backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
     in_stream: bool = False                 # works on the residual stream, whole in its width
+    trained: bool = True                    # its parameters have gradients and optimizer states
 
     @functools.cached_property
     def weights(self) -> int:
         """Parameters in a matrix product."""
         return self.matmul[0] * self.matmul[1] if self.matmul else 0
+
+    @property
+    def frozen(self) -> "Op":
+        """The same without gradients of its parameters; a Linear then saves no input."""
+        return replace(self, trained=False, saved_bytes=0 if self.matmul else self.saved_bytes)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

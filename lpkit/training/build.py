@@ -24,6 +24,7 @@ from lpkit.kernels import wide_product
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
+from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
@@ -31,8 +32,8 @@ from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.predict.fit import Fit, fit
 from lpkit.techniques import layouts
+from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.changes import MODEL_TRANSFORMS
-from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
@@ -41,6 +42,7 @@ from lpkit.training import compiled as compiling
 from lpkit.training import seams
 from lpkit.training.compiled import OFF, Compile
 from lpkit.training.kernels import LOSS, OF_KERNEL, Kernels
+from lpkit.training.start import Start
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
@@ -148,7 +150,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     chosen["attention"] = attending.choose(
         config.system.attention, config, device, before=begun.get("attention"),
         compute=recipe.compute)
-    chosen |= memory.choose(config, recipe, device) | seams.governing(config)
+    chosen |= memory.choose(config, recipe, device)
     kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
                if key.startswith(OF_KERNEL)}
     return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
@@ -164,7 +166,7 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
 
 
 def build_model(config: Config, decisions: Decisions, kernels: Kernels,
-                sharding: Sharding) -> nn.Module:
+                sharding: Sharding, start: Start | None = None) -> nn.Module:
     """Initialised, moved to its device, changed by its techniques' transforms. What the transforms
     that `config` names do to weights nobody knows: with them it is whole until it is sharded. Each
     rank rounds its activations and gradients by noise of its own."""
@@ -181,7 +183,7 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))
     with nullcontext() if named else sharding.making(decisions.device):
-        model = made(config, choices["attention"].used)
+        model = made(config, choices["attention"].used, start)
     return transformed(moved(model, decisions.device), transforms)
 
 
@@ -208,10 +210,17 @@ def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> n
     return moved(made(config, attend), device)
 
 
-def made(config: Config, attend: str) -> nn.Module:
+def made(config: Config, attend: str, start: Start | None = None) -> nn.Module:
+    """Its parts, their initialisation, the weights that it begins from, its changes: in this
+    order."""
     torch.manual_seed(config.seed)
     model = Transformer(config.model, attend=attention.backend(attend, config.model))
-    INITS[config.model.init.name].load()(model)
+    initialise(model, config.model.init)
+    start = start or Start()
+    filled = start.copy_into(model)
+    for change in config.model.changes:
+        MODEL_CHANGES[change.name].load()(model, change)
+    start.keep(model, filled)
     return model
 
 

@@ -125,6 +125,7 @@ def family(m: ModelConfig) -> Family:
     wrong = [f"model.{key}={getattr(m, key)}" for key in differs(nearest)]
     if m.attention != type(m)().attention:
         wrong.append(f"model.attention={m.attention}")
+    wrong += [f"model.changes={one}" for one in m.changes]
     if m.block != type(m)().block:
         wrong.append(f"model.block={m.block}")
     if wrong:

@@ -113,7 +113,8 @@ class Kernels(Transform):
             with self.autocast:
                 out = block(x, *others, **named)
             g = torch.randn(out.shape, generator=draw, device=out.device) * 2.0**-12
-            torch.autograd.grad(out, [x, *block.parameters()], g.to(out.dtype), allow_unused=True)
+            wanted = [x, *(p for p in block.parameters() if p.requires_grad)]
+            torch.autograd.grad(out, wanted, g.to(out.dtype), allow_unused=True)
         model.train()
         for one, before in state:
             one.copy_(before)

@@ -195,8 +195,9 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
     config, device = training.config, training.device
     waiting: deque[_Begun] = deque()
     saved = start = begin.step if begin else 0
-    # a governor's begin cannot be undone
-    parts = config.micro_batches > 1 and not training.governors
+    # a governor's begin cannot be undone; its end comes when a step is not given up any more
+    begins = any(hasattr(one, "begin") for one in training.governors.values())
+    parts = config.micro_batches > 1 and not begins
     phases = partial(_heeding, training, control) if parts else nullcontext
 
     def every(n: int, step: int) -> bool:
@@ -336,7 +337,8 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
     else:
         extended = _refuse_another(run, training)
     if not (path / runs.IDENTITY).exists():
-        who = runs.identify(config, training.tokens, training.tokenizer, born=uuid4().hex)
+        who = runs.identify(config, training.tokens, training.tokenizer, born=uuid4().hex,
+                            start=training.start.sha256)
         mark = who["run"][:records.MARK_DIGITS]
         write_atomically(path / runs.CONFIG, runs.sealed_yaml(config, mark))
         records.write(path / runs.TOKENIZER, {**training.tokenizer, records.RUN: mark})
@@ -360,6 +362,7 @@ def _refuse_another(run: Run, training: Training) -> dict[str, Any]:
     if (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
             or checkpoint.folders(run.checkpoints)):
         said = run.identity
+        training.start.refuse_other(run)
         if said["tokens"] != training.tokens:
             raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
                               f"{said['tokens']}, and data.source={config.data.source} now gives "

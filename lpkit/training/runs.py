@@ -40,7 +40,9 @@ LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 # What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
 # the order in which ranks add up.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-              "precision.telemetry_every"}
+              "precision.telemetry_every", "imports", "start.run"}
+# Settings that runs begun by an older lpkit did not have: while they are empty, they say nothing.
+LATER = {"model.changes", "start.map"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 OF_RUN = "# The run: "
 
@@ -124,7 +126,7 @@ class Run(Checked):
         DamagedError."""
         said = records.read(self.path / IDENTITY)
         here = identify(self.config, said.get("tokens"), self.tokenizer, said.get("model_version"),
-                        said.get("born"))
+                        said.get("born"), said.get("start", ""))
         carried = _unsealed_yaml(self.path / CONFIG).rpartition(OF_RUN)[2].strip()
         if OF_RUN in _unsealed_yaml(self.path / CONFIG) and carried != self.mark:
             raise _of_another(self.path / CONFIG, "run", self.path)
@@ -239,14 +241,17 @@ class Run(Checked):
 
 
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
-             model_version: int = nn.VERSION, born: str | None = None) -> dict[str, Any]:
+             model_version: int = nn.VERSION, born: str | None = None,
+             start: str = "") -> dict[str, Any]:
     """What decides the numbers of a run, and under "run" the hash of it all. `tokens`: the SHA-256
     of the training and the validation tokens. `born`: drawn at the run's birth, which tells it from
-    another of the same numbers; None: an older lpkit drew none."""
-    settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
+    another of the same numbers; None: an older lpkit drew none. `start`: the SHA-256 of the weights
+    that it began from; empty: it began from none."""
+    settings = {key: one for key, one in flat(config).items()
+                if key not in MAY_CHANGE and (one or key not in LATER)}
     facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
              "model_version": model_version} | ({"born": born} if born else {})
-    facts = records.plain(facts)
+    facts = records.plain(facts | ({"start": start} if start else {}))
     return facts | {"run": records.digest(facts)}
 
 

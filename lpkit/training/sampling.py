@@ -78,6 +78,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
     if run.environment.get("chosen", {}).get("device", {}).get("used") != device:
         config = config.replace({"precision.backend": "auto"})  # the one asked for may not run here
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
+    training.start.refuse_other(run)
     training.load_model(found.tensors, source=found.path)
     # else a layer casts for a backward pass too, which wants whole blocks of tokens
     training.model.eval().requires_grad_(False)

@@ -7,18 +7,19 @@ given rows by ZeRO. Neither fails: they train other numbers. Here they are refus
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lpkit.config import Config
-from lpkit.contracts import Choice
+from lpkit.contracts import Choice, Governor
 from lpkit.errors import ConfigError
+from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques import blocks, optimizers
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.inits import INITS
 
 OWN = "lpkit."      # the kit's implementations
 PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "attention": KINDS}
@@ -38,12 +39,13 @@ def refuse_overwritten(config: Config) -> None:
     m = config.model
     named = {field: getattr(getattr(m, field), "name", getattr(m, field)) for field in PARTS}
     parts = [f"model.{field}={name}" for field, name in named.items()
-             if not (PARTS[field][name].implementation or OWN).startswith(OWN)]
+             if not (PARTS[field][name].implementation or OWN).startswith(OWN)
+             and not hasattr(PARTS[field][name].load(), "reset")]
     if not parts:
         return
     model = Transformer(replace(m, layers=1, vocab=2))
     before = {name: p.clone() for name, p in model.named_parameters()}
-    INITS[m.init.name].load()(model)
+    initialise(model, m.init)
     for name, p in model.named_parameters():
         was, holder = before[name], model.get_submodule(name.rpartition(".")[0])
         own = not type(holder).__module__.startswith(("torch.", OWN))
@@ -53,7 +55,8 @@ def refuse_overwritten(config: Config) -> None:
             raise ConfigError(
                 f"model.init={m.init.name} fills every parameter, also {name}, which "
                 f"{' or '.join(parts)} sets to {first if same else f'{first}, ...'}; add a row to "
-                f"lpkit.techniques.inits that leaves it as it is, and name that")
+                f"lpkit.techniques.inits that leaves it as it is, and name that, or "
+                f"give the part a method reset(init), which comes after the initialisation")
 
 
 def refuse_rows(config: Config) -> None:
@@ -80,9 +83,9 @@ def refuse_rows(config: Config) -> None:
             f"set parallel.zero=0")
 
 
-def governing(config: Config) -> dict[str, Choice]:
+def governing(governors: Mapping[str, Governor]) -> dict[str, Choice]:
     """A doubt that belongs to what a run has chosen."""
-    names = ", ".join(one.name for one in config.governors)
+    names = ", ".join(name for name, one in governors.items() if not hasattr(one, "end"))
     why = ("it changes weights before an update, which changes them again: what is evaluated, "
-           "sampled and saved is as the update left it")
+           "sampled and saved is as the update left it; a governor's `end` comes after it")
     return {"governors": Choice(asked=names, used=names, why=why)} if names else {}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
@@ -36,11 +37,13 @@ from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Settings, chosen
-from lpkit.training import build
+from lpkit.training import build, seams
+from lpkit.training import start as starting
 from lpkit.training.ahead import prefetched
 from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
 from lpkit.training.runs import RunFailedError
+from lpkit.training.start import Start
 from lpkit.training.steps import LossScaler, Phases, accumulate
 
 VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
@@ -85,6 +88,7 @@ class Training:
     val: DataPolicy
     tokenizer: dict[str, Any]
     tokens: dict[str, str]                  # SHA-256 of the training and the validation tokens
+    start: Start                            # the weights that it began from
     state_placement: StatePlacement
     scaler: LossScaler | None
     sharding: Sharding
@@ -125,7 +129,8 @@ class Training:
         kernels = build.kernels(config, decisions, ranks)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
                           entry=build.entry_of_loss(config, decisions))
-        model = build.build_model(config, decisions, kernels, shards)
+        start = starting.read(config, records.digest(tokenizer) if tokenizer else "")
+        model = build.build_model(config, decisions, kernels, shards, start)
         if not shards.autocasts:
             decisions = replace(decisions, recipe=replace(decisions.recipe, compute=None))
         owned = shards.own(model)
@@ -140,20 +145,21 @@ class Training:
                                   kernels=config.system.kernels, by_first=ranks.by_first)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        choices = stepper.recorded(optimizer, decisions.choices | kernels.choices)
+        governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
+        choices = stepper.recorded(optimizer, decisions.choices | kernels.choices
+                                   | seams.governing(governors))
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
             cached_casts = weights_cached
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
-            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens,
+            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens, start=start,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=build.build_loss(config, replace(decisions, choices=choices)),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts,
-            governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
+            cached_casts=cached_casts, governors=governors)
 
     @property
     def device(self) -> torch.device:
@@ -170,13 +176,12 @@ class Training:
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
         """The update after `step` others. The GPU is not waited for.
 
-        A governor may change the model before it. A watcher is a context around all forwards and
+        Governors may change the model before and after it. A watcher is a context around all forwards and
         backwards, and changes nothing. `phases(name)` is a context around each "forward", each
         "backward" and the "optimizer" step, for a clock.
         """
         self.ranks.waits.seconds = 0.0
-        for governor in self.governors.values():
-            governor.begin(self, step)
+        self._govern("begin", step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.schedule(step)
         with ExitStack() as stack:
@@ -186,8 +191,15 @@ class Training:
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
             self.sharding.spread()      # the new weights, where a rank updated a part
+            self._govern("end", step)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
+
+    def _govern(self, moment: str, step: int) -> None:
+        """`moment`: begin or end, of which a governor may have one."""
+        for governor in self.governors.values():
+            if (change := getattr(governor, moment, None)) is not None:
+                change(self, step)
 
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
@@ -308,10 +320,15 @@ class Training:
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """The weights and the buffers alone, for sampling."""
-        self._load(_saved("model", self.model), state, source)
+        self._load(self._weights(), state, source)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Without those that are read from another run."""
+        saved = _saved("model", self.model)
+        return {name: t for name, t in saved.items() if name not in self.start.frozen}
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = _saved("model", self.model)
+        tensors = self._weights()
         if self.scaler is not None:
             tensors |= _saved("state", self.scaler)
         for name, governor in self.governors.items():

@@ -39,6 +39,7 @@ from lpkit.predict.ledger import memory
 from lpkit.predict.messages import Message, messages
 from lpkit.predict.messages import sent_bytes as bytes_sent
 from lpkit.predict.units import quantity
+from lpkit.techniques import outside
 from lpkit.techniques.blocks import FP32
 from lpkit.techniques.layouts import STAGES, Layout
 from lpkit.techniques.machines import Machine
@@ -169,6 +170,7 @@ def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ran
     """A process group for each config, one after the other."""
     for number, given in enumerate(told["configs"]):
         place.at(number, "step")
+        outside.load(given["imports"])
         config = Config.from_dict(given)
         with joined(config, local_rank=place.local_rank,
                     **place.among | {"init_method": f"{place.store}-{number}"}) as ranks:

@@ -109,7 +109,7 @@ class Draw:
         settings = flat(Config())
         key = self.one(*settings)
         value = self.one("~", ESCAPE, "x" * 5000, "9" * 5000, "nan", "[1]", "-1")
-        text = {"data.source", "data.tokenizer", "transforms", "governors"}
+        text = {"data.source", "data.tokenizer", "transforms", "governors", "start.run"}
         if key in text or (isinstance(settings[key], tuple) and value == "-1"):
             key = "steps"
         return self.one(f"{key}={value}", f"{self.near(key)}={value}", key, f"={value}", f"{key}.{self.near('name')}={value}",

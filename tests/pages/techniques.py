@@ -8,7 +8,8 @@ HEAD = """# Techniques
 
 Every row that a Config can name, with its settings and their defaults. `--set FIELD=NAME` chooses
 one, and `--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD: {name: NAME,
-SETTING: VALUE}`. This page is made by `python -m tests.pages techniques`.
+SETTING: VALUE}`. A row of one's own lives in a module beside the notebook: [A technique of one's
+own](own_technique.md). This page is made by `python -m tests.pages techniques`.
 """
 
 

@@ -1,0 +1,96 @@
+"""A run that begins from another's weights: an adapter, a longer context, a deeper model.
+
+    start: {run: runs/base}                                  by the same names
+    start: {run: runs/base, map: [blocks.2:blocks.0]}        what begins so is read from there
+
+They are copied after the initialisation and before changes of the model. Their hash is part of what
+the run is (run.json), so a base that was trained further is noticed. What stays frozen is in no
+checkpoint: it is read from the base again, which must be there.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lpkit import records
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.training import checkpoint
+from lpkit.training.runs import Run
+
+
+@dataclass(kw_only=True)
+class Start:
+    where: str = ""                 # the checkpoint
+    sha256: str = ""                # of its weights, however they were saved
+    tensors: dict[str, Tensor] = field(default_factory=dict)    # mapped: they take no memory
+    places: dict[str, str] = field(default_factory=dict)        # new prefix: prefix there
+    frozen: set[str] = field(default_factory=set)               # parameters that stay as they were
+
+    def copy_into(self, model: nn.Module) -> list[nn.Parameter]:
+        """Fills all parameters, and returns them. Raises ConfigError."""
+        if not self.sha256:
+            return []
+        wanted = {name: (p, self._there(name)) for name, p in model.named_parameters()}
+        for name, (p, there) in wanted.items():
+            found = self.tensors.get(there)
+            if found is None or found.shape != p.shape:
+                has = "is not there" if found is None else f"is {tuple(found.shape)} there"
+                raise ConfigError(f"start.run: {name} is {tuple(p.shape)} here, and {there} {has} "
+                                  f"({self.where}); give start.map=NEW:OLD the name of what it "
+                                  f"begins from, or the model the sizes of that run")
+        with torch.no_grad():
+            for p, there in wanted.values():
+                p.copy_(self.tensors[there])
+        return [p for p, _ in wanted.values()]
+
+    def keep(self, model: nn.Module, filled: Iterable[nn.Parameter]) -> None:
+        """After the changes of the model: which of what was `filled` is not trained."""
+        ours = set(filled)
+        self.frozen = {f"model/{name}" for name, p in model.named_parameters()
+                       if p in ours and not p.requires_grad}
+        self.tensors = {}
+
+    def _there(self, name: str) -> str:
+        for new, old in self.places.items():
+            if name.startswith(f"{new}."):
+                return old + name.removeprefix(new)
+        return name
+
+    def refuse_other(self, run: Run) -> None:
+        """Raises ConfigError where `run` was begun from other weights."""
+        if (due := run.identity.get("start", "")) != self.sha256:
+            raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
+                              f"{due or 'none'}, and {self.where or 'start.run'} has "
+                              f"{self.sha256 or 'none'}; give back the run that it was begun from "
+                              f"(start.run names it where it has moved), or start anew with another "
+                              f"--out")
+
+
+def read(config: Config, tokenizer: str = "") -> Start:
+    """`tokenizer`: the digest of the one that this run has; empty: it does not matter. Raises
+    ConfigError."""
+    asked = config.start
+    if not asked.run or isinstance(torch.empty(0), FakeTensor):     # only bytes are asked for
+        return Start()
+    run = Run.open(Path(asked.run))
+    if tokenizer and run.identity["tokenizer"] != tokenizer:
+        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
+                          f"mean something else; train on text with that run's tokenizer")
+    found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+                                             only="model/", quarantine=False)
+    if found is None:
+        raise ConfigError("; ".join([f"start.run={asked.run} has no checkpoint to begin from",
+                                     *problems]))
+    tensors = {name.removeprefix("model/"): t for name, t in sorted(found.tensors.items())}
+    digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
+                                            for name, t in tensors.items()}).encode())
+    for t in tensors.values():
+        digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
+    places = dict(one.partition(":")[::2] for one in asked.map)
+    return Start(where=str(found.path), sha256=digest.hexdigest(), tensors=tensors, places=places)
