@@ -98,6 +98,35 @@ class Batch:
         return [Batch(**dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """What an optimizer's rule is told of the parameter that it updates, where its row asks for it.
+
+    ZeRO 1 to 3 give a rule this rank's rows of a parameter, of its gradient and of the slots of the
+    parameter's shape; then these methods send messages, and all ranks call them alike. Here all
+    rows are this rank's.
+    """
+
+    name: str
+    shape: tuple[int, ...]      # of the whole parameter
+
+    def sum(self, t: Tensor) -> Tensor:
+        """The sum of what each rank has."""
+        return t
+
+    def norm(self, t: Tensor) -> Tensor:
+        """The Euclidean norm of all rows, from this rank's."""
+        return self.sum(t.square().sum()).sqrt()
+
+    def gather(self, t: Tensor) -> Tensor:
+        """All rows, from this rank's."""
+        return t
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's rows, from all."""
+        return whole
+
+
 class DataPolicy(ABC):
     """Which tokens are seen, in what order. A batch depends on nothing but the policy's settings
     and `step`: a resumed run needs no loader state."""

@@ -39,6 +39,7 @@ from lpkit.techniques import memory as techniques
 from lpkit.techniques.row import Row, Settings
 from lpkit.training.runs import Run
 from lpkit.training.training import Training
+from tests import toys
 
 HERE = f"{__name__}:"
 
@@ -172,6 +173,8 @@ TOYS = {    # family: the table, its row, what a Config says
                   {"transforms": [{"name": "toy", "by": 0.25}]}),
     "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),
 }
+for _name, _row in toys.OPTIMIZERS.items():
+    TOYS[_name] = optimizers.OPTIMIZERS, _row, toys.SAYS[_name] | {"optimizer": "toy"}
 
 
 @pytest.fixture(params=TOYS)
@@ -235,3 +238,28 @@ def test_every_row_of_the_kit_can_be_loaded():
     for field, table in FAMILIES.items():
         for name, row in table.items():
             assert not row.implementation or callable(row.load()), f"{field}={name}"
+
+
+SMALL = Config().replace({
+    "model.layers": 2, "model.width": 36, "model.heads": 2, "model.context": 24, "model.vocab": 256, "steps": 4, "global_batch": 4, "eval_batches": 1,
+    "schedule": "constant", "schedule.warmup_steps": 0, "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
+LAYOUTS = [{"parallel.data": 2}, *({"parallel.shard": 2, "parallel.zero": zero} for zero in (1, 2, 3))]
+
+
+@pytest.fixture
+def with_toys(corpus, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    for name, row in toys.OPTIMIZERS.items():
+        monkeypatch.setitem(optimizers.OPTIMIZERS, name, row)
+    return SMALL.replace({"data.source": str(corpus / "*.py")})
+
+
+@pytest.mark.parametrize("name", toys.SAYS)
+def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks):
+    """Float32 sums in another order, and steps that divide by roots of them."""
+    config = with_toys.replace(toys.SAYS[name] | ({"optimizer.head_dim": 18} if name == "muon" else {}))
+    losses, evaluated, weights = toys.trained(config)
+    for found in on_ranks("toys_train", config, layouts=LAYOUTS):
+        for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
+            assert here == pytest.approx(losses, rel=1e-5) and val == pytest.approx(evaluated, rel=1e-5), layout
+            assert torch.tensor(theirs).sub(torch.tensor(weights)).norm() < 1e-5 * torch.tensor(weights).norm(), layout

@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.messages import buckets, gathered_itemsizes
-from lpkit.predict.params import parameters
+from lpkit.predict.params import optimizer_work, parameters, shapes
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, row_of, stored
 from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention import KINDS
@@ -121,8 +121,9 @@ class Memory:
 
 def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
-                 devices: int = 1) -> tuple[Row, ...]:
-    """What outlives a step, for `count` parameters.
+                 devices: int = 1, work: optimizers.Work | None = None) -> tuple[Row, ...]:
+    """What outlives a step, for `count` parameters. `work`: of an optimizer whose state depends on
+    the shapes of parameters.
 
     ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the
     gradients too; 3 the weights too.
@@ -133,16 +134,20 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
     if devices < 1:
         raise ConfigError(f"devices must be 1 or more, got {devices}")
 
-    def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str) -> Row:
+    def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str,
+            whole: float = 0.0) -> Row:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
-        return Row(name, dict.fromkeys(moments, itemsize * count / shards),
+        sharded += f", and {whole:g} on each" if whole else ""
+        return Row(name, dict.fromkeys(moments, itemsize * count / shards + whole * count),
                    f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
+
+    work = work or optimizers.Work(optimizers.find(optimizer).state_bytes(moment_format))
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
-            row("optimizer state", optimizers.find(optimizer).state_bytes(moment_format), 1,
-                MOMENTS, optimizers.describe_state(optimizer, moment_format)),
+            row("optimizer state", work.cut_bytes, 1, MOMENTS,
+                optimizers.describe_state(optimizer, moment_format), work.whole_bytes),
             row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
 
 
@@ -356,8 +361,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     staged = layout.pipeline > 1 and pieces > 1
     resting = on.kind in techniques["optimizer_state"].leaves
     row_of_optimizer, moment_format = optimizers.find(optimizer), config.memory.moment_format.name
-    each = row_of_optimizer.update_bytes(
-        moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
+    weight_bytes = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
+    each = row_of_optimizer.update_bytes(moment_format, weight_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
     # of a number: a block's as it is gathered, one outside of blocks, and gradients of them
     row_of_gathered, block = GATHERED[layout.gathered], inside / layers
@@ -377,7 +382,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
                                     moment_format=moment_format, zero=3 if whole else layout.zero,
-                                    devices=ranks)
+                                    devices=ranks, work=optimizer_work(config, optimizer))
     rows = [one for one in rows
             if one.at[UPDATE] and not (resting and one.name == "optimizer state")]
 
@@ -478,8 +483,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     temporaries = walked[walk.TEMPORARIES]
     row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
         "of the log-probabilities and of the logits, float32", CROSS_ENTROPY)
-    updating = _update_bytes(ops, each, state_bytes, layout.tensor * (ranks if layout.zero else 1),
-                             layers > 1)
+    shards = layout.tensor * (ranks if layout.zero else 1)
+    updating = _update_bytes(ops, each, state_bytes, shards, layers > 1)
+    if not optimizers.elementwise(config.optimizer) and optimizer == config.optimizer.name:
+        updating = optimizers.whole_update_bytes(shapes(m), config.optimizer, moment_format,
+                                                 weight_bytes, shards)
     row("optimizer temporaries", {} if at_once else {UPDATE: updating},
         "the moments and the weight of the largest parameter, as its update wants them",
         "lpkit.optim.stepper")

@@ -19,6 +19,7 @@ from lpkit.nn.transformer import Transformer
 from lpkit.techniques import blocks, optimizers
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.inits import INITS
+from lpkit.techniques.optimizers import OptimizerSettings
 
 OWN = "lpkit."      # the kit's implementations
 PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "attention": KINDS}
@@ -58,8 +59,14 @@ def refuse_overwritten(config: Config) -> None:
 
 def refuse_rows(config: Config) -> None:
     """Where an optimizer updates a parameter otherwise than its rows one by one."""
-    settings = config.optimizer
+    for settings in optimizers.rules(config.optimizer):
+        _refuse_rows(settings, config.parallel.stage)
+
+
+def _refuse_rows(settings: OptimizerSettings, zero: int) -> None:
     row = optimizers.find(settings.name)
+    if row.told:        # it asks for what it needs of other rows
+        return
     rule, draw = row.load(), torch.Generator().manual_seed(0)
     w = torch.randn(32, 16, generator=draw)
     w[16:] *= 100       # a norm of the whole is another one than that of its rows
@@ -76,8 +83,9 @@ def refuse_rows(config: Config) -> None:
     if not torch.allclose(updated(w, g), apart, rtol=1e-6, atol=1e-7):
         raise ConfigError(
             f"optimizer={settings.name} reads a parameter as a whole, and ZeRO "
-            f"{config.parallel.stage} gives each rank rows of it, which it would update otherwise; "
-            f"set parallel.zero=0")
+            f"{zero} gives each rank rows of it, which it would update otherwise; set "
+            f"parallel.zero=0, or let its row be told, and its rule ask contracts.Parameter for "
+            f"norms and whole tensors")
 
 
 def governing(config: Config) -> dict[str, Choice]:

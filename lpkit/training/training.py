@@ -27,6 +27,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
 from lpkit.optim import stepper
+from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
 from lpkit.parallel.sharding import Sharding, local, sharding
 from lpkit.precision.compute import compute_dtype
@@ -137,7 +138,8 @@ class Training:
         placement = rows["optimizer_state"].load()(device)
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
-                                  kernels=config.system.kernels, by_first=ranks.by_first)
+                                  kernels=config.system.kernels, by_first=ranks.by_first,
+                                  told=shards.told)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         choices = stepper.recorded(optimizer, decisions.choices | kernels.choices)
@@ -254,9 +256,10 @@ class Training:
         names = {p: name for name, p in self.sharding.owned.items()}
         state: dict[str, Any] = self._tensors()
         for p, slots in self.optimizer.state.items():
-            whole = partial(self.sharding.whole, names[p])
-            state |= {f"optimizer/{names[p]}/{slot}": whole(t) if torch.is_tensor(t) else t
-                      for slot, t in slots.items()}
+            for slot, t in slots.items():
+                cut = torch.is_tensor(t) and self._is_cut(p, slot)
+                state[f"optimizer/{names[p]}/{slot}"] = (
+                    self.sharding.whole(names[p], t) if cut else t)
         return state | self._generators()
 
     def _generators(self) -> dict[str, Tensor]:
@@ -270,13 +273,18 @@ class Training:
         if self.device.type == "cuda" and "rng/cuda" in state:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
+    def _is_cut(self, p: nn.Parameter, slot: str) -> bool:
+        """Whether a tensor of the optimizer's state is cut as p is."""
+        return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
+
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """What a tensor of a checkpoint is read into: of what this rank has rows of, those alone,
         as a DTensor."""
         part, _, rest = name.partition("/")
-        parameter = rest if part == "model" else rest.partition("/")[0]
+        parameter, _, slot = rest.partition("/")
         owned = self.sharding.owned.get(parameter)
-        if owned is not None and part in ("model", "optimizer"):
+        if owned is not None and (part == "model" or (part == "optimizer"
+                                                      and self._is_cut(owned, slot))):
             like = self.sharding.whole(parameter, torch.empty_like(owned, dtype=dtype))
             ours = self.model.get_parameter(parameter) if part == "model" else like
             if isinstance(ours, DTensor) and ours.shape == shape:
@@ -300,8 +308,9 @@ class Training:
             _, parameter, slot = name.split("/")
             value = state[name]
             if torch.is_tensor(value):
-                value = self.sharding.part(parameter, value).to(self.device)
-                value = self.state_placement.store(value)
+                if self._is_cut(parameters[parameter], slot):
+                    value = self.sharding.part(parameter, value)
+                value = self.state_placement.store(value.to(self.device))
             self.optimizer.state[parameters[parameter]][slot] = value
         self.sharding.spread()
         self._set_generators(state)
