@@ -1,5 +1,6 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,7 @@ from lpkit.techniques.optimizers import (
 )
 from lpkit.training import checkpoint
 from lpkit.training.background import start, train
+from tests import toys
 
 CPU = torch.device("cpu")
 WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
@@ -380,3 +382,102 @@ def test_the_state_of_every_optimizer_is_predicted(name, moment_format, place):
         {"optimizer": name, "memory.moment_format": moment_format, "memory.optimizer_state": place})
     here = OPTIMIZERS[name].state_bytes(moment_format) * (place == "device")
     assert memory(config, "h200").at(UPDATE).get("optimizer state", 0) == here * parameter_count(config.model)
+
+
+# ---- rules that are told their parameter (tests/toys.py)
+
+@pytest.fixture
+def told(monkeypatch):
+    for name, row in toys.OPTIMIZERS.items():
+        monkeypatch.setitem(OPTIMIZERS, name, row)
+
+
+def updates(optimizer, parameters, count=5):
+    for update in range(count):
+        draw = torch.Generator().manual_seed(update)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype)
+        optimizer.step()
+    return [p.detach().double() for p in parameters]
+
+
+def two_sizes(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)) for shape in ((24, 40), (48, 16))]
+
+
+@pytest.mark.parametrize("name, oracle, off", [
+    ("muon", lambda p: torch.optim.Muon(p, lr=0.02, momentum=0.95, weight_decay=0.1), 4e-3),      # whose products are bf16's
+    ("adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1), 1e-6)])
+def test_told_rules_are_those_of_pytorch(told, name, oracle, off):
+    ours, theirs = two_sizes(), two_sizes()
+    optimizer = build({f"p{i}.weight": p for i, p in enumerate(ours)}, replace(OPTIMIZERS[name].settings, name=name))
+    start = [p.detach().double() for p in theirs]
+    for a, b, w in zip(updates(optimizer, ours), updates(oracle(theirs), theirs), start, strict=True):
+        assert (a - b).norm() < off * (b.norm() if off < 1e-3 else (b - w).norm() * 10)
+
+
+def test_lamb_and_muon_are_their_formulas_in_float64(told):
+    def by_hand(w, moments, g, update):
+        m, v = (moments[0] * 0.9 + 0.1 * g, moments[1] * 0.999 + 0.001 * g * g)
+        step = m / (1 - 0.9**update) / ((v / (1 - 0.999**update)).sqrt() + 1e-6) + 0.1 * w
+        return w - 1e-3 * w.norm() / step.norm() * step, (m, v)
+
+    ours = two_sizes()
+    wide = [p.detach().double() for p in ours]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in wide]
+    got = updates(build({f"p{i}.weight": p for i, p in enumerate(ours)}, replace(OPTIMIZERS["lamb"].settings, name="lamb")), ours)
+    for update in range(5):
+        draw = torch.Generator().manual_seed(update)
+        for i, w in enumerate(wide):
+            g = torch.randn(w.shape, generator=draw, dtype=torch.float64)
+            wide[i], moments[i] = by_hand(w, moments[i], g, update + 1)
+    for a, b in zip(got, wide, strict=True):
+        assert (a - b).norm() < 1e-6 * b.norm()
+    # singular values of what is orthogonalised: (a s + b s^3 + c s^5) five times over
+    g = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    u, s, vt = torch.linalg.svd(g, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert torch.allclose(toys.orthogonalised(g), u * s @ vt, atol=1e-12) and torch.allclose(toys.orthogonalised(g.T), (u * s @ vt).T, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", toys.OPTIMIZERS)
+def test_a_told_rule_holds_what_its_row_says(told, name):
+    """And its slots have the shapes that it says, also of a vector, and through a checkpoint's names."""
+    row = OPTIMIZERS[name]
+    model = torch.nn.Linear(512, 256, bias=False)
+    optimizer = build(dict(model.named_parameters()), replace(row.settings, name=name))
+    for _ in range(2):
+        model.weight.grad = torch.randn(256, 512)
+        with Tracker(model, optimizer) as tracker, tracker.optimizing():
+            optimizer.step()
+    found = tracker.footprint()
+    before = sum(found.most.get(one, 0) for one in ("weights", "gradients", "optimizer state"))
+    needed = row.update_bytes() * 256 * 512 + row.whole_bytes((256, 512))
+    assert found.peak_bytes - before == pytest.approx(needed, rel=0.03)
+    state = [t for t in optimizer.state[model.weight].values() if torch.is_tensor(t)]
+    assert [t.shape for t in state] == [slot.shape((256, 512)) or (256, 512) for slot in row.slots]
+    assert sum(t.numel() for t in state) == sum(row.state_numbers((256, 512)))
+
+
+def test_groups_by_name_have_rules_of_their_own(told):
+    """Each parameter is updated as it would be by its rule alone, at its share of the learning rate; the settings are the group's."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16, bias=False))
+    alone = copy.deepcopy(model[1])
+    settings = replace(OPTIMIZERS["lion"].settings, name="lion", groups=("1.*:optimizer=adamw:lr_scale=0.5:beta2=0.9",))
+    both = build(dict(model.named_parameters()), settings)
+    one = build({"weight": alone.weight}, AdamWSettings(name="adamw", lr=settings.lr / 2, beta2=0.9))
+    updates(one, [alone.weight])
+    for update in range(5):
+        draw = torch.Generator().manual_seed(update)
+        model[1].weight.grad = torch.randn(16, 16, generator=draw, dtype=torch.float64).float()
+        model[0].weight.grad, model[0].bias.grad = torch.ones(16, 16), torch.ones(16)
+        both.step()
+    assert torch.equal(model[1].weight, alone.weight)
+    assert list(both.state[model[0].weight]) == ["update", "exp_avg"] and list(both.state[model[1].weight]) == ["update", "exp_avg", "exp_avg_sq"]
+    for group, sentence in (("*:optimizer=adam", "no optimizer of optimizer.groups 'adam'; did you mean 'adamw'"), ("*:optimizer=sgd:beta2=0.9", "a group has no 'beta2'"),
+                            ("*:optimizer=adamw:beta2=2", "beta2")):
+        with pytest.raises(ConfigError, match=sentence):
+            Config().replace({"optimizer.groups": (group,)})

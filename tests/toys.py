@@ -75,8 +75,8 @@ def newton_schulz_flops(p: tuple[int, ...]) -> float:
 
 
 def newton_schulz_bytes(p: tuple[int, ...]) -> float:
-    """What is orthogonalised and its norm's share, the polynomial of its gram, and two products of the width."""
-    return 4 * (3 * math.prod(p) + 1 * min(p)**2)
+    """A matrix, its multiple, its product with the polynomial of its gram, and their sum."""
+    return 4 * (4 * math.prod(p) + min(p)**2)
 
 
 @dataclass(frozen=True, kw_only=True)

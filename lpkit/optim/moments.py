@@ -25,7 +25,7 @@ class Float32:
     suffixes: tuple[str, ...] = ("",)
 
     def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
-        """The tensors of a slot of zeros, of the shape and on the device of p."""
+        """The tensors of a slot of zeros, on the device of p."""
         return [torch.zeros_like(p, dtype=torch.float32)]
 
     def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:

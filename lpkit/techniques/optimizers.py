@@ -214,7 +214,7 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
     pairs = {key: value for key, _, value in (part.partition("=") for part in parts)}
     name, own, values = pairs.pop("optimizer", None), {}, {}
     if name is not None:
-        row = pick(OPTIMIZERS, name, f"optimizer.groups {shown(group)}: optimizer")
+        row = pick(OPTIMIZERS, name, "optimizer of optimizer.groups")
         own = vars(row.settings).keys() - {"name", "lr", "clip", "groups", "weight_decay"}
     for key, value in pairs.items():
         if key not in ("lr_scale", "weight_decay", *own):
