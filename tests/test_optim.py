@@ -481,3 +481,22 @@ def test_groups_by_name_have_rules_of_their_own(told):
                             ("*:optimizer=adamw:beta2=2", "beta2")):
         with pytest.raises(ConfigError, match=sentence):
             Config().replace({"optimizer.groups": (group,)})
+
+
+def test_schedule_free_averages_what_moves(told):
+    """By the published form in float64: y = (1 - beta) z + beta x, z moves against the gradient at y, x is the mean of all z."""
+    p = torch.nn.Parameter(torch.randn(6, 5, generator=torch.Generator().manual_seed(1)))
+    optimizer = build({"p.weight": p}, replace(OPTIMIZERS["schedule-free"].settings, name="schedule-free", lr=0.05))
+    x = z = p.detach().double()
+    v = torch.zeros_like(x)
+    assert optimizer.evaluated(p) is None
+    for update in range(1, 6):
+        draw = torch.Generator().manual_seed(update)
+        p.grad = torch.randn(6, 5, generator=draw)
+        y, g = 0.1 * z + 0.9 * x, p.grad.double()
+        assert torch.allclose(p.detach().double(), y, atol=1e-6)
+        optimizer.step()
+        v = 0.999 * v + 0.001 * g * g
+        z = z - 0.05 * (g / ((v / (1 - 0.999**update)).sqrt() + 1e-8) + 0.1 * y)
+        x = x + (z - x) / update
+    assert torch.allclose(optimizer.evaluated(p).double(), x, atol=1e-6)

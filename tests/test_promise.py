@@ -263,3 +263,26 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks):
         for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
             assert here == pytest.approx(losses, rel=1e-5) and val == pytest.approx(evaluated, rel=1e-5), layout
             assert torch.tensor(theirs).sub(torch.tensor(weights)).norm() < 1e-5 * torch.tensor(weights).norm(), layout
+
+
+def test_evaluation_checkpoints_and_samples_take_the_average(with_toys, tmp_path):
+    """What goes on is what was trained; what is evaluated, sampled and exported is the average."""
+    from lpkit.training.export import export
+    from lpkit.training.sampling import trained
+
+    config = with_toys.replace(toys.SAYS["schedule-free"] | {"eval_every": 2, "eval_batches": 3})
+    run = lpkit.train(config, out=tmp_path / "run")
+    training = Training.build(config)
+    for step in range(config.steps):
+        training.update(step)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    assert training.evaluate() == run.metrics[-1]["val_loss"]
+    assert all(map(torch.equal, before, training.model.parameters()))
+    with training.evaluated():
+        average = [p.detach().clone() for p in training.model.parameters()]
+    assert all(map(torch.equal, average, trained(Run(tmp_path / "run")).model.parameters()))
+    assert not any(map(torch.equal, before, average))
+    assert training.loss(training.model, training.val.batch(0)) != run.metrics[-1]["val_loss"]
+    export(tmp_path / "run", tmp_path / "exported")
+    from safetensors.torch import load_file
+    assert any(torch.equal(t, average[0]) for t in load_file(tmp_path / "exported" / "model.safetensors").values())

@@ -132,6 +132,24 @@ class Stepper(torch.optim.Optimizer):
                        and slot.shape(self.told[p].shape) is not None
                        for slot in self.rule_of[p].row.slots)
 
+    @torch.no_grad()
+    def evaluated(self, p: nn.Parameter) -> Tensor | None:
+        """What evaluation reads in place of p; None: p itself."""
+        rule = self.rule_of[p]
+        if not (rule.row.evaluated and self.state[p]):
+            return None
+        slots = self._decoded(self.placement.prefetch(self._stored(p), p.device)(), rule)
+        function = resolve_name(rule.row.evaluated)
+        return function(p.detach().float(), slots, rule.settings).to(p.dtype)
+
+    def _decoded(self, tensors: list[Tensor], rule: Rule) -> list[Tensor]:
+        return [self.codec.decode(part, signed=slot.signed)
+                for part, slot in zip(self._by_slot(tensors), rule.row.slots)]
+
+    def _by_slot(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        each = len(self.codec.suffixes)
+        return [tensors[i:i + each] for i in range(0, len(tensors), each)]
+
     def _stored(self, p: nn.Parameter) -> list[Tensor]:
         """Zeros before the first update. A checkpoint holds them as slot + suffix."""
         slots = self.rule_of[p].row.slots
@@ -159,14 +177,11 @@ class Stepper(torch.optim.Optimizer):
             w = p.detach()
             rule.one_pass.launch(w, p.grad.contiguous(), tensors, bits, now, update, (w, *tensors))
             return
-        each = len(self.codec.suffixes)
-        parts = [tensors[i:i + each] for i in range(0, len(tensors), each)]
-        slots = [self.codec.decode(part, signed=slot.signed)
-                 for part, slot in zip(parts, rule.row.slots)]
+        slots = self._decoded(tensors, rule)
         w = p.detach() if drawing is None else p.float()
         told = (self.told[p],) if rule.row.told else ()
         rule.function(w, p.grad.float(), slots, now, update, *told)
-        for part, moment, slot in zip(parts, slots, rule.row.slots):
+        for part, moment, slot in zip(self._by_slot(tensors), slots, rule.row.slots):
             self.codec.encode(part, moment, signed=slot.signed)
         if drawing is not None:
             p.copy_(to_bf16(w, drawing))

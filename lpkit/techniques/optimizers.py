@@ -100,6 +100,9 @@ class Optimizer(Row):
     shape p it holds `whole_bytes(p)` for a while and multiplies matrices with `flops(p)`, on every
     rank that has some of it; `gathers`: it asks for whole gradients.
 
+    `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
+    take, where a rule trains others; "": the trained ones.
+
     `kernel` is the same rule in one fused kernel, `fused` a function (groups, settings) -> torch
     optimizer that updates all parameters at once where everything is float32 on the device; "":
     there is none. `temporary_bytes` are those that the rule allocates per number.
@@ -110,6 +113,7 @@ class Optimizer(Row):
     kernel: str = ""
     fused: str = ""
     temporary_bytes: int = 0
+    evaluated: str = ""
     told: bool = False
     gathers: bool = False
     whole_bytes: Callable[[Shape], float] = lambda p: 0.0

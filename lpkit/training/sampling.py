@@ -61,7 +61,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
     Raises ConfigError for a run without a checkpoint.
     """
     found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only="model/", quarantine=False)
+                                             only=checkpoint.WEIGHTS, quarantine=False)
     if found is None:
         said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
         raise ConfigError(said)

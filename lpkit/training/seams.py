@@ -74,7 +74,8 @@ def _refuse_rows(settings: OptimizerSettings, zero: int) -> None:
     g[:16] *= 100
 
     def updated(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        w, slots = w.clone(), [torch.zeros_like(w) for _ in row.slots]
+        w, shapes = w.clone(), [slot.shape(tuple(w.shape)) for slot in row.slots]
+        slots = [w.new_zeros(w.shape if shape is None else shape) for shape in shapes]
         for update in (1, 2):
             rule(w, g.clone(), slots, settings, update)
         return w

@@ -41,6 +41,7 @@ from lpkit.training import build
 from lpkit.training.ahead import prefetched
 from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
+from lpkit.training.checkpoint import EVALUATED, evaluated_weights
 from lpkit.training.runs import RunFailedError
 from lpkit.training.steps import LossScaler, Phases, accumulate
 
@@ -220,12 +221,13 @@ class Training:
         self.model.eval()
         losses, weights = [], []
         try:
-            for i in range(self.config.eval_batches):
-                with phases("evaluation"):
-                    batch = self.val.batch(i).to(self.device)
-                    losses.append(self.loss(self.model, batch))
-                    weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
-                                   else batch.weights.sum())
+            with self.evaluated():
+                for i in range(self.config.eval_batches):
+                    with phases("evaluation"):
+                        batch = self.val.batch(i).to(self.device)
+                        losses.append(self.loss(self.model, batch))
+                        weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
+                                       else batch.weights.sum())
         finally:
             self.model.train()
         if self.ranks.world == 1:
@@ -233,6 +235,33 @@ class Training:
         total = self.ranks.mean(torch.stack([torch.stack(weights) * torch.stack(losses),
                                              torch.stack(weights)]))
         return (total[0] / total[1]).mean().item()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Within, the model has the weights that evaluation reads: those of an optimizer that
+        trains others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
+        """
+        theirs = self._evaluated()
+        trained = {name: self.sharding.owned[name].detach().clone() for name in theirs}
+        try:
+            self._set_owned(theirs)
+            yield
+        finally:
+            self._set_owned(trained)
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        """What evaluation reads in place of the owned parameters of these names."""
+        if not isinstance(self.optimizer, Stepper):
+            return {}
+        found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
+        return {name: w for name, w in found.items() if w is not None}
+
+    @torch.no_grad()
+    def _set_owned(self, weights: Mapping[str, Tensor]) -> None:
+        for name, w in weights.items():
+            self.sharding.owned[name].copy_(w)
+        if weights:
+            self.sharding.spread()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, *cache: Any) -> Tensor:
@@ -260,6 +289,8 @@ class Training:
                 cut = torch.is_tensor(t) and self._is_cut(p, slot)
                 state[f"optimizer/{names[p]}/{slot}"] = (
                     self.sharding.whole(names[p], t) if cut else t)
+        for name, w in self._evaluated().items():
+            state[EVALUATED + name] = self.sharding.whole(name, w)
         return state | self._generators()
 
     def _generators(self) -> dict[str, Tensor]:
@@ -283,8 +314,9 @@ class Training:
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
         owned = self.sharding.owned.get(parameter)
-        if owned is not None and (part == "model" or (part == "optimizer"
-                                                      and self._is_cut(owned, slot))):
+        cut = part in ("model", "evaluated") or (
+            part == "optimizer" and owned is not None and self._is_cut(owned, slot))
+        if owned is not None and cut:
             like = self.sharding.whole(parameter, torch.empty_like(owned, dtype=dtype))
             ours = self.model.get_parameter(parameter) if part == "model" else like
             if isinstance(ours, DTensor) and ours.shape == shape:
@@ -299,7 +331,8 @@ class Training:
         governed = [name for name in state
                     if name.startswith("governor/") and name.split("/")[1] in self.governors]
         self._load(self._tensors(), state, source,
-                   beside=["rng/cpu", "rng/cuda", *slots, *governed])
+                   beside=["rng/cpu", "rng/cuda", *slots, *governed,
+                           *(name for name in state if name.startswith(EVALUATED))])
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
             governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
@@ -316,8 +349,8 @@ class Training:
         self._set_generators(state)
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """The weights and the buffers alone, for sampling."""
-        self._load(_saved("model", self.model), state, source)
+        """The weights that evaluation reads and the buffers alone, for sampling."""
+        self._load(_saved("model", self.model), evaluated_weights(state), source)
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = _saved("model", self.model)
