@@ -26,6 +26,7 @@ from lpkit.techniques.data import POLICIES, cannot_train
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
@@ -197,6 +198,7 @@ class Config(Group):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    objective: Settings = one_of(OBJECTIVES, "next-token")  # of updates; evaluation has its own
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
     schedule: Settings = one_of(SCHEDULES, "cosine")
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +41,16 @@ class Transform(ABC):
 
     @abstractmethod
     def __call__(self, model: nn.Module) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class ObjectiveContext:
+    """What an objective is made from. `next_token` is the loss that evaluation reports."""
+
+    device: torch.device
+    autocast: AbstractContextManager
+    ranks: Any
+    next_token: Loss
 
 
 class StatePlacement:

@@ -30,6 +30,7 @@ from lpkit.techniques import (
     changes,
     data,
     inits,
+    objectives,
     operation,
     optimizers,
     recipes,
@@ -173,6 +174,7 @@ TOYS = {    # family: the table, its row, what a Config says
                   {"transforms": [{"name": "toy", "by": 0.25}]}),
     "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),
 }
+TOYS["objective"] = objectives.OBJECTIVES, toys.OBJECTIVES["z-loss"], {"objective": "toy"}
 for _name, _row in toys.OPTIMIZERS.items():
     TOYS[_name] = optimizers.OPTIMIZERS, _row, toys.SAYS[_name] | {"optimizer": "toy"}
 
@@ -251,12 +253,17 @@ def with_toys(corpus, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     for name, row in toys.OPTIMIZERS.items():
         monkeypatch.setitem(optimizers.OPTIMIZERS, name, row)
+    for name, row in toys.OBJECTIVES.items():
+        monkeypatch.setitem(objectives.OBJECTIVES, name, row)
     return SMALL.replace({"data.source": str(corpus / "*.py")})
 
 
 @pytest.mark.parametrize("name", toys.SAYS)
-def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks):
+def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_path):
     """Float32 sums in another order, and steps that divide by roots of them."""
+    if name == "distil":
+        lpkit.train(with_toys.replace({"model.layers": 1}), out=tmp_path / "teacher")
+        with_toys = with_toys.replace({"objective": {"name": "distil", "teacher": str(tmp_path / "teacher")}})
     config = with_toys.replace(toys.SAYS[name] | ({"optimizer.head_dim": 18} if name == "muon" else {}))
     losses, evaluated, weights = toys.trained(config)
     for found in on_ranks("toys_train", config, layouts=LAYOUTS):
@@ -286,3 +293,27 @@ def test_evaluation_checkpoints_and_samples_take_the_average(with_toys, tmp_path
     export(tmp_path / "run", tmp_path / "exported")
     from safetensors.torch import load_file
     assert any(torch.equal(t, average[0]) for t in load_file(tmp_path / "exported" / "model.safetensors").values())
+
+
+def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
+    """Its objective is the teacher's; val_loss is the nats of the next token. The teacher is priced, and doubted with the trace's name."""
+    lpkit.train(with_toys.replace({"model.layers": 1, "steps": 2}), out=tmp_path / "teacher")
+    config = with_toys.replace({"objective": {"name": "distil", "teacher": str(tmp_path / "teacher")}})
+    run = lpkit.train(config, out=tmp_path / "run")
+    assert run.config == config == Config.from_yaml(config.to_yaml())
+    training = Training.build(config)
+    batch = training.batch(0)
+    assert run.metrics[0]["loss"] == training.objective(training.model, batch).item() != training.loss(training.model, batch).item()
+    alone = Training.build(with_toys)
+    alone.model.load_state_dict(training.model.state_dict())
+    assert training.evaluate() == alone.evaluate()
+    plain, taught = (predict(one, "h200") for one in (with_toys, config))
+    assert taught.step["objective"].seconds > 0 and taught.step.step_seconds > plain.step.step_seconds
+    assert taught.memory.peak_bytes > plain.memory.peak_bytes and "predict_trace" in taught.memory.doubt
+    assert lpkit.sample(Run(tmp_path / "run"), tokens=3)
+    assert lpkit.predict_trace(config).peak_bytes > lpkit.predict_trace(with_toys).peak_bytes
+    handle = lpkit.start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
+    handle.result()
+    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]

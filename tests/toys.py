@@ -1,17 +1,24 @@
 """Techniques from outside, each one row and one function, for tests: in this process and on ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpkit.config import Config
-from lpkit.contracts import Parameter
+from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques import optimizers
+from lpkit.techniques import objectives, optimizers
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.objectives import Objective
+from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings, Slot
+from lpkit.techniques.row import Settings
+from lpkit.training.runs import Run
 from lpkit.training.training import Training
 
 HERE = f"{__name__}:"
@@ -167,9 +174,75 @@ SAYS = {    # what a Config says of each
 }
 
 
+# ---- objectives
+
+@dataclass(frozen=True, kw_only=True)
+class ZLoss(Settings):
+    where = "objective."
+
+    weight: float = 1e-4
+
+
+def z_loss(settings: ZLoss, context: ObjectiveContext) -> Loss:
+    """Logits are kept small: plus the square of the logarithm of their exponentials' sum (PaLM, section 5)."""
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with context.autocast:
+            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
+        return F.cross_entropy(logits, batch.targets.flatten()) + settings.weight * logits.logsumexp(-1).square().mean()
+    return loss
+
+
+def of_z_loss(s: MicroBatch, settings: ZLoss) -> tuple[Op, ...]:
+    """The logits once more, and their gradient beside that of the cross-entropy."""
+    return (replace(operations(s).loss, name="z", saved_bytes=2 * operations(s).loss.saved_bytes),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distil(Settings):
+    where = "objective."
+
+    teacher: str = ""       # the folder of a run
+    share: float = 0.5      # of the teacher's words in the loss
+    temperature: float = 2.0
+
+
+def distil(settings: Distil, context: ObjectiveContext) -> Loss:
+    """The teacher's probabilities beside the next token (Hinton et al. 2015, arXiv:1503.02531)."""
+    from lpkit.training.sampling import trained as model_of
+
+    teacher, T = model_of(Run(Path(settings.teacher)), str(context.device)).model, settings.temperature
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with context.autocast:
+            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
+            with torch.no_grad():
+                theirs = teacher(batch.tokens, **batch.beside).float().flatten(0, 1)
+        far = F.kl_div((logits / T).log_softmax(-1), (theirs / T).log_softmax(-1), log_target=True, reduction="batchmean")
+        return (1 - settings.share) * F.cross_entropy(logits, batch.targets.flatten()) + settings.share * T * T * far
+    return loss
+
+
+def of_teacher(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
+    """The teacher's forward: nothing of it is kept."""
+    model = Run(Path(settings.teacher)).config.model
+    ops = operations(replace(s, model=model))
+    blocks = (ops.embed, ops.positions, *ops.block * model.L, ops.norm, replace(ops.head, params=0))
+    saved = replace(ops.loss, moved_bytes=3 * ops.loss.moved_bytes, saved_bytes=3 * ops.loss.saved_bytes)
+    return (*(replace(op, saved_bytes=0) for op in blocks), saved)
+
+
+OBJECTIVES = {
+    "z-loss": Objective(settings=ZLoss(), implementation=HERE + "z_loss", why="logits are kept small",
+                        operations=of_z_loss),
+    "distil": Objective(settings=Distil(), implementation=HERE + "distil", why="a teacher's probabilities", operations=of_teacher),
+}
+SAYS |= {"z-loss": {"objective": "z-loss", "objective.weight": 0.01}, "distil": {"objective": "distil"}}
+
+
 def add() -> None:
     """Into the kit's tables, for as long as this process lives."""
     optimizers.OPTIMIZERS.update(OPTIMIZERS)
+    objectives.OBJECTIVES.update(OBJECTIVES)
 
 
 def trained(config: Config, ranks: Ranks | None = None, updates: int = 4) -> list:

@@ -28,6 +28,7 @@ from lpkit.techniques.hardware import why_emulated
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.row import Settings
@@ -266,6 +267,8 @@ def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: s
         return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, bytes, "
                 f"FLOPs and seconds are those of the model without; lpkit.measure.memory(config) "
                 f"counts an update here")
+    if OBJECTIVES[config.objective.name].implementation:
+        return str(Doubt(f"what objective={config.objective.name} holds is as its row says"))
     if attention == "plain" and KINDS[kind].state_bytes:
         return str(Doubt(f"the definition of {kind} attention is counted roughly"))
     if memory.activation_offload.name != "device":
@@ -405,6 +408,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         row("communication buffers", messages, f"gradients on their way, {layout.reduction}, and "
             f"what ZeRO 1 gathers weights into", "lpkit.parallel.replicas")
     row("gradients", at, gradients.formula, gradients.source)
+    extra = OBJECTIVES[config.objective.name].operations(s, config.objective)
+    rests = FP32 * sum(op.params for op in extra)
+    row("objective", dict.fromkeys(MOMENTS, rests)
+        | {LOSS: rests + sum(op.saved_bytes for op in extra)},
+        "what rests of it, and what it saves beside next-token's loss", "operations of its row")
     row("batch", dict.fromkeys(MOMENTS, 2 * TOKEN_ID * s.tokens * pieces / layout.context),
         "token ids and targets of one update, int64", "lpkit.datasets")
     # The first stage begins that many micro-batches before the first comes back (one forward, one

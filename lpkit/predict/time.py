@@ -44,6 +44,7 @@ from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout, check, layers_of_stage
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute, recompute_of
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import Work, find
 from lpkit.techniques.row import Settings
@@ -208,6 +209,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
             moved = 3 * FP32 + 2 * (updating.cut_bytes + updating.whole_bytes)
         rank = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered)
         rows = rank.rows(moved, updating)
+        if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
+            rows.append(rank.beside(extra))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
@@ -261,6 +264,8 @@ class _Rank:
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
         self.link = functools.partial(link, on, layout, efficiency=efficiency)
+        self.tokens = s.tokens
+        self.multiplying = on.peak_flops(p.dtype) * efficiency.products[p.dtype]
         dtype = "fp32" if "fp32" in on.flops else p.dtype
         self.optimizing = on.peak_flops(dtype) * efficiency.products[dtype]
         self.made: list[TimeRow] = []
@@ -387,6 +392,14 @@ class _Rank:
             row("optimizer: gathers", f"whole gradients of {work.gathered:.2f} of the parameters",
                 RINGS, communication=gather)
         return self.made
+
+    def beside(self, ops: tuple[Op, ...]) -> TimeRow:
+        """What an objective runs forward beside the model, in each micro-batch."""
+        work = sum(2 * self.tokens * op.weights for op in ops)
+        work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
+        moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
+        return TimeRow("objective", {"forward": self.pieces * (work / self.multiplying + moved)},
+                       f"{work:,.0f} FLOPs a micro-batch, forward", "operations of its row")
 
     def state_rows(self, layers: int, states: float, owned: float, block: float) -> None:
         """ZeRO's messages and those of replicas, for parameters of a rank, those that it updates,

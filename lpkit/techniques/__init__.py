@@ -14,6 +14,7 @@ from lpkit.techniques import (
     data,
     inits,
     memory,
+    objectives,
     optimizers,
     recipes,
     schedules,
@@ -21,6 +22,7 @@ from lpkit.techniques import (
 
 FAMILIES = {        # by the field of a Config that names a row
     "optimizer": optimizers.OPTIMIZERS,
+    "objective": objectives.OBJECTIVES,
     "schedule": schedules.SCHEDULES,
     "model.init": inits.INITS,
     "model.block": blocks.BLOCKS,

@@ -18,7 +18,7 @@ from torch import nn
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Loss, Transform
+from lpkit.contracts import Choice, Loss, ObjectiveContext, Transform
 from lpkit.errors import ConfigError
 from lpkit.kernels import wide_product
 from lpkit.machine_facts import gpus
@@ -34,6 +34,7 @@ from lpkit.techniques import layouts
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
@@ -195,6 +196,15 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
     if decisions.choices["compile"].used == OFF or row.in_pieces:
         return loss
     return compiling.with_head(loss, decisions.autocast, backend)
+
+
+def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss) -> Loss:
+    """What updates make smaller: the loss of evaluation, unless the config names another."""
+    row = OBJECTIVES[config.objective.name]
+    if not row.implementation:
+        return next_token
+    return row.load()(config.objective, ObjectiveContext(decisions.device, decisions.autocast,
+                                                         ranks, next_token))
 
 
 def entry_of_loss(config: Config, decisions: Decisions) -> str | None:

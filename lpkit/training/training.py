@@ -82,7 +82,8 @@ class Training:
     optimizer: Optimizer
     optimizer_step: Callable[[], Tensor]    # clips, steps, frees the gradients; returns their norm
     schedule: Schedule
-    loss: Loss
+    loss: Loss                              # what evaluation reports
+    objective: Loss                         # what updates make smaller
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
@@ -147,13 +148,14 @@ class Training:
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
             cached_casts = weights_cached
+        loss = build.build_loss(config, replace(decisions, choices=choices))
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
             optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
-            loss=build.build_loss(config, replace(decisions, choices=choices)),
+            loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
             cached_casts=cached_casts,
             governors={one.name: GOVERNORS[one.name].load()(one) for one in config.governors})
@@ -195,7 +197,7 @@ class Training:
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
         with self.cached_casts(self.model):
-            return accumulate(self.model, self.loss, batch, self.config.micro_batches,
+            return accumulate(self.model, self.objective, batch, self.config.micro_batches,
                               scaler=self.scaler, phases=phases, sharding=self.sharding)
 
     @contextmanager
@@ -216,7 +218,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
-        """Mean nats per token over the first `eval_batches` batches of the validation data.
+        """Mean nats per next token, whatever the objective, over the first `eval_batches` batches of the validation data.
         `phases` as in `update`: each batch is an "evaluation"."""
         self.model.eval()
         losses, weights = [], []
