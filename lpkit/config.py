@@ -10,11 +10,13 @@ when YAML is asked for): `lpkit.predict` stands on this module.
 
 import dataclasses
 import functools
+import math
 import re
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
@@ -22,7 +24,7 @@ from lpkit.techniques import FAMILIES, blocks, layouts, memory
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
-from lpkit.techniques.data import POLICIES, cannot_train
+from lpkit.techniques.data import POLICIES, SIZES, cannot_train
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
@@ -207,6 +209,7 @@ class Config(Group):
     transforms: tuple[Settings, ...] = many_of(MODEL_TRANSFORMS)
     governors: tuple[Settings, ...] = many_of(GOVERNORS)
     system: SystemConfig = field(default_factory=SystemConfig)
+    sizes: Settings = one_of(SIZES, "constant")     # of an update, as a function of the step
     steps: Count = 300
     global_batch: Count = 16            # sequences per update
     grad_accum_steps: Count = 1         # micro-batches that they are split into
@@ -235,6 +238,17 @@ class Config(Group):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.model.context
+
+    def sizes_at(self, step: int) -> tuple[int, int]:
+        """Sequences, and tokens of each, of the update after `step` others."""
+        at, most = SIZES[self.sizes.name].at, (self.global_batch, self.model.context)
+        return at(step, self.sizes, *most) if at else most
+
+    def tokens_after(self, steps: int) -> int:
+        """Of the first updates."""
+        if SIZES[self.sizes.name].at is None:
+            return steps * self.tokens_per_step
+        return _token_sums(self)[steps]
 
     @property
     def micro_batch(self) -> int:
@@ -291,6 +305,12 @@ class Config(Group):
         for key in sorted(changes):     # a row's name before its settings
             _change(values, key, changes[key])
         return Config.from_dict(_nested(values))
+
+
+@functools.lru_cache(maxsize=8)
+def _token_sums(config: Config) -> list[int]:
+    """After each update: of a run of many steps each is asked for."""
+    return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 
 # Names of rows, and their settings.

@@ -86,10 +86,22 @@ class Batch:
     targets: Tensor                     # int64, `tokens` shifted by one
     document_ids: Tensor | None = None  # which document a token is from
     weights: Tensor | None = None       # of each target in the loss; None: all alike
+    # (B, ...) each, what a technique reads besides: scores, a teacher's words
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def present(self) -> dict[str, Tensor]:
-        return {name: t for name, t in vars(self).items() if t is not None}
+        """Every tensor by its name, flat."""
+        own = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
+        return own | {f"extra/{name}": t for name, t in self.extra.items()}
+
+    @classmethod
+    def of(cls, present: Mapping[str, Tensor]) -> Batch:
+        """The inverse of `present`."""
+        extra = {name.removeprefix("extra/"): t for name, t in present.items()
+                 if name.startswith("extra/")}
+        own = {name: t for name, t in present.items() if not name.startswith("extra/")}
+        return cls(**own, extra=extra)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -101,12 +113,13 @@ class Batch:
         return {} if self.document_ids is None else {"documents": self.document_ids}
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.present.items()})
+        there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
+        return Batch.of(there)
 
     def chunk(self, parts: int) -> list[Batch]:
         """Micro-batches: `parts` of B / `parts` sequences each."""
         pieces = [t.chunk(parts) for t in self.tensors]
-        return [Batch(**dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
+        return [Batch.of(dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ import lpkit
 from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.layers import GeluMLP
-from lpkit.predict import memory, predict
+from lpkit.predict import flops, memory, predict
 from lpkit.predict.plan import plan
 from lpkit.techniques import (
     FAMILIES,
@@ -38,6 +39,7 @@ from lpkit.techniques import (
 )
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.row import Row, Settings
+from lpkit.training import build
 from lpkit.training.runs import Run
 from lpkit.training.training import Training
 from tests import toys
@@ -174,6 +176,7 @@ TOYS = {    # family: the table, its row, what a Config says
                   {"transforms": [{"name": "toy", "by": 0.25}]}),
     "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),
 }
+TOYS["sizes"] = data.SIZES, toys.SIZES["ramp"], {"sizes": "toy", "grad_accum_steps": 2}
 TOYS["objective"] = objectives.OBJECTIVES, toys.OBJECTIVES["z-loss"], {"objective": "toy"}
 for _name, _row in toys.OPTIMIZERS.items():
     TOYS[_name] = optimizers.OPTIMIZERS, _row, toys.SAYS[_name] | {"optimizer": "toy"}
@@ -255,6 +258,7 @@ def with_toys(corpus, monkeypatch):
         monkeypatch.setitem(optimizers.OPTIMIZERS, name, row)
     for name, row in toys.OBJECTIVES.items():
         monkeypatch.setitem(objectives.OBJECTIVES, name, row)
+    monkeypatch.setitem(data.SIZES, "ramp", toys.SIZES["ramp"])
     return SMALL.replace({"data.source": str(corpus / "*.py")})
 
 
@@ -317,3 +321,30 @@ def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
     handle.result()
     parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
+
+
+def test_a_ramp_reads_the_sequences_of_the_whole_in_their_order(with_toys, tmp_path):
+    """Tokens, FLOPs and the pace of a run are sums over its steps; what is no whole micro-batch is refused before anything is allocated."""
+    config = with_toys.replace({"sizes": "ramp", "sizes.until": 3, "data.policy": "sequential-windows", "steps": 5, "grad_accum_steps": 2})
+    whole, ramped = (Training.build(one).data for one in (with_toys.replace({"data.policy": "sequential-windows"}), config))
+    read = torch.cat([ramped.batch(step).tokens for step in (*range(5), 1)])
+    assert [len(ramped.batch(step).tokens) for step in range(5)] == [2, 2, 2, 4, 4]
+    assert torch.equal(read[:14], torch.cat([whole.batch(step).tokens for step in range(4)])[:14]) and torch.equal(read[14:], read[2:4])
+    run = lpkit.train(config, out=tmp_path / "run")
+    T = config.model.context
+    assert [line["tokens"] for line in run.metrics] == [2 * T, 4 * T, 6 * T, 10 * T, 14 * T] and run.summary["tokens"] == 14 * T
+    assert flops.run_flops(config) == 14 * flops.training_flops(config.model)
+    assert flops.run_flops(with_toys) == 4 * flops.training_flops(with_toys.model, batch=4)
+    short = config.replace({"sizes.short": True})
+    assert flops.run_flops(short) < flops.run_flops(config) and predict(config, "h200").run.tokens == 14 * T
+    with pytest.raises(ConfigError, match="sizes=ramp gives update 1 2 sequences of 24 tokens; let it give a multiple of 4"):
+        build.decide(config.replace({"parallel.data": 4}), ranks=None)
+
+
+def test_extra_tensors_are_split_by_rows_like_the_rest():
+    tokens, scores = torch.arange(12).view(4, 3), {"scores": torch.arange(4.0), "teacher": torch.arange(24.0).view(4, 3, 2)}
+    batch = Batch(tokens, tokens, extra=scores)
+    assert Batch.of(batch.present).present.keys() == batch.to(torch.device("cpu")).present.keys() == batch.present.keys()
+    first, second = batch.chunk(2)
+    assert torch.equal(second.extra["scores"], torch.tensor([2.0, 3.0])) and torch.equal(first.extra["teacher"], scores["teacher"][:2])
+    assert first.document_ids is None and not Batch(tokens, tokens).extra

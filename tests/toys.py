@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from lpkit.config import Config
 from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques import objectives, optimizers
+from lpkit.techniques import data, objectives, optimizers
 from lpkit.techniques.blocks import operations
+from lpkit.techniques.data import Sizes
 from lpkit.techniques.objectives import Objective
 from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings, Slot
@@ -239,10 +240,31 @@ OBJECTIVES = {
 SAYS |= {"z-loss": {"objective": "z-loss", "objective.weight": 0.01}, "distil": {"objective": "distil"}}
 
 
+# ---- sizes of updates
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp(Settings):
+    where = "sizes."
+
+    until: int = 2          # updates of half the sequences
+    short: bool = False     # and of half the tokens of each
+
+
+def ramp(step: int, settings: Ramp, sequences: int, context: int) -> tuple[int, int]:
+    if step >= settings.until:
+        return sequences, context
+    return sequences // 2, context // 2 if settings.short else context
+
+
+SIZES = {"ramp": Sizes(settings=Ramp(), at=ramp, why="half the batch at first")}
+SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "grad_accum_steps": 4}}
+
+
 def add() -> None:
     """Into the kit's tables, for as long as this process lives."""
     optimizers.OPTIMIZERS.update(OPTIMIZERS)
     objectives.OBJECTIVES.update(OBJECTIVES)
+    data.SIZES.update(SIZES)
 
 
 def trained(config: Config, ranks: Ranks | None = None, updates: int = 4) -> list:

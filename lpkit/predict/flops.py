@@ -7,10 +7,11 @@ model worth training and is bound by memory, not by arithmetic. Equal to
 """
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lpkit.config import ModelConfig
+from lpkit.config import Config, ModelConfig
 from lpkit.predict.params import of
 from lpkit.techniques.blocks import Operations
 
@@ -122,6 +123,13 @@ def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention =
     counted. The first product has an input gradient too, because the embedding below it is learned.
     """
     return 3 * forward_flops(model, batch=batch, attention=attention)
+
+
+def run_flops(config: Config) -> int:
+    """Of all updates, of whatever sizes."""
+    each = Counter(map(config.sizes_at, range(config.steps)))
+    return sum(times * training_flops(replace(config.model, context=tokens), batch=count)
+               for (count, tokens), times in each.items())
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:

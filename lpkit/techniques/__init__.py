@@ -29,6 +29,7 @@ FAMILIES = {        # by the field of a Config that names a row
     "model.attention": attention.KINDS,
     "system.attention": attention_backends.ATTENTION,
     "data.policy": data.POLICIES,
+    "sizes": data.SIZES,
     "precision.recipe": recipes.RECIPES,
     "memory.recompute": memory.RECOMPUTE,
     "memory.activation_offload": memory.ACTIVATION_OFFLOAD,

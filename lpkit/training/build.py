@@ -32,6 +32,7 @@ from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.predict.fit import Fit, fit
 from lpkit.techniques import layouts
 from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.data import SIZES
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
@@ -106,11 +107,26 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
+    refuse_sizes(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.heard()}, ranks)
     decisions = _decide(config, before, ranks)
     ranks.tell(decisions.record)
     return decisions
+
+
+def refuse_sizes(config: Config) -> None:
+    """Raises ConfigError for updates that are no whole micro-batches of all ranks, or too large."""
+    whole = config.micro_batch * config.parallel.batch_ranks
+    steps = range(config.steps if SIZES[config.sizes.name].at else 1)
+    for step, (count, tokens) in enumerate(map(config.sizes_at, steps)):
+        if not (0 < count <= config.global_batch and count % whole == 0
+                and 0 < tokens <= config.model.context):
+            raise ConfigError(
+                f"sizes={config.sizes.name} gives update {step + 1} {count} sequences of {tokens} "
+                f"tokens; let it give a multiple of {whole} (a micro-batch of every rank), at most "
+                f"global_batch={config.global_batch}, and at most "
+                f"model.context={config.model.context} tokens")
 
 
 def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> Decisions:

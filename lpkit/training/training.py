@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
+from lpkit.datasets.policies import Ramped
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
@@ -34,7 +35,7 @@ from lpkit.precision.compute import compute_dtype
 from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.data import POLICIES
+from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build
@@ -43,7 +44,7 @@ from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
 from lpkit.training.checkpoint import EVALUATED, evaluated_weights
 from lpkit.training.runs import RunFailedError
-from lpkit.training.steps import LossScaler, Phases, accumulate
+from lpkit.training.steps import Executor, LossScaler, Phases
 
 VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
 
@@ -96,6 +97,7 @@ class Training:
     governors: dict[str, Governor]
     step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
+    executor: Executor = field(default_factory=Executor)
 
     @classmethod
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
@@ -116,7 +118,10 @@ class Training:
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
             asked = config.data.policy
             batch = config.global_batch
-            data = Share(_policy(config, asked, files.train, batch, config.seed), ranks, batch)
+            data = _policy(config, asked, files.train, batch, config.seed)
+            if SIZES[config.sizes.name].at:
+                data = Ramped(data, batch, config.sizes_at)
+            data = Share(data, ranks, batch, config.sizes_at)
             data = prefetched(data, decisions.device)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             other = POLICIES[asked.name].evaluation
@@ -196,9 +201,7 @@ class Training:
 
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
-        with self.cached_casts(self.model):
-            return accumulate(self.model, self.objective, batch, self.config.micro_batches,
-                              scaler=self.scaler, phases=phases, sharding=self.sharding)
+        return self.executor.forward_backward(self, batch, phases=phases)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
