@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lpkit.config import Config
-from lpkit.contracts import Choice
+from lpkit.contracts import Choice, Parameter
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
@@ -25,6 +25,7 @@ from lpkit.techniques.optimizers import (
     LionSettings,
     MomentumSettings,
     OptimizerSettings,
+    Slot,
     parameter_groups,
 )
 from lpkit.training import checkpoint
@@ -500,3 +501,13 @@ def test_schedule_free_averages_what_moves(told):
         z = z - 0.05 * (g / ((v / (1 - 0.999**update)).sqrt() + 1e-8) + 0.1 * y)
         x = x + (z - x) / update
     assert torch.allclose(optimizer.evaluated(p).double(), x, atol=1e-6)
+
+
+def test_a_slot_of_its_own_shape_is_whole_whatever_the_shape_of_a_rows_part(told, monkeypatch):
+    """(n, n) beside a parameter (2n, n) has the shape of one of two ranks' rows, and beside (n, n) that of all: what is cut is declared."""
+    square = replace(OPTIMIZERS["adafactor"], slots=(Slot(name="right", shape=lambda p: p[-1:] * 2), Slot(name="exp_avg")))
+    monkeypatch.setitem(OPTIMIZERS, "square", square)
+    rows = torch.nn.Parameter(torch.zeros(8, 8))
+    optimizer = build({"w": rows}, replace(square.settings, name="square"), told=lambda name: Parameter(name, (16, 8)))
+    assert [optimizer.is_cut(rows, name) for name in ("right", "exp_avg", "update")] == [False, True, True]
+    assert [t.shape for t in optimizer._stored(rows)] == [(8, 8), (8, 8)]

@@ -348,3 +348,14 @@ def test_extra_tensors_are_split_by_rows_like_the_rest():
     first, second = batch.chunk(2)
     assert torch.equal(second.extra["scores"], torch.tensor([2.0, 3.0])) and torch.equal(first.extra["teacher"], scores["teacher"][:2])
     assert first.document_ids is None and not Batch(tokens, tokens).extra
+
+
+@pytest.mark.parametrize("name", [name for name in toys.SAYS if name != "distil"])
+def test_toys_train_in_fp8(name, with_toys):
+    """Casts are of the forward and backward passes, and nothing of a toy is: losses fall as those of float32 do."""
+    config = with_toys.replace(toys.SAYS[name] | {"model.width": 64, "model.context": 32, "optimizer.lr": 3e-3, "steps": 8})
+    found = []
+    for recipe in ("fp32", "fp8-tensorwise"):
+        training = Training.build(config.replace({"precision.recipe": recipe}))
+        found.append([training.update(step).loss.item() for step in range(8)])
+    assert found[0] != found[1] == pytest.approx(found[0], rel=0.02)

@@ -257,7 +257,7 @@ def ramp(step: int, settings: Ramp, sequences: int, context: int) -> tuple[int, 
 
 
 SIZES = {"ramp": Sizes(settings=Ramp(), at=ramp, why="half the batch at first")}
-SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "grad_accum_steps": 4}}
+SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "global_batch": 8, "grad_accum_steps": 4}}
 
 
 def add() -> None:
