@@ -38,6 +38,7 @@ from lpkit.techniques import (
     schedules,
 )
 from lpkit.techniques import memory as techniques
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import build
 from lpkit.training.runs import Run
@@ -359,3 +360,14 @@ def test_toys_train_in_fp8(name, with_toys):
         training = Training.build(config.replace({"precision.recipe": recipe}))
         found.append([training.update(step).loss.item() for step in range(8)])
     assert found[0] != found[1] == pytest.approx(found[0], rel=0.02)
+
+
+@pytest.mark.parametrize("name", [*toys.OPTIMIZERS, "z-loss", "ramp"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2), Layout(shard=2, zero=3)], ids=str)
+def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
+    """Its states to the byte, the peak within 2%."""
+    config = with_toys.replace(toys.SAYS[name] | {"model.layers": 4, "model.width": 64, "model.heads": 4})
+    traced = lpkit.predict_trace(config, layout.devices, layout=layout)
+    there = memory(config, _cpu(), layout=layout, attention=traced.chosen["attention"].used)
+    assert there["optimizer state"].bytes == pytest.approx(traced.rows["optimizer state"], rel=1e-3 if name in ("z-loss", "ramp") else 1e-9)
+    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.02)

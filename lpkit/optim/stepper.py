@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -69,7 +69,6 @@ class Rule:
     settings: OptimizerSettings
     function: Callable[..., None]
     one_pass: one_pass.OnePass | None
-    choices: dict[str, Choice] = field(default_factory=dict)
 
 
 class Stepper(torch.optim.Optimizer):
@@ -93,16 +92,16 @@ class Stepper(torch.optim.Optimizer):
         self.told = told or {p: Parameter("", tuple(p.shape)) for p in parameters}
         plain = not optimizers.find_format(moment_format).encoding_bytes
         self.rule_of: dict[nn.Parameter, Rule] = {}
+        self.choices: dict[str, Choice] = {}
         for of in dict.fromkeys(group["settings"] for group in self.param_groups):
             row = optimizers.find(of.name)
             its = [p for group in self.param_groups if group["settings"] == of
                    for p in group["params"]]
-            chosen = one_pass.chosen(of.name, kernels, its, by_first) if plain else (None, {})
-            rule = Rule(row, of, resolve_name(row.kernel or row.implementation), *chosen)
+            fast, choices = (one_pass.chosen(of.name, kernels, its, by_first) if plain
+                             else (None, {}))
+            self.choices |= choices
+            rule = Rule(row, of, resolve_name(row.kernel or row.implementation), fast)
             self.rule_of |= dict.fromkeys(its, rule)
-        self.choices: dict[str, Choice] = {}
-        for rule in self.rule_of.values():
-            self.choices |= rule.choices
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -221,8 +221,8 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
-        """Mean nats per next token, whatever the objective, over the first `eval_batches` batches of the validation data.
-        `phases` as in `update`: each batch is an "evaluation"."""
+        """Mean nats per next token, whatever the objective, over the first `eval_batches` batches
+        of the validation data. `phases` as in `update`: each batch is an "evaluation"."""
         self.model.eval()
         losses, weights = [], []
         try:
@@ -319,9 +319,8 @@ class Training:
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
         owned = self.sharding.owned.get(parameter)
-        cut = part in ("model", "evaluated") or (
-            part == "optimizer" and owned is not None and self._is_cut(owned, slot))
-        if owned is not None and cut:
+        if owned is not None and (part in ("model", "evaluated") or (
+                part == "optimizer" and self._is_cut(owned, slot))):
             like = self.sharding.whole(parameter, torch.empty_like(owned, dtype=dtype))
             ours = self.model.get_parameter(parameter) if part == "model" else like
             if isinstance(ours, DTensor) and ours.shape == shape:
