@@ -10,10 +10,12 @@ when YAML is asked for): `lpkit.predict` stands on this module.
 
 import dataclasses
 import functools
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
@@ -21,10 +23,11 @@ from lpkit.techniques import FAMILIES, blocks, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
-from lpkit.techniques.data import POLICIES, cannot_train
+from lpkit.techniques.data import POLICIES, SIZES, cannot_train
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
@@ -216,6 +219,7 @@ class Config(Group):
     model: ModelConfig = field(default_factory=ModelConfig)
     start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    objective: Settings = one_of(OBJECTIVES, "next-token")  # of updates; evaluation has its own
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
     schedule: Settings = one_of(SCHEDULES, "cosine")
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -224,6 +228,7 @@ class Config(Group):
     transforms: tuple[Settings, ...] = many_of(MODEL_TRANSFORMS)
     governors: tuple[Settings, ...] = many_of(GOVERNORS)
     system: SystemConfig = field(default_factory=SystemConfig)
+    sizes: Settings = one_of(SIZES, "constant")     # of an update, as a function of the step
     steps: Count = 300
     global_batch: Count = 16            # sequences per update
     grad_accum_steps: Count = 1         # micro-batches that they are split into
@@ -255,6 +260,17 @@ class Config(Group):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.model.context
+
+    def sizes_at(self, step: int) -> tuple[int, int]:
+        """Sequences, and tokens of each, of the update after `step` others."""
+        at, most = SIZES[self.sizes.name].at, (self.global_batch, self.model.context)
+        return at(step, self.sizes, *most) if at else most
+
+    def tokens_after(self, steps: int) -> int:
+        """Of the first updates."""
+        if SIZES[self.sizes.name].at is None:
+            return steps * self.tokens_per_step
+        return _token_sums(self)[steps]
 
     @property
     def micro_batch(self) -> int:
@@ -313,6 +329,12 @@ class Config(Group):
         for key in sorted(changes):     # a row's name before its settings
             _change(values, key, changes[key])
         return Config.from_dict(_nested(values))
+
+
+@functools.lru_cache(maxsize=8)
+def _token_sums(config: Config) -> list[int]:
+    """After each update: of a run of many steps each is asked for."""
+    return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 
 # Names of rows, and their settings.

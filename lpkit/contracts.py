@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,6 +43,16 @@ class Transform(ABC):
     def __call__(self, model: nn.Module) -> nn.Module: ...
 
 
+@dataclass(frozen=True)
+class ObjectiveContext:
+    """What an objective is made from. `next_token` is the loss that evaluation reports."""
+
+    device: torch.device
+    autocast: AbstractContextManager
+    ranks: Any
+    next_token: Loss
+
+
 class StatePlacement:
     """Where an optimizer's state is stored between updates. This one: where it was allocated."""
 
@@ -75,10 +86,22 @@ class Batch:
     targets: Tensor                     # int64, `tokens` shifted by one
     document_ids: Tensor | None = None  # which document a token is from
     weights: Tensor | None = None       # of each target in the loss; None: all alike
+    # (B, ...) each, what a technique reads besides: scores, a teacher's words
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def present(self) -> dict[str, Tensor]:
-        return {name: t for name, t in vars(self).items() if t is not None}
+        """Every tensor by its name, flat."""
+        own = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
+        return own | {f"extra/{name}": t for name, t in self.extra.items()}
+
+    @classmethod
+    def of(cls, present: Mapping[str, Tensor]) -> Batch:
+        """The inverse of `present`."""
+        extra = {name.removeprefix("extra/"): t for name, t in present.items()
+                 if name.startswith("extra/")}
+        own = {name: t for name, t in present.items() if not name.startswith("extra/")}
+        return cls(**own, extra=extra)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -90,12 +113,42 @@ class Batch:
         return {} if self.document_ids is None else {"documents": self.document_ids}
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.present.items()})
+        there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
+        return Batch.of(there)
 
     def chunk(self, parts: int) -> list[Batch]:
         """Micro-batches: `parts` of B / `parts` sequences each."""
         pieces = [t.chunk(parts) for t in self.tensors]
-        return [Batch(**dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
+        return [Batch.of(dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What an optimizer's rule is told of the parameter that it updates, where its row asks for it.
+
+    ZeRO 1 to 3 give a rule this rank's rows of a parameter, of its gradient and of the slots of the
+    parameter's shape; then these methods send messages, and all ranks call them alike. Here all
+    rows are this rank's.
+    """
+
+    name: str
+    shape: tuple[int, ...]      # of the whole parameter
+
+    def sum(self, t: Tensor) -> Tensor:
+        """The sum of what each rank has."""
+        return t
+
+    def norm(self, t: Tensor) -> Tensor:
+        """The Euclidean norm of all rows, from this rank's."""
+        return self.sum(t.square().sum()).sqrt()
+
+    def gather(self, t: Tensor) -> Tensor:
+        """All rows, from this rank's."""
+        return t
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's rows, from all."""
+        return whole
 
 
 class DataPolicy(ABC):

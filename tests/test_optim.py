@@ -1,12 +1,13 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lpkit.config import Config
-from lpkit.contracts import Choice
+from lpkit.contracts import Choice, Parameter
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
@@ -24,10 +25,12 @@ from lpkit.techniques.optimizers import (
     LionSettings,
     MomentumSettings,
     OptimizerSettings,
+    Slot,
     parameter_groups,
 )
 from lpkit.training import checkpoint
 from lpkit.training.background import start, train
+from tests import toys
 
 CPU = torch.device("cpu")
 WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
@@ -166,7 +169,8 @@ def test_one_pass_over_memory_updates_as_the_rule_does(name, dtype, tmp_path, mo
         optimizer = build(dict(model.named_parameters()), SETTINGS[name](name=name), kernels=kernels, placement=placement)
         both.append(trained(name, model=model, optimizer=optimizer))
     (want, by_rule), (got, at_once) = both
-    assert by_rule.one_pass is None and at_once.one_pass is one_pass.RULES[name]
+    assert {rule.one_pass for rule in by_rule.rule_of.values()} == {None}
+    assert {rule.one_pass for rule in at_once.rule_of.values()} == {one_pass.RULES[name]}
     assert recorded(at_once, {})[f"kernel:{name}"].used == "triton" and not by_rule.choices
     ulp, share = (2.0**-7, 0.02) if dtype == torch.bfloat16 else (2.0**-22, 0.2)
     for a, b in zip(want.parameters(), got.parameters()):
@@ -379,3 +383,131 @@ def test_the_state_of_every_optimizer_is_predicted(name, moment_format, place):
         {"optimizer": name, "memory.moment_format": moment_format, "memory.optimizer_state": place})
     here = OPTIMIZERS[name].state_bytes(moment_format) * (place == "device")
     assert memory(config, "h200").at(UPDATE).get("optimizer state", 0) == here * parameter_count(config.model)
+
+
+# ---- rules that are told their parameter (tests/toys.py)
+
+@pytest.fixture
+def told(monkeypatch):
+    for name, row in toys.OPTIMIZERS.items():
+        monkeypatch.setitem(OPTIMIZERS, name, row)
+
+
+def updates(optimizer, parameters, count=5):
+    for update in range(count):
+        draw = torch.Generator().manual_seed(update)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype)
+        optimizer.step()
+    return [p.detach().double() for p in parameters]
+
+
+def two_sizes(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)) for shape in ((24, 40), (48, 16))]
+
+
+@pytest.mark.parametrize("name, oracle, off", [
+    ("muon", lambda p: torch.optim.Muon(p, lr=0.02, momentum=0.95, weight_decay=0.1), 4e-3),      # whose products are bf16's
+    ("adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1), 1e-6)])
+def test_told_rules_are_those_of_pytorch(told, name, oracle, off):
+    ours, theirs = two_sizes(), two_sizes()
+    optimizer = build({f"p{i}.weight": p for i, p in enumerate(ours)}, replace(OPTIMIZERS[name].settings, name=name))
+    start = [p.detach().double() for p in theirs]
+    for a, b, w in zip(updates(optimizer, ours), updates(oracle(theirs), theirs), start, strict=True):
+        assert (a - b).norm() < off * (b.norm() if off < 1e-3 else (b - w).norm() * 10)
+
+
+def test_lamb_and_muon_are_their_formulas_in_float64(told):
+    def by_hand(w, moments, g, update):
+        m, v = (moments[0] * 0.9 + 0.1 * g, moments[1] * 0.999 + 0.001 * g * g)
+        step = m / (1 - 0.9**update) / ((v / (1 - 0.999**update)).sqrt() + 1e-6) + 0.1 * w
+        return w - 1e-3 * w.norm() / step.norm() * step, (m, v)
+
+    ours = two_sizes()
+    wide = [p.detach().double() for p in ours]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in wide]
+    got = updates(build({f"p{i}.weight": p for i, p in enumerate(ours)}, replace(OPTIMIZERS["lamb"].settings, name="lamb")), ours)
+    for update in range(5):
+        draw = torch.Generator().manual_seed(update)
+        for i, w in enumerate(wide):
+            g = torch.randn(w.shape, generator=draw, dtype=torch.float64)
+            wide[i], moments[i] = by_hand(w, moments[i], g, update + 1)
+    for a, b in zip(got, wide, strict=True):
+        assert (a - b).norm() < 1e-6 * b.norm()
+    # singular values of what is orthogonalised: (a s + b s^3 + c s^5) five times over
+    g = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    u, s, vt = torch.linalg.svd(g, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert torch.allclose(toys.orthogonalised(g), u * s @ vt, atol=1e-12) and torch.allclose(toys.orthogonalised(g.T), (u * s @ vt).T, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", toys.OPTIMIZERS)
+def test_a_told_rule_holds_what_its_row_says(told, name):
+    """And its slots have the shapes that it says, also of a vector, and through a checkpoint's names."""
+    row = OPTIMIZERS[name]
+    model = torch.nn.Linear(512, 256, bias=False)
+    optimizer = build(dict(model.named_parameters()), replace(row.settings, name=name))
+    for _ in range(2):
+        model.weight.grad = torch.randn(256, 512)
+        with Tracker(model, optimizer) as tracker, tracker.optimizing():
+            optimizer.step()
+    found = tracker.footprint()
+    before = sum(found.most.get(one, 0) for one in ("weights", "gradients", "optimizer state"))
+    needed = row.update_bytes() * 256 * 512 + row.whole_bytes((256, 512))
+    assert found.peak_bytes - before == pytest.approx(needed, rel=0.03)
+    state = [t for t in optimizer.state[model.weight].values() if torch.is_tensor(t)]
+    assert [t.shape for t in state] == [slot.shape((256, 512)) or (256, 512) for slot in row.slots]
+    assert sum(t.numel() for t in state) == sum(row.state_numbers((256, 512)))
+
+
+def test_groups_by_name_have_rules_of_their_own(told):
+    """Each parameter is updated as it would be by its rule alone, at its share of the learning rate; the settings are the group's."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16, bias=False))
+    alone = copy.deepcopy(model[1])
+    settings = replace(OPTIMIZERS["lion"].settings, name="lion", groups=("1.*:optimizer=adamw:lr_scale=0.5:beta2=0.9",))
+    both = build(dict(model.named_parameters()), settings)
+    one = build({"weight": alone.weight}, AdamWSettings(name="adamw", lr=settings.lr / 2, beta2=0.9))
+    updates(one, [alone.weight])
+    for update in range(5):
+        draw = torch.Generator().manual_seed(update)
+        model[1].weight.grad = torch.randn(16, 16, generator=draw, dtype=torch.float64).float()
+        model[0].weight.grad, model[0].bias.grad = torch.ones(16, 16), torch.ones(16)
+        both.step()
+    assert torch.equal(model[1].weight, alone.weight)
+    assert list(both.state[model[0].weight]) == ["update", "exp_avg"] and list(both.state[model[1].weight]) == ["update", "exp_avg", "exp_avg_sq"]
+    for group, sentence in (("*:optimizer=adam", "no optimizer of optimizer.groups 'adam'; did you mean 'adamw'"), ("*:optimizer=sgd:beta2=0.9", "a group has no 'beta2'"),
+                            ("*:optimizer=adamw:beta2=2", "beta2")):
+        with pytest.raises(ConfigError, match=sentence):
+            Config().replace({"optimizer.groups": (group,)})
+
+
+def test_schedule_free_averages_what_moves(told):
+    """By the published form in float64: y = (1 - beta) z + beta x, z moves against the gradient at y, x is the mean of all z."""
+    p = torch.nn.Parameter(torch.randn(6, 5, generator=torch.Generator().manual_seed(1)))
+    optimizer = build({"p.weight": p}, replace(OPTIMIZERS["schedule-free"].settings, name="schedule-free", lr=0.05))
+    x = z = p.detach().double()
+    v = torch.zeros_like(x)
+    assert optimizer.evaluated(p) is None
+    for update in range(1, 6):
+        draw = torch.Generator().manual_seed(update)
+        p.grad = torch.randn(6, 5, generator=draw)
+        y, g = 0.1 * z + 0.9 * x, p.grad.double()
+        assert torch.allclose(p.detach().double(), y, atol=1e-6)
+        optimizer.step()
+        v = 0.999 * v + 0.001 * g * g
+        z = z - 0.05 * (g / ((v / (1 - 0.999**update)).sqrt() + 1e-8) + 0.1 * y)
+        x = x + (z - x) / update
+    assert torch.allclose(optimizer.evaluated(p).double(), x, atol=1e-6)
+
+
+def test_a_slot_of_its_own_shape_is_whole_whatever_the_shape_of_a_rows_part(told, monkeypatch):
+    """(n, n) beside a parameter (2n, n) has the shape of one of two ranks' rows, and beside (n, n) that of all: what is cut is declared."""
+    square = replace(OPTIMIZERS["adafactor"], slots=(Slot(name="right", shape=lambda p: p[-1:] * 2), Slot(name="exp_avg")))
+    monkeypatch.setitem(OPTIMIZERS, "square", square)
+    rows = torch.nn.Parameter(torch.zeros(8, 8))
+    optimizer = build({"w": rows}, replace(square.settings, name="square"), told=lambda name: Parameter(name, (16, 8)))
+    assert [optimizer.is_cut(rows, name) for name in ("right", "exp_avg", "update")] == [False, True, True]
+    assert [t.shape for t in optimizer._stored(rows)] == [(8, 8), (8, 8)]

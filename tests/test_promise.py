@@ -26,7 +26,7 @@ from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.layers import GeluMLP
 from lpkit.parallel.processes import WarmParent
-from lpkit.predict import memory, predict
+from lpkit.predict import flops, memory, predict
 from lpkit.predict.flops import training_flops
 from lpkit.predict.plan import plan
 from lpkit.presets import resolve
@@ -37,6 +37,7 @@ from lpkit.techniques import (
     changes,
     data,
     inits,
+    objectives,
     operation,
     optimizers,
     outside,
@@ -44,12 +45,15 @@ from lpkit.techniques import (
     schedules,
 )
 from lpkit.techniques import memory as techniques
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.row import Row, Settings
+from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.export import export
 from lpkit.training.runs import SEAL, Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import Training
+from tests import toys
 
 HERE = f"{__name__}:"
 
@@ -183,6 +187,10 @@ TOYS = {    # family: the table, its row, what a Config says
                   {"transforms": [{"name": "toy", "by": 0.25}]}),
     "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),
 }
+TOYS["sizes"] = data.SIZES, toys.SIZES["ramp"], {"sizes": "toy", "grad_accum_steps": 2}
+TOYS["objective"] = objectives.OBJECTIVES, toys.OBJECTIVES["z-loss"], {"objective": "toy"}
+for _name, _row in toys.OPTIMIZERS.items():
+    TOYS[_name] = optimizers.OPTIMIZERS, _row, toys.SAYS[_name] | {"optimizer": "toy"}
 
 
 @pytest.fixture(params=TOYS)
@@ -438,3 +446,130 @@ def test_every_row_of_the_kit_can_be_loaded():
     for field, table in FAMILIES.items():
         for name, row in table.items():
             assert not row.implementation or callable(row.load()), f"{field}={name}"
+
+
+SMALL = Config().replace({
+    "model.layers": 2, "model.width": 36, "model.heads": 2, "model.context": 24, "model.vocab": 256, "steps": 4, "global_batch": 4, "eval_batches": 1,
+    "schedule": "constant", "schedule.warmup_steps": 0, "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
+LAYOUTS = [{"parallel.data": 2}, *({"parallel.shard": 2, "parallel.zero": zero} for zero in (1, 2, 3))]
+
+
+@pytest.fixture
+def with_toys(corpus, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    for name, row in toys.OPTIMIZERS.items():
+        monkeypatch.setitem(optimizers.OPTIMIZERS, name, row)
+    for name, row in toys.OBJECTIVES.items():
+        monkeypatch.setitem(objectives.OBJECTIVES, name, row)
+    monkeypatch.setitem(data.SIZES, "ramp", toys.SIZES["ramp"])
+    return SMALL.replace({"data.source": str(corpus / "*.py")})
+
+
+@pytest.mark.parametrize("name", toys.SAYS)
+def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_path):
+    """Float32 sums in another order, and steps that divide by roots of them."""
+    if name == "distil":
+        lpkit.train(with_toys.replace({"model.layers": 1}), out=tmp_path / "teacher")
+        with_toys = with_toys.replace({"objective": {"name": "distil", "teacher": str(tmp_path / "teacher")}})
+    config = with_toys.replace(toys.SAYS[name] | ({"optimizer.head_dim": 18} if name == "muon" else {}))
+    losses, evaluated, weights = toys.trained(config)
+    for found in on_ranks("toys_train", config, layouts=LAYOUTS):
+        for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
+            assert here == pytest.approx(losses, rel=1e-5) and val == pytest.approx(evaluated, rel=1e-5), layout
+            assert torch.tensor(theirs).sub(torch.tensor(weights)).norm() < 1e-5 * torch.tensor(weights).norm(), layout
+
+
+def test_evaluation_checkpoints_and_samples_take_the_average(with_toys, tmp_path):
+    """What goes on is what was trained; what is evaluated, sampled and exported is the average."""
+    from lpkit.training.export import export
+    from lpkit.training.sampling import trained
+
+    config = with_toys.replace(toys.SAYS["schedule-free"] | {"eval_every": 2, "eval_batches": 3})
+    run = lpkit.train(config, out=tmp_path / "run")
+    training = Training.build(config)
+    for step in range(config.steps):
+        training.update(step)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    assert training.evaluate() == run.metrics[-1]["val_loss"]
+    assert all(map(torch.equal, before, training.model.parameters()))
+    with training.evaluated():
+        average = [p.detach().clone() for p in training.model.parameters()]
+    assert all(map(torch.equal, average, trained(Run(tmp_path / "run")).model.parameters()))
+    assert not any(map(torch.equal, before, average))
+    assert training.loss(training.model, training.val.batch(0)) != run.metrics[-1]["val_loss"]
+    export(tmp_path / "run", tmp_path / "exported")
+    from safetensors.torch import load_file
+    assert any(torch.equal(t, average[0]) for t in load_file(tmp_path / "exported" / "model.safetensors").values())
+
+
+def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
+    """Its objective is the teacher's; val_loss is the nats of the next token. The teacher is priced, and doubted with the trace's name."""
+    lpkit.train(with_toys.replace({"model.layers": 1, "steps": 2}), out=tmp_path / "teacher")
+    config = with_toys.replace({"objective": {"name": "distil", "teacher": str(tmp_path / "teacher")}})
+    run = lpkit.train(config, out=tmp_path / "run")
+    assert run.config == config == Config.from_yaml(config.to_yaml())
+    training = Training.build(config)
+    batch = training.batch(0)
+    assert run.metrics[0]["loss"] == training.objective(training.model, batch).item() != training.loss(training.model, batch).item()
+    alone = Training.build(with_toys)
+    alone.model.load_state_dict(training.model.state_dict())
+    assert training.evaluate() == alone.evaluate()
+    plain, taught = (predict(one, "h200") for one in (with_toys, config))
+    assert taught.step["objective"].seconds > 0 and taught.step.step_seconds > plain.step.step_seconds
+    assert taught.memory.peak_bytes > plain.memory.peak_bytes and "predict_trace" in taught.memory.doubt
+    assert lpkit.sample(Run(tmp_path / "run"), tokens=3)
+    assert lpkit.predict_trace(config).peak_bytes > lpkit.predict_trace(with_toys).peak_bytes
+    handle = lpkit.start(config, out=tmp_path / "parts")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
+    handle.result()
+    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
+
+
+def test_a_ramp_reads_the_sequences_of_the_whole_in_their_order(with_toys, tmp_path):
+    """Tokens, FLOPs and the pace of a run are sums over its steps; what is no whole micro-batch is refused before anything is allocated."""
+    config = with_toys.replace({"sizes": "ramp", "sizes.until": 3, "data.policy": "sequential-windows", "steps": 5, "grad_accum_steps": 2})
+    whole, ramped = (Training.build(one).data for one in (with_toys.replace({"data.policy": "sequential-windows"}), config))
+    read = torch.cat([ramped.batch(step).tokens for step in (*range(5), 1)])
+    assert [len(ramped.batch(step).tokens) for step in range(5)] == [2, 2, 2, 4, 4]
+    assert torch.equal(read[:14], torch.cat([whole.batch(step).tokens for step in range(4)])[:14]) and torch.equal(read[14:], read[2:4])
+    run = lpkit.train(config, out=tmp_path / "run")
+    T = config.model.context
+    assert [line["tokens"] for line in run.metrics] == [2 * T, 4 * T, 6 * T, 10 * T, 14 * T] and run.summary["tokens"] == 14 * T
+    assert flops.run_flops(config) == 14 * flops.training_flops(config.model)
+    assert flops.run_flops(with_toys) == 4 * flops.training_flops(with_toys.model, batch=4)
+    short = config.replace({"sizes.short": True})
+    assert flops.run_flops(short) < flops.run_flops(config) and predict(config, "h200").run.tokens == 14 * T
+    with pytest.raises(ConfigError, match="sizes=ramp gives update 1 2 sequences of 24 tokens; let it give a multiple of 4"):
+        build.decide(config.replace({"parallel.data": 4}), ranks=None)
+
+
+def test_extra_tensors_are_split_by_rows_like_the_rest():
+    tokens, scores = torch.arange(12).view(4, 3), {"scores": torch.arange(4.0), "teacher": torch.arange(24.0).view(4, 3, 2)}
+    batch = Batch(tokens, tokens, extra=scores)
+    assert Batch.of(batch.present).present.keys() == batch.to(torch.device("cpu")).present.keys() == batch.present.keys()
+    first, second = batch.chunk(2)
+    assert torch.equal(second.extra["scores"], torch.tensor([2.0, 3.0])) and torch.equal(first.extra["teacher"], scores["teacher"][:2])
+    assert first.document_ids is None and not Batch(tokens, tokens).extra
+
+
+@pytest.mark.parametrize("name", [name for name in toys.SAYS if name != "distil"])
+def test_toys_train_in_fp8(name, with_toys):
+    """Casts are of the forward and backward passes, and nothing of a toy is: losses fall as those of float32 do."""
+    config = with_toys.replace(toys.SAYS[name] | {"model.width": 64, "model.context": 32, "optimizer.lr": 3e-3, "steps": 8})
+    found = []
+    for recipe in ("fp32", "fp8-tensorwise"):
+        training = Training.build(config.replace({"precision.recipe": recipe}))
+        found.append([training.update(step).loss.item() for step in range(8)])
+    assert found[0] != found[1] == pytest.approx(found[0], rel=0.02)
+
+
+@pytest.mark.parametrize("name", [*toys.OPTIMIZERS, "z-loss", "ramp"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2), Layout(shard=2, zero=3)], ids=str)
+def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
+    """Its states to the byte, the peak within 2%."""
+    config = with_toys.replace(toys.SAYS[name] | {"model.layers": 4, "model.width": 64, "model.heads": 4})
+    traced = lpkit.predict_trace(config, layout.devices, layout=layout)
+    there = memory(config, _cpu(), layout=layout, attention=traced.chosen["attention"].used)
+    assert there["optimizer state"].bytes == pytest.approx(traced.rows["optimizer state"], rel=1e-3 if name in ("z-loss", "ramp") else 1e-9)
+    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.02)

@@ -34,6 +34,7 @@ from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint
 from lpkit.training.training import RandomTokens, Training
+from tests import toys
 from tests.fake_gpus import gpus, nccl
 
 
@@ -305,7 +306,7 @@ def optimizers_race(place: Place, told: dict) -> list:
 
     with _meet(place, config) as ranks, patch("lpkit.optim.one_pass.choose", found):
         optimizer = Training.build(config, data=RandomTokens(config), ranks=ranks).optimizer
-        return [asked, optimizer.choices["kernel:lion"].used, optimizer.one_pass is None]
+        return [asked, optimizer.choices["kernel:lion"].used, all(rule.one_pass is None for rule in optimizer.rule_of.values())]
 
 
 def counted(place: Place, told: dict) -> list:
@@ -393,3 +394,16 @@ def out_of_memory(place: Place, told: dict) -> None:
 
     with patch.object(Training, "forward_backward", forward_backward):
         train(place, told)
+
+
+def toys_train(place: Place, told: dict) -> list:
+    """Updates by techniques of tests/toys.py in one layout after another: losses, whole weights, and whether half of the way goes on from what
+    was saved."""
+    toys.add()
+    found = []
+    for i, layout in enumerate(told["layouts"]):
+        config = Config.from_dict(told["config"]).replace(layout)
+        place.store += f"-{i}"
+        with _meet(place, config) as ranks:
+            found.append(toys.trained(config, ranks))
+    return found

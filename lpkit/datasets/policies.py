@@ -9,6 +9,7 @@ generator for each step costs as much as the batch.
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -131,3 +132,26 @@ def _splitmix64(z: np.ndarray) -> np.ndarray:
         z *= np.uint64(factor)
     z ^= z >> np.uint64(31)
     return z
+
+
+class Ramped(DataPolicy):
+    """The sequences of `policy`, whose batches have `sequences` each, in their order: as many for
+    an update, and as many tokens of each, as `sizes(step)` says."""
+
+    def __init__(self, policy: DataPolicy, sequences: int, sizes: Callable[[int], tuple[int, int]]):
+        self.policy, self.sequences, self.sizes = policy, sequences, sizes
+        self.first = [0]        # sequence of each update
+
+    def batch(self, step: int) -> Batch:
+        while len(self.first) <= step:
+            self.first.append(self.first[-1] + self.sizes(len(self.first) - 1)[0])
+        count, tokens = self.sizes(step)
+        batch, start = divmod(self.first[step], self.sequences)
+        read = [self.policy.batch(batch).present]
+        if start + count > self.sequences:
+            read.append(self.policy.batch(batch + 1).present)
+        context, cut = read[0]["tokens"].shape[1], {}
+        for name in read[0]:
+            t = torch.cat([one[name] for one in read])[start:start + count]
+            cut[name] = t[:, :tokens] if t.ndim > 1 and t.shape[1] == context else t
+        return Batch.of(cut)

@@ -4,7 +4,8 @@
 
 `g` is the gradient in float32 and is not changed, `slots` are the tensors of the row's slots in
 their order, `settings` has the row's settings with the learning rate and the weight decay of this
-parameter at this update, and `update` counts from 1. Weight decay is decoupled everywhere: it
+parameter at this update, and `update` counts from 1. A rule that reads more than one number at a
+time has a row that is `told`, and a sixth argument, the `contracts.Parameter`. Weight decay is decoupled everywhere: it
 scales the weight and is no part of the gradient (Loshchilov & Hutter 2019, arXiv:1711.05101).
 """
 

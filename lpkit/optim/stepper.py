@@ -11,69 +11,97 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from lpkit.contracts import Choice, StatePlacement
+from lpkit.contracts import Choice, Parameter, StatePlacement
 from lpkit.errors import ConfigError
 from lpkit.optim import one_pass
 from lpkit.optim.rounding import generator, noise, to_bf16
 from lpkit.techniques import optimizers
-from lpkit.techniques.optimizers import OptimizerSettings
+from lpkit.techniques.optimizers import Optimizer, OptimizerSettings
 
 
 def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
           moment_format: str = "float32", placement: StatePlacement | None = None, seed: int = 0,
-          kernels: str = "auto", by_first: Callable = operator.call) -> torch.optim.Optimizer:
+          kernels: str = "auto", by_first: Callable = operator.call,
+          told: Callable[[str], Parameter] | None = None) -> torch.optim.Optimizer:
     """The optimizer of `settings.name` for trained parameters by their names. `placement` None: on
     the device. `seed`: of rounding. `kernels`: as `system.kernels`; `by_first`: as
-    `Ranks.by_first`, which chooses among them.
+    `Ranks.by_first`, which chooses among them. `told`: as `Sharding.told`; None: nothing is cut.
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not keep.
     """
-    row = optimizers.find(settings.name)
+    found = optimizers.parameter_groups(list(named), settings)
+    rows = {group.settings: optimizers.find(group.settings.name) for group in found}
     stays = placement is None or placement.name == StatePlacement.name
     plain = stays and not optimizers.find_format(moment_format).encoding_bytes
-    if not row.slots and not plain:
+    if not any(row.slots for row in rows.values()) and not plain:
         raise ConfigError(f"optimizer={settings.name} keeps no state, so that memory.moment_format "
                           f"and memory.optimizer_state change nothing; leave them at their "
                           f"defaults")
     groups = []
-    for group in optimizers.parameter_groups(list(named), settings):
+    for group in found:
         groups.append({"params": [named[name] for name in group.names], "lr": group.lr,
                        "weight_decay": group.weight_decay})
-    if row.fused and plain and all(p.dtype == torch.float32 for p in named.values()):
-        return resolve_name(row.fused)(groups, settings)
+    fused = optimizers.find(settings.name).fused
+    if (fused and plain and len(rows) == 1
+            and all(p.dtype == torch.float32 for p in named.values())):
+        return resolve_name(fused)(groups, settings)
+    for group, of in zip(groups, found):
+        group["settings"] = of.settings
+    told = told or (lambda name: Parameter(name, tuple(named[name].shape)))
     return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed,
-                   kernels=kernels, by_first=by_first)
+                   kernels=kernels, by_first=by_first,
+                   told={p: told(name) for name, p in named.items()})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What updates a parameter. `one_pass`: by one kernel; None: as it is defined."""
+
+    row: Optimizer
+    settings: OptimizerSettings
+    function: Callable[..., None]
+    one_pass: one_pass.OnePass | None
 
 
 class Stepper(torch.optim.Optimizer):
     """State of each parameter: `update`, the number of updates, and the tensors of its slots.
 
+    A group may have `settings` of a rule of its own. `told`: what rules are told of parameters.
     The noise of rounding depends on the seed, the parameter and the update alone.
     """
 
     def __init__(self, groups: list[dict], settings: OptimizerSettings, *,
                  moment_format: str = "float32", placement: StatePlacement | None = None,
-                 seed: int = 0, kernels: str = "auto", by_first: Callable = operator.call):
-        super().__init__(groups, {"lr": settings.lr, "weight_decay": settings.weight_decay})
-        row = optimizers.find(settings.name)
-        self.settings, self.slots = settings, row.slots
-        self.rule = resolve_name(row.kernel or row.implementation)
+                 seed: int = 0, kernels: str = "auto", by_first: Callable = operator.call,
+                 told: Mapping[nn.Parameter, Parameter] | None = None):
+        super().__init__(groups, {"lr": settings.lr, "weight_decay": settings.weight_decay,
+                                  "settings": settings})
         self.moment_format = moment_format
         self.codec = optimizers.find_format(moment_format).load()()
         self.placement, self.seed = placement or StatePlacement(), seed
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
+        self.told = told or {p: Parameter("", tuple(p.shape)) for p in parameters}
         plain = not optimizers.find_format(moment_format).encoding_bytes
-        self.one_pass, self.choices = (
-            one_pass.chosen(settings.name, kernels, parameters, by_first) if plain else (None, {}))
+        self.rule_of: dict[nn.Parameter, Rule] = {}
+        self.choices: dict[str, Choice] = {}
+        for of in dict.fromkeys(group["settings"] for group in self.param_groups):
+            row = optimizers.find(of.name)
+            its = [p for group in self.param_groups if group["settings"] == of
+                   for p in group["params"]]
+            fast, choices = (one_pass.chosen(of.name, kernels, its, by_first) if plain
+                             else (None, {}))
+            self.choices |= choices
+            rule = Rule(row, of, resolve_name(row.kernel or row.implementation), fast)
+            self.rule_of |= dict.fromkeys(its, rule)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -97,35 +125,62 @@ class Stepper(torch.optim.Optimizer):
             yield used
             self.placement.write_back(tensors, used)
 
+    def is_cut(self, p: nn.Parameter, name: str) -> bool:
+        """Whether a tensor of the state of p has the rows of p; else it is whole on every rank."""
+        return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
+                       and slot.shape(self.told[p].shape) is not None
+                       for slot in self.rule_of[p].row.slots)
+
+    @torch.no_grad()
+    def evaluated(self, p: nn.Parameter) -> Tensor | None:
+        """What evaluation reads in place of p; None: p itself."""
+        rule = self.rule_of[p]
+        if not (rule.row.evaluated and self.state[p]):
+            return None
+        slots = self._decoded(self.placement.prefetch(self._stored(p), p.device)(), rule)
+        function = resolve_name(rule.row.evaluated)
+        return function(p.detach().float(), slots, rule.settings).to(p.dtype)
+
+    def _decoded(self, tensors: list[Tensor], rule: Rule) -> list[Tensor]:
+        return [self.codec.decode(part, signed=slot.signed)
+                for part, slot in zip(self._by_slot(tensors), rule.row.slots)]
+
+    def _by_slot(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        each = len(self.codec.suffixes)
+        return [tensors[i:i + each] for i in range(0, len(tensors), each)]
+
     def _stored(self, p: nn.Parameter) -> list[Tensor]:
         """Zeros before the first update. A checkpoint holds them as slot + suffix."""
-        names = [slot.name + suffix for slot in self.slots for suffix in self.codec.suffixes]
+        slots = self.rule_of[p].row.slots
+        names = [slot.name + suffix for slot in slots for suffix in self.codec.suffixes]
         state = self.state[p]
         if not state:
             state["update"] = 0
-            zeros = [t for slot in self.slots for t in self.codec.zeros(p, signed=slot.signed)]
+            zeros = []
+            for slot in slots:
+                shape = slot.shape(self.told[p].shape)
+                like = p if shape is None else p.new_empty(shape)
+                zeros += self.codec.zeros(like, signed=slot.signed)
             for name, t in zip(names, zeros, strict=True):
                 state[name] = self.placement.store(t)
         return [state[name] for name in names]
 
     def _update(self, p: nn.Parameter, group: dict, tensors: list[Tensor], update: int) -> None:
-        of_group = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-        now = SimpleNamespace(**vars(self.settings) | of_group)
+        of_group, rule = {"lr": group["lr"], "weight_decay": group["weight_decay"]}, self.rule_of[p]
+        now = SimpleNamespace(**vars(rule.settings) | of_group)
         drawing = None
         if p.dtype != torch.float32:
             drawing = generator(p.device, self.seed, self.number[p], update)
-        if self.one_pass and p.is_contiguous():
+        if rule.one_pass and p.is_contiguous():
             bits = None if drawing is None else noise(p, drawing)
             w = p.detach()
-            self.one_pass.launch(w, p.grad.contiguous(), tensors, bits, now, update, (w, *tensors))
+            rule.one_pass.launch(w, p.grad.contiguous(), tensors, bits, now, update, (w, *tensors))
             return
-        each = len(self.codec.suffixes)
-        parts = [tensors[i:i + each] for i in range(0, len(tensors), each)]
-        slots = [self.codec.decode(part, signed=slot.signed)
-                 for part, slot in zip(parts, self.slots)]
+        slots = self._decoded(tensors, rule)
         w = p.detach() if drawing is None else p.float()
-        self.rule(w, p.grad.float(), slots, now, update)
-        for part, moment, slot in zip(parts, slots, self.slots):
+        told = (self.told[p],) if rule.row.told else ()
+        rule.function(w, p.grad.float(), slots, now, update, *told)
+        for part, moment, slot in zip(self._by_slot(tensors), slots, rule.row.slots):
             self.codec.encode(part, moment, signed=slot.signed)
         if drawing is not None:
             p.copy_(to_bf16(w, drawing))

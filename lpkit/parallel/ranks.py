@@ -164,14 +164,16 @@ def distributed() -> bool:
 class Share(DataPolicy):
     """Of each batch of `policy`, which has so many sequences, those of one rank."""
 
-    def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int):
-        self.policy, self.ranks, self.sequences = policy, ranks, sequences
+    def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
+                 sizes: Callable[[int], tuple[int, int]] | None = None):
+        self.policy, self.ranks = policy, ranks
+        self.sizes = sizes or (lambda step: (sequences, 0))
 
     def batch(self, step: int) -> Batch:
-        batch = self.policy.batch(step)
-        if len(batch.tokens) != self.sequences:
+        batch, (sequences, _) = self.policy.batch(step), self.sizes(step)
+        if len(batch.tokens) != sequences:
             raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
-                              f"sequences, and all are to have {self.sequences}; let it begin "
+                              f"sequences, and all are to have {sequences}; let it begin "
                               f"again where its text ends")
         return batch.chunk(self.ranks.world)[self.ranks.rank]
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lpkit.contracts import Transform
-from lpkit.parallel.ranks import Ranks
+from lpkit.contracts import Parameter, Transform
+from lpkit.parallel.ranks import Ranks, all_gather
 from lpkit.techniques.layouts import STAGES, Layout
 
 
@@ -64,6 +64,10 @@ class Sharding:
     def spread(self) -> None:
         """After the optimizer's step: every rank has the new weights that it is to have."""
 
+    def told(self, name: str) -> Parameter:
+        """What a rule may ask of an owned parameter."""
+        return Parameter(name, tuple(self.owned[name].shape))
+
     def whole(self, name: str, t: Tensor) -> Tensor:
         """`t`, which belongs to the owned part of a parameter, as a checkpoint has it."""
         return t
@@ -83,6 +87,33 @@ def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
     alone = ranks.mesh is None or (layout.devices == 1 and not layout.stage)
     kind = Sharding if alone else STAGES[layout.stage].load()
     return kind(ranks=ranks, layout=layout, **of_run)
+
+
+@dataclass(frozen=True)
+class CutParameter(Parameter):
+    """A parameter of which each rank of a group has rows."""
+
+    sharding: OfRows
+
+    def sum(self, t: Tensor) -> Tensor:
+        total = t.clone()
+        with self.sharding.ranks.waits:
+            dist.all_reduce(total, group=self.sharding.group)
+        return total
+
+    def gather(self, t: Tensor) -> Tensor:
+        if not self.shape:
+            return t
+        each = -(-self.shape[0] // self.sharding.size)      # rows of most ranks; others pad
+        mine = t.new_zeros(each, *t.shape[1:])
+        mine[:len(t)] = t
+        rows = t.new_empty(each * self.sharding.size, *t.shape[1:])
+        with self.sharding.ranks.waits:
+            all_gather(rows, mine, group=self.sharding.group)
+        return rows[:self.shape[0]]
+
+    def part(self, whole: Tensor) -> Tensor:
+        return self.sharding.rows(whole) if self.shape else whole
 
 
 class OfRows(Sharding):
@@ -105,6 +136,9 @@ class OfRows(Sharding):
         with self.ranks.waits:
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
+
+    def told(self, name: str) -> Parameter:
+        return CutParameter(name, tuple(self.shapes[name]), self)
 
     def whole(self, name: str, t: Tensor) -> Tensor:
         shape = self.shapes[name]

@@ -17,7 +17,7 @@ from typing import Any
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.ledger import MOMENTS, UPDATE, Memory, memory
-from lpkit.predict.params import parameter_count, trained_count
+from lpkit.predict.params import optimizer_work, parameter_count, trained_count
 from lpkit.predict.recipes import precision_of, row_of
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
@@ -151,9 +151,10 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
     if not rows["optimizer_step"].gradients_held:
         del found["gradients"]
     if on.kind not in rows["optimizer_state"].leaves:
-        optimizer = optimizers.find(config.optimizer.name)
-        found["optimizer state"] = (trained_count(config.model)
-                                    * optimizer.state_bytes(config.memory.moment_format.name))
+        optimizer, moment_format = config.optimizer.name, config.memory.moment_format.name
+        work = optimizer_work(config) or optimizers.Work(
+            optimizers.find(optimizer).state_bytes(moment_format))
+        found["optimizer state"] = trained_count(config.model) * (work.cut_bytes + work.whole_bytes)
     return found
 
 

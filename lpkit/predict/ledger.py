@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.messages import buckets, gathered_itemsizes
-from lpkit.predict.params import parameter_count, parameters, trained_count
+from lpkit.predict.params import optimizer_work, parameter_count, parameters, shapes, trained_count
 from lpkit.predict.recipes import PRECISIONS, Precision, precision_of, row_of, stored
 from lpkit.techniques import layouts, machines, optimizers
 from lpkit.techniques.attention import KINDS
@@ -28,6 +28,7 @@ from lpkit.techniques.hardware import why_emulated
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, Recompute, recompute_of, rows_of
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.row import Settings
@@ -121,8 +122,10 @@ class Memory:
 
 def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
-                 devices: int = 1, trained: float = 1.0) -> tuple[Row, ...]:
-    """What outlives a step, for `count` parameters, of which the share `trained` is.
+                 devices: int = 1, trained: float = 1.0,
+                 work: optimizers.Work | None = None) -> tuple[Row, ...]:
+    """What outlives a step, for `count` parameters, of which the share `trained` is. `work`: of an
+    optimizer whose state depends on the shapes of parameters.
 
     ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the
     gradients too; 3 the weights too.
@@ -133,17 +136,21 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
     if devices < 1:
         raise ConfigError(f"devices must be 1 or more, got {devices}")
 
-    def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str) -> Row:
+    def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str,
+            whole: float = 0.0) -> Row:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
+        sharded += f", and {whole:g} on each" if whole else ""
         numbers = count if stage == 3 else count * trained
-        return Row(name, dict.fromkeys(moments, itemsize * numbers / shards),
+        return Row(name, dict.fromkeys(moments, itemsize * numbers / shards + whole * numbers),
                    f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
+
+    work = work or optimizers.Work(optimizers.find(optimizer).state_bytes(moment_format))
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
-            row("optimizer state", optimizers.find(optimizer).state_bytes(moment_format), 1,
-                MOMENTS, optimizers.describe_state(optimizer, moment_format)),
+            row("optimizer state", work.cut_bytes, 1, MOMENTS,
+                optimizers.describe_state(optimizer, moment_format), work.whole_bytes),
             row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
 
 
@@ -264,6 +271,8 @@ def _doubt(config: Config, p: Precision, padded: Mapping[str, Any], attention: s
                 f"counts an update here")
     if changed := [row.name for row in config.model.changes]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
+    if OBJECTIVES[config.objective.name].implementation:
+        return str(Doubt(f"what objective={config.objective.name} holds is as its row says"))
     if attention == "plain" and KINDS[kind].state_bytes:
         return str(Doubt(f"the definition of {kind} attention is counted roughly"))
     if memory.activation_offload.name != "device":
@@ -359,8 +368,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     staged = layout.pipeline > 1 and pieces > 1
     resting = on.kind in techniques["optimizer_state"].leaves
     row_of_optimizer, moment_format = optimizers.find(optimizer), config.memory.moment_format.name
-    each = row_of_optimizer.update_bytes(
-        moment_format, PARAM_DTYPE[config.memory.param_dtype.name].param_bytes)
+    weight_bytes = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
+    each = row_of_optimizer.update_bytes(moment_format, weight_bytes)
     state_bytes = row_of_optimizer.state_bytes(moment_format) if resting else 0.0
     # of a number: a block's as it is gathered, one outside of blocks, and gradients of them
     row_of_gathered, block = GATHERED[layout.gathered], inside / layers
@@ -380,8 +389,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         fetched=fetched / cut, packed=packed / cut)
     *rows, gradients = model_states(inside + tables, precision=p, optimizer=optimizer,
                                     moment_format=moment_format, zero=3 if whole else layout.zero,
-                                    devices=ranks,
-                                    trained=trained_count(m) / parameter_count(m))
+                                    devices=ranks, trained=trained_count(m) / parameter_count(m),
+                                    work=optimizer_work(config, optimizer))
     rows = [one for one in rows
             if one.at[UPDATE] and not (resting and one.name == "optimizer state")]
 
@@ -404,6 +413,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         row("communication buffers", messages, f"gradients on their way, {layout.reduction}, and "
             f"what ZeRO 1 gathers weights into", "lpkit.parallel.replicas")
     row("gradients", at, gradients.formula, gradients.source)
+    extra = OBJECTIVES[config.objective.name].operations(s, config.objective)
+    rests = FP32 * sum(op.params for op in extra)
+    row("objective", dict.fromkeys(MOMENTS, rests)
+        | {LOSS: rests + sum(op.saved_bytes for op in extra)},
+        "what rests of it, and what it saves beside next-token's loss", "operations of its row")
     row("batch", dict.fromkeys(MOMENTS, 2 * TOKEN_ID * s.tokens * pieces / layout.context),
         "token ids and targets of one update, int64", "lpkit.datasets")
     # The first stage begins that many micro-batches before the first comes back (one forward, one
@@ -482,8 +496,11 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
     temporaries = walked[walk.TEMPORARIES]
     row("logits' gradients", {LOSS: temporaries.pop(LOSS, 0)} if heads else {},
         "of the log-probabilities and of the logits, float32", CROSS_ENTROPY)
-    updating = _update_bytes(ops, each, state_bytes, layout.tensor * (ranks if layout.zero else 1),
-                             layers > 1)
+    shards = layout.tensor * (ranks if layout.zero else 1)
+    updating = _update_bytes(ops, each, state_bytes, shards, layers > 1)
+    if not optimizers.elementwise(config.optimizer) and optimizer == config.optimizer.name:
+        updating = optimizers.whole_update_bytes(shapes(m), config.optimizer, moment_format,
+                                                 weight_bytes, shards)
     row("optimizer temporaries", {} if at_once else {UPDATE: updating},
         "the moments and the weight of the largest parameter, as its update wants them",
         "lpkit.optim.stepper")

@@ -2,9 +2,11 @@
 
 import functools
 
-from lpkit.config import ModelConfig
+from lpkit.config import Config, ModelConfig
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.optimizers import OPTIMIZERS, Work, elementwise, work
+from lpkit.techniques.row import chosen
 
 
 @functools.lru_cache(maxsize=256)
@@ -37,6 +39,29 @@ def trained_count(model: ModelConfig) -> int:
     outside = (ops.embed, ops.positions, ops.norm, ops.head)
     return sum(times * op.params for times, group in ((1, outside), (model.L, ops.block))
                for op in group if op.trained)
+
+
+@functools.lru_cache(maxsize=64)
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the trained parameters, by the names that they have in lpkit.nn."""
+    ops, found = of(model), {}
+    blocks = [(f"blocks.{i}.", ops.block) for i in range(model.L)]
+    for where, group in (("", (ops.embed, ops.positions, ops.norm, ops.head)), *blocks):
+        for op in group:
+            for suffix, shape in zip(("weight", "bias"), op.shapes if op.trained else ()):
+                found[f"{where}{op.name}.{suffix}"] = shape
+    return found
+
+
+def optimizer_work(config: Config, asked: str | None = None) -> Work | None:
+    """Of the optimizer `asked`, with its own settings where it is not the config's; None: of one
+    whose work is the same for every number."""
+    settings = config.optimizer
+    if asked not in (None, settings.name):
+        settings = chosen(OPTIMIZERS, asked)
+    if elementwise(settings):
+        return None
+    return work(shapes(config.model), settings, config.memory.moment_format.name)
 
 
 def parameter_count(model: ModelConfig) -> int:

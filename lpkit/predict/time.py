@@ -36,7 +36,7 @@ from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
-from lpkit.predict.params import parameter_count, parameters, trained_count
+from lpkit.predict.params import optimizer_work, parameter_count, parameters, trained_count
 from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.techniques import machines
@@ -44,8 +44,9 @@ from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout, check, layers_of_stage
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute, recompute_of
-from lpkit.techniques.operation import MicroBatch, Op
-from lpkit.techniques.optimizers import find
+from lpkit.techniques.objectives import OBJECTIVES
+from lpkit.techniques.operation import FP32, MicroBatch, Op
+from lpkit.techniques.optimizers import Work, find
 from lpkit.techniques.row import Settings
 
 TENSOR = "Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198"
@@ -203,7 +204,13 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         moved = find(optimizer or config.optimizer.name).moved_bytes(
             config.memory.moment_format.name)
         gathered = gathered_itemsizes(config, layout, precision)
-        rows = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered).rows(moved)
+        updating = optimizer_work(config, optimizer)
+        if updating:
+            moved = 3 * FP32 + 2 * (updating.cut_bytes + updating.whole_bytes)
+        rank = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered)
+        rows = rank.rows(moved, updating)
+        if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
+            rows.append(rank.beside(extra))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
@@ -257,6 +264,10 @@ class _Rank:
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
         self.link = functools.partial(link, on, layout, efficiency=efficiency)
+        self.tokens = s.tokens
+        self.multiplying = on.peak_flops(p.dtype) * efficiency.products[p.dtype]
+        dtype = "fp32" if "fp32" in on.flops else p.dtype
+        self.optimizing = on.peak_flops(dtype) * efficiency.products[dtype]
         self.made: list[TimeRow] = []
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
@@ -307,7 +318,7 @@ class _Rank:
         if hidden or any(phases.values()):
             self.made.append(TimeRow(name, phases, formula, source, hidden))
 
-    def rows(self, optimizer_bytes: float) -> list[TimeRow]:
+    def rows(self, optimizer_bytes: float, work: Work | None) -> list[TimeRow]:
         """Of the slowest stage of a pipeline, a middle one or the last one, with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         v, stages = layout.interleave, layout.pipeline
@@ -375,7 +386,22 @@ class _Rank:
         row("optimizer", f"{optimizer_bytes:g} bytes a parameter that the rank updates",
             "each state read and written once, weights and gradients in float32",
             optimizer=optimizer_bytes * owned / self.bandwidth)
+        if work:
+            row("optimizer: products", f"{work.flops:g} FLOPs a parameter, the same on every rank",
+                "flops of the optimizer's row", optimizer=work.flops * states / self.optimizing)
+        if work and layout.zero and layout.state_ranks > 1:
+            gather = self.link("states").all_gather_seconds(FP32 * work.gathered * states)
+            row("optimizer: gathers", f"whole gradients of {work.gathered:.2f} of the parameters",
+                RINGS, communication=gather)
         return self.made
+
+    def beside(self, ops: tuple[Op, ...]) -> TimeRow:
+        """What an objective runs forward beside the model, in each micro-batch."""
+        work = sum(2 * self.tokens * op.weights for op in ops)
+        work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
+        moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
+        return TimeRow("objective", {"forward": self.pieces * (work / self.multiplying + moved)},
+                       f"{work:,.0f} FLOPs a micro-batch, forward", "operations of its row")
 
     def state_rows(self, layers: int, states: float, owned: float, block: float,
                    trained: float) -> None:
@@ -394,8 +420,8 @@ class _Rank:
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
                      f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
-                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer hides "
-                     f"the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
+                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
+                     f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1 and layout.zero:
             gather = ring.all_gather_seconds(states * of_any)
             self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)

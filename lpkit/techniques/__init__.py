@@ -14,6 +14,7 @@ from lpkit.techniques import (
     data,
     inits,
     memory,
+    objectives,
     optimizers,
     recipes,
     schedules,
@@ -21,6 +22,7 @@ from lpkit.techniques import (
 
 FAMILIES = {        # by the field of a Config that names a row
     "optimizer": optimizers.OPTIMIZERS,
+    "objective": objectives.OBJECTIVES,
     "schedule": schedules.SCHEDULES,
     "model.init": inits.INITS,
     "model.block": blocks.BLOCKS,
@@ -28,6 +30,7 @@ FAMILIES = {        # by the field of a Config that names a row
     "model.changes": blocks.MODEL_CHANGES,
     "system.attention": attention_backends.ATTENTION,
     "data.policy": data.POLICIES,
+    "sizes": data.SIZES,
     "precision.recipe": recipes.RECIPES,
     "memory.recompute": memory.RECOMPUTE,
     "memory.activation_offload": memory.ACTIVATION_OFFLOAD,

@@ -3,6 +3,7 @@ contracts.DataPolicy, made of (tokens, batch, context, seed) and of its row's se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,19 @@ POLICIES: dict[str, Policy] = {
                      settings=Recall(), implementation="lpkit.datasets.tasks:RecallTask",
                      evaluation="recall",
                      source="Arora et al. 2023, https://arxiv.org/abs/2312.04927"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Row):
+    """`at(step, settings, sequences, context)`: (sequences, tokens of each) of an update, step from
+    0, of at most `sequences` and `context`, the config's; None: always those."""
+
+    at: Callable[[int, Settings, int, int], tuple[int, int]] | None = None
+
+
+SIZES: dict[str, Sizes] = {
+    "constant": Sizes(why="every update has global_batch sequences of model.context tokens"),
 }
 
 

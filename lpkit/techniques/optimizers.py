@@ -1,24 +1,28 @@
 """Optimizers as rows: settings, the state of each parameter, and the rule that updates it.
 
 An optimizer is a rule `w, slots <- rule(w, gradient, slots, settings)` on float32 numbers. What a
-slot (a moment) costs depends on the format in which it is stored between updates, and both are rows
-here: bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs any rule in any
-format.
+slot (a moment) costs depends on its shape and on the format in which it is stored between updates,
+and both are rows here: bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs
+any rule in any format.
 
 Weight decay is decoupled for every rule, and no part of the gradient: w <- w (1 - lr weight_decay)
 (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques.row import Row, Settings, Technique
+from lpkit.techniques.row import Row, Settings, Technique, chosen
 from lpkit.values import Positive, PositiveOrZero, Rate, at_least_zero
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,9 @@ class OptimizerSettings(Settings):
     """What every optimizer has; a row's own settings extend it.
 
     `groups` changes the learning rate or the weight decay of the parameters whose names match a
-    pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". Later ones win.
+    pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". Or it gives them
+    another rule, with settings of its own: "embed.*:optimizer=adamw:lr_scale=0.1:beta2=0.99", whose
+    learning rate is still a multiple of this one. Later ones win.
     """
 
     where = "optimizer."
@@ -73,15 +79,29 @@ class MomentFormat(Technique):
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One number of state for each parameter, named as in checkpoints. Unsigned: never below 0."""
+    """State of a parameter, named as in checkpoints. Unsigned: never below 0.
+
+    `shape(p)` is the slot's shape, from that of the whole parameter. None: the parameter's own, and
+    ZeRO cuts the slot as it cuts the parameter. A slot of another shape is whole on every rank, and
+    one that a parameter does not need is (0,).
+    """
 
     name: str
     signed: bool = True
+    shape: Callable[[Shape], Shape | None] = lambda p: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Row):
     """`implementation` is the definition: `rule(w, g, slots, settings, update)`, float32, in place.
+
+    A rule that reads more than one number at a time is `told`: its sixth argument is the
+    `contracts.Parameter` that it updates, of which ZeRO gives it rows. Of a whole parameter of
+    shape p it holds `whole_bytes(p)` for a while and multiplies matrices with `flops(p)`, on every
+    rank that has some of it; `gathers`: it asks for whole gradients.
+
+    `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
+    take, where a rule trains others; "": the trained ones.
 
     `kernel` is the same rule in one fused kernel, `fused` a function (groups, settings) -> torch
     optimizer that updates all parameters at once where everything is float32 on the device; "":
@@ -93,6 +113,23 @@ class Optimizer(Row):
     kernel: str = ""
     fused: str = ""
     temporary_bytes: int = 0
+    evaluated: str = ""
+    told: bool = False
+    gathers: bool = False
+    whole_bytes: Callable[[Shape], float] = lambda p: 0.0
+    flops: Callable[[Shape], float] = lambda p: 0.0
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether bytes follow from the number of parameters alone."""
+        return not self.told and all(slot.shape is Slot.shape for slot in self.slots)
+
+    def state_numbers(self, p: Shape) -> tuple[int, int]:
+        """Numbers of the slots that are cut with a parameter of shape p, and of those that are
+        not."""
+        shapes = [slot.shape(p) for slot in self.slots]
+        cut = math.prod(p) * shapes.count(None)
+        return cut, sum(math.prod(shape) for shape in shapes if shape is not None)
 
     def state_bytes(self, moment_format: str = "float32") -> float:
         """Per parameter, between updates."""
@@ -174,34 +211,45 @@ def describe_state(name: str, moment_format: str = "float32") -> str:
 WITHOUT_DECAY = ("*.bias", "*norm*.weight")     # of biases and gains of norms: it pulls them to 0
 
 
-def _parsed(group: str) -> tuple[str, dict[str, float]]:
-    """"head.*:lr_scale=0.1": the pattern, and its values. Raises ConfigError."""
+def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None]:
+    """"head.*:lr_scale=0.1": the pattern, its values, and the rule of its own, if it names one.
+    Raises ConfigError."""
     pattern, *parts = group.split(":")
-    values = {}
-    for part in parts:
-        key, _, value = part.partition("=")
-        if key not in ("lr_scale", "weight_decay"):
+    pairs = {key: value for key, _, value in (part.partition("=") for part in parts)}
+    name, own, values = pairs.pop("optimizer", None), {}, {}
+    if name is not None:
+        row = pick(OPTIMIZERS, name, "optimizer of optimizer.groups")
+        own = vars(row.settings).keys() - {"name", "lr", "clip", "groups", "weight_decay"}
+    for key, value in pairs.items():
+        if key not in ("lr_scale", "weight_decay", *own):
             raise ConfigError(f"optimizer.groups has {shown(group)}, but a group has no "
                               f"{shown(key)}; set lr_scale or weight_decay")
+        if key in own:
+            continue
         try:
             values[key] = float(value)
         except ValueError:
             raise ConfigError(f"optimizer.groups has {shown(group)}, but {key} must be a number, "
                               f"got {shown(value)}") from None
         at_least_zero(f"optimizer.groups {shown(group)}: {key}", values[key])
-    if not pattern or not values:
+    if not pattern or not parts:
         raise ConfigError(f"optimizer.groups has {shown(group)}; write it as "
-                          f"pattern:lr_scale=0.1 or pattern:weight_decay=0")
-    return pattern, values
+                          f"pattern:lr_scale=0.1, pattern:weight_decay=0 or "
+                          f"pattern:optimizer=adamw")
+    if name is None:
+        return pattern, values, None
+    own = {key: pairs[key] for key in pairs.keys() & own}
+    return pattern, values, replace(chosen(OPTIMIZERS, name), **own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that share a learning rate and a weight decay."""
+    """Parameters that share a rule, a learning rate and a weight decay. `settings`: of the rule."""
 
     names: tuple[str, ...]
     lr: float
     weight_decay: float
+    settings: OptimizerSettings
 
 
 def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[ParameterGroup]:
@@ -211,21 +259,77 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
     Raises ConfigError for a pattern that matches no name.
     """
     special = [_parsed(group) for group in settings.groups]
-    for pattern, _ in special:
+    for pattern, *_ in special:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"optimizer.groups: no parameter is called {shown(pattern)}; "
                               f"{nearest(pattern, names)}")
-    members = {(True, 1.0, settings.weight_decay): [], (False, 1.0, 0.0): []}
+    ruled = rules_of(names, settings)
+    members = {(True, 1.0, settings.weight_decay, settings): [], (False, 1.0, 0.0, settings): []}
     for name in names:
         decayed = not any(fnmatchcase(name, pattern) for pattern in WITHOUT_DECAY)
         values = {"lr_scale": 1.0, "weight_decay": settings.weight_decay if decayed else 0.0}
-        for pattern, changes in special:
+        for pattern, changes, _ in special:
             if fnmatchcase(name, pattern):
                 values |= changes
-        key = (decayed, values["lr_scale"], values["weight_decay"])
+        key = (decayed, values["lr_scale"], values["weight_decay"], ruled[name])
         members.setdefault(key, []).append(name)
     groups = []
-    for (_, lr_scale, weight_decay), found in members.items():
+    for (_, lr_scale, weight_decay, rule), found in members.items():
         groups.append(ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale,
-                                     weight_decay=weight_decay))
+                                     weight_decay=weight_decay, settings=rule))
     return groups
+
+
+def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, OptimizerSettings]:
+    """The settings of the rule that updates each parameter, by its name."""
+    found = dict.fromkeys(names, settings)
+    for pattern, _, own in map(_parsed, settings.groups):
+        if own:
+            found |= {name: own for name in found if fnmatchcase(name, pattern)}
+    return found
+
+
+def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
+    """The settings of every rule, that of `settings` first."""
+    return (settings, *(own for _, _, own in map(_parsed, settings.groups) if own))
+
+
+def elementwise(settings: OptimizerSettings) -> bool:
+    """Whether one rule updates all parameters, number by number: then their shapes do not matter.
+    """
+    return len(rules(settings)) == 1 and find(settings.name).elementwise
+
+
+class Work(NamedTuple):
+    """What an optimizer holds and does, on average for a parameter of the model. A rank has its
+    part of `cut_bytes`, and all of `whole_bytes` and of `flops`; `gathered`: a share of the
+    parameters."""
+
+    cut_bytes: float
+    whole_bytes: float = 0.0
+    gathered: float = 0.0
+    flops: float = 0.0
+
+
+def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
+         moment_format: str = "float32") -> Work:
+    """Of a model whose parameters have these `shapes`, by name."""
+    each, found = find_format(moment_format).bytes, []
+    for name, rule in rules_of(shapes, settings).items():
+        row, p = find(rule.name), shapes[name]
+        cut, whole = row.state_numbers(p)
+        found.append((each * cut, each * whole, row.gathers * math.prod(p), row.flops(p)))
+    count = sum(map(math.prod, shapes.values()))
+    return Work(*(sum(of) / count for of in zip(*found)))
+
+
+def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
+                       moment_format: str = "float32", weight_bytes: int = FLOAT32,
+                       shards: int = 1) -> float:
+    """Temporary, while one parameter is updated by itself: the most of all."""
+    most = 0.0
+    for name, rule in rules_of(shapes, settings).items():
+        row, p = find(rule.name), shapes[name]
+        each = row.update_bytes(moment_format, weight_bytes)
+        most = max(most, each * math.prod(p) / shards + row.whole_bytes(p))
+    return most

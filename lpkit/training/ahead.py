@@ -92,7 +92,7 @@ class Prefetched(DataPolicy):
         if expected != step + 1:
             self.next = step + 1, self.thread.submit(self._make, step + 1)
         names, arrived = made.result()
-        return Batch(**dict(zip(names, arrived())))
+        return Batch.of(dict(zip(names, arrived())))
 
     def _make(self, step: int) -> tuple[list[str], Callable[[], list[Tensor]]]:
         present = self.policy.batch(step).present

@@ -18,7 +18,7 @@ from torch import nn
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Loss, Transform
+from lpkit.contracts import Choice, Loss, ObjectiveContext, Transform
 from lpkit.errors import ConfigError
 from lpkit.kernels import wide_product
 from lpkit.machine_facts import gpus
@@ -34,7 +34,9 @@ from lpkit.predict.fit import Fit, fit
 from lpkit.techniques import layouts
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.data import SIZES
 from lpkit.techniques.memory import rows_of
+from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
@@ -107,11 +109,26 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
+    refuse_sizes(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.heard()}, ranks)
     decisions = _decide(config, before, ranks)
     ranks.tell(decisions.record)
     return decisions
+
+
+def refuse_sizes(config: Config) -> None:
+    """Raises ConfigError for updates that are no whole micro-batches of all ranks, or too large."""
+    whole = config.micro_batch * config.parallel.batch_ranks
+    steps = range(config.steps if SIZES[config.sizes.name].at else 1)
+    for step, (count, tokens) in enumerate(map(config.sizes_at, steps)):
+        if not (0 < count <= config.global_batch and count % whole == 0
+                and 0 < tokens <= config.model.context):
+            raise ConfigError(
+                f"sizes={config.sizes.name} gives update {step + 1} {count} sequences of {tokens} "
+                f"tokens; let it give a multiple of {whole} (a micro-batch of every rank), at most "
+                f"global_batch={config.global_batch}, and at most "
+                f"model.context={config.model.context} tokens")
 
 
 def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> Decisions:
@@ -197,6 +214,15 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
     if decisions.choices["compile"].used == OFF or row.in_pieces:
         return loss
     return compiling.with_head(loss, decisions.autocast, backend)
+
+
+def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss) -> Loss:
+    """What updates make smaller: the loss of evaluation, unless the config names another."""
+    row = OBJECTIVES[config.objective.name]
+    if not row.implementation:
+        return next_token
+    return row.load()(config.objective, ObjectiveContext(decisions.device, decisions.autocast,
+                                                         ranks, next_token))
 
 
 def entry_of_loss(config: Config, decisions: Decisions) -> str | None:

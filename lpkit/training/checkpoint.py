@@ -28,6 +28,16 @@ from lpkit.training import shards
 FORMAT = 3
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
+EVALUATED = "evaluated/"            # weights that evaluation reads in place of the trained ones
+WEIGHTS = ("model/", EVALUATED)     # what a model is made of that is not trained on
+
+
+def evaluated_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The model of a checkpoint as evaluation reads it, by the names of the trained one."""
+    theirs = {"model/" + name.removeprefix(EVALUATED): t for name, t in tensors.items()
+              if name.startswith(EVALUATED)}
+    return {name: t for name, t in tensors.items() if name.startswith("model/")} | theirs
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -105,7 +115,8 @@ def verify(folder: Path, run: str = "") -> dict[str, Any]:
     return manifest
 
 
-def load(folder: Path, *, only: str = "", into: dict[str, Tensor] | None = None) -> Checkpoint:
+def load(folder: Path, *, only: shards.Prefix = "",
+         into: dict[str, Tensor] | None = None) -> Checkpoint:
     """A verified checkpoint; `only` keeps the tensors whose name starts so.
 
     The (D)tensors of `into` are filled in place, however many processes saved them and however
@@ -115,8 +126,8 @@ def load(folder: Path, *, only: str = "", into: dict[str, Tensor] | None = None)
     return _read(folder, by_first(verify, folder), only, into)
 
 
-def _read(folder: Path, manifest: dict[str, Any], only: str, into: dict[str, Tensor] | None,
-          blank: shards.Blank = shards.whole) -> Checkpoint:
+def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
+          into: dict[str, Tensor] | None, blank: shards.Blank = shards.whole) -> Checkpoint:
     paths = [folder / name for name in shards.file_names(len(manifest["files"]) - 1)]
     return Checkpoint(path=folder, step=manifest["step"],
                       tensors=shards.load(paths, only=only, into=into, blank=blank),
@@ -124,7 +135,7 @@ def _read(folder: Path, manifest: dict[str, Any], only: str, into: dict[str, Ten
                       lines=manifest.get("lines", {}))
 
 
-def load_latest(root: Path, *, run: str = "", only: str = "",
+def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
                 into: dict[str, Tensor] | None = None, blank: shards.Blank = shards.whole,
                 quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.

@@ -86,8 +86,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                 if summary["error"] is None:    # a device that failed is not measured any more
                     summary |= _mfu(training, found["tokens_per_second"], observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
-                    trained = reached - summary["from_step"]
-                    summary["energy_tokens"] = trained * config.tokens_per_step
+                    summary["energy_tokens"] = (config.tokens_after(reached)
+                                                - config.tokens_after(summary["from_step"]))
                 _conclude(run, found | summary, reached, config)
     return run
 
@@ -141,7 +141,7 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
     """Write the summary. Of a run that could not go on at all, the one that it had stays."""
     path = run.path / runs.SUMMARY
     if reached is not None:
-        summary |= {"steps": reached, "tokens": reached * config.tokens_per_step}
+        summary |= {"steps": reached, "tokens": config.tokens_after(reached)}
     if reached is not None or not path.exists():
         more = {records.RUN: run.mark, "vouches": run.vouches(ended=True)}
         records.write(path, summary | more)
@@ -178,7 +178,7 @@ class _Begun:
         return StepRecord(
             step=self.step, loss=extra.pop("loss"), grad_norm=extra.pop("grad_norm"),
             lr=self.done.lr,
-            tokens=self.step * training.config.tokens_per_step,
+            tokens=training.config.tokens_after(self.step),
             step_seconds=self.numbers.at.seconds_since(self.since),
             peak_bytes=hardware.peak_bytes(training.device), extra=extra)
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lpkit.config import MemoryConfig
+from lpkit.config import Config, MemoryConfig
 from lpkit.datasets import tokenizer_from_dict
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.wide_product import WideLinear
@@ -60,8 +61,9 @@ def trained(run: Run, device: str = "cpu") -> Training:
 
     Raises ConfigError for a run without a checkpoint.
     """
-    found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only="model/", quarantine=False)
+    with unset_fake_temporarily():      # a trace reads it too, for a run whose objective needs it
+        found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+                                                 only=checkpoint.WEIGHTS, quarantine=False)
     if found is None:
         said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
         raise ConfigError(said)
@@ -71,7 +73,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
         print(f"lpkit: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
-                     parallel=Layout())
+                     parallel=Layout(), objective=Config().objective)
     # and one token at a time is small work for one thread
     config = config.replace({"system.device": device, "system.compile": False,
                              "system.threads": config.system.threads or 1})

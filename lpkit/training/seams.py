@@ -20,6 +20,7 @@ from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques import blocks, optimizers
 from lpkit.techniques.attention import KINDS
+from lpkit.techniques.optimizers import OptimizerSettings
 
 OWN = "lpkit."      # the kit's implementations
 PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "attention": KINDS}
@@ -61,8 +62,14 @@ def refuse_overwritten(config: Config) -> None:
 
 def refuse_rows(config: Config) -> None:
     """Where an optimizer updates a parameter otherwise than its rows one by one."""
-    settings = config.optimizer
+    for settings in optimizers.rules(config.optimizer):
+        _refuse_rows(settings, config.parallel.stage)
+
+
+def _refuse_rows(settings: OptimizerSettings, zero: int) -> None:
     row = optimizers.find(settings.name)
+    if row.told:        # it asks for what it needs of other rows
+        return
     rule, draw = row.load(), torch.Generator().manual_seed(0)
     w = torch.randn(32, 16, generator=draw)
     w[16:] *= 100       # a norm of the whole is another one than that of its rows
@@ -70,7 +77,8 @@ def refuse_rows(config: Config) -> None:
     g[:16] *= 100
 
     def updated(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        w, slots = w.clone(), [torch.zeros_like(w) for _ in row.slots]
+        w, shapes = w.clone(), [slot.shape(tuple(w.shape)) for slot in row.slots]
+        slots = [w.new_zeros(w.shape if shape is None else shape) for shape in shapes]
         for update in (1, 2):
             rule(w, g.clone(), slots, settings, update)
         return w
@@ -79,8 +87,9 @@ def refuse_rows(config: Config) -> None:
     if not torch.allclose(updated(w, g), apart, rtol=1e-6, atol=1e-7):
         raise ConfigError(
             f"optimizer={settings.name} reads a parameter as a whole, and ZeRO "
-            f"{config.parallel.stage} gives each rank rows of it, which it would update otherwise; "
-            f"set parallel.zero=0")
+            f"{zero} gives each rank rows of it, which it would update otherwise; set "
+            f"parallel.zero=0, or let its row be told, and its rule ask contracts.Parameter for "
+            f"norms and whole tensors")
 
 
 def governing(governors: Mapping[str, Governor]) -> dict[str, Choice]:

@@ -32,6 +32,7 @@ SHARDING = "DCP_SHARDING_INFO"      # one key alone: safetensors writes several 
 WRITE_BUFFER_BYTES = 2**22          # more than safetensors wants beside the tensors
 
 Offsets = tuple[int, ...]
+Prefix = str | tuple[str, ...]      # of a name; of several, any
 Blank = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
@@ -50,7 +51,7 @@ def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def load(paths: list[Path], *, only: str = "", into: dict[str, Tensor] | None = None,
+def load(paths: list[Path], *, only: Prefix = "", into: dict[str, Tensor] | None = None,
          blank: Blank = whole) -> dict[str, Tensor]:
     """The tensors in `paths` whose name starts with `only`, or `into`, filled in place.
 

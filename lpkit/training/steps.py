@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from lpkit.contracts import Batch, Loss
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.precision.linear import advance
+from lpkit.techniques.data import SIZES
 
 
 class LossScaler(nn.Module):
@@ -52,6 +54,21 @@ class LossScaler(nn.Module):
 
 # a context around "forward", "backward" or "optimizer"
 Phases = Callable[[str], AbstractContextManager]
+
+
+class Executor:
+    """Runs forward and backward of what a rank reads of an update, on one device. A pipeline's
+    stages would have another."""
+
+    def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
+        """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
+        config = training.config
+        parts = config.micro_batches
+        if SIZES[config.sizes.name].at:     # micro-batches stay, and their number changes
+            parts = len(batch.tokens) // config.micro_batch
+        with training.cached_casts(training.model):
+            return accumulate(training.model, training.objective, batch, parts,
+                              scaler=training.scaler, phases=phases, sharding=training.sharding)
 
 
 def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,

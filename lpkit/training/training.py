@@ -27,14 +27,16 @@ from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
+from lpkit.datasets.policies import Ramped
 from lpkit.optim import stepper
+from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
 from lpkit.parallel.sharding import Sharding, local, sharding
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.data import POLICIES
+from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
@@ -42,9 +44,10 @@ from lpkit.training import start as starting
 from lpkit.training.ahead import prefetched
 from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
+from lpkit.training.checkpoint import EVALUATED, evaluated_weights
 from lpkit.training.runs import RunFailedError
 from lpkit.training.start import Start
-from lpkit.training.steps import LossScaler, Phases, accumulate
+from lpkit.training.steps import Executor, LossScaler, Phases
 
 VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
 
@@ -83,7 +86,8 @@ class Training:
     optimizer: Optimizer
     optimizer_step: Callable[[], Tensor]    # clips, steps, frees the gradients; returns their norm
     schedule: Schedule
-    loss: Loss
+    loss: Loss                              # what evaluation reports
+    objective: Loss                         # what updates make smaller
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
@@ -97,6 +101,7 @@ class Training:
     governors: dict[str, Governor]
     step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
+    executor: Executor = field(default_factory=Executor)
 
     @classmethod
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
@@ -117,7 +122,10 @@ class Training:
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
             asked = config.data.policy
             batch = config.global_batch
-            data = Share(_policy(config, asked, files.train, batch, config.seed), ranks, batch)
+            data = _policy(config, asked, files.train, batch, config.seed)
+            if SIZES[config.sizes.name].at:
+                data = Ramped(data, batch, config.sizes_at)
+            data = Share(data, ranks, batch, config.sizes_at)
             data = prefetched(data, decisions.device)
             # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
             other = POLICIES[asked.name].evaluation
@@ -142,7 +150,8 @@ class Training:
         placement = rows["optimizer_state"].load()(device)
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
-                                  kernels=config.system.kernels, by_first=ranks.by_first)
+                                  kernels=config.system.kernels, by_first=ranks.by_first,
+                                  told=shards.told)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
@@ -151,13 +160,14 @@ class Training:
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
             cached_casts = weights_cached
+        loss = build.build_loss(config, replace(decisions, choices=choices))
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
             optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens, start=start,
             schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
-            loss=build.build_loss(config, replace(decisions, choices=choices)),
+            loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
             cached_casts=cached_casts, governors=governors)
 
@@ -203,9 +213,7 @@ class Training:
 
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
-        with self.cached_casts(self.model):
-            return accumulate(self.model, self.loss, batch, self.config.micro_batches,
-                              scaler=self.scaler, phases=phases, sharding=self.sharding)
+        return self.executor.forward_backward(self, batch, phases=phases)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -225,17 +233,18 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
-        """Mean nats per token over the first `eval_batches` batches of the validation data.
-        `phases` as in `update`: each batch is an "evaluation"."""
+        """Mean nats per next token, whatever the objective, over the first `eval_batches` batches
+        of the validation data. `phases` as in `update`: each batch is an "evaluation"."""
         self.model.eval()
         losses, weights = [], []
         try:
-            for i in range(self.config.eval_batches):
-                with phases("evaluation"):
-                    batch = self.val.batch(i).to(self.device)
-                    losses.append(self.loss(self.model, batch))
-                    weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
-                                   else batch.weights.sum())
+            with self.evaluated():
+                for i in range(self.config.eval_batches):
+                    with phases("evaluation"):
+                        batch = self.val.batch(i).to(self.device)
+                        losses.append(self.loss(self.model, batch))
+                        weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
+                                       else batch.weights.sum())
         finally:
             self.model.train()
         if self.ranks.world == 1:
@@ -243,6 +252,33 @@ class Training:
         total = self.ranks.mean(torch.stack([torch.stack(weights) * torch.stack(losses),
                                              torch.stack(weights)]))
         return (total[0] / total[1]).mean().item()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Within, the model has the weights that evaluation reads: those of an optimizer that
+        trains others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
+        """
+        theirs = self._evaluated()
+        trained = {name: self.sharding.owned[name].detach().clone() for name in theirs}
+        try:
+            self._set_owned(theirs)
+            yield
+        finally:
+            self._set_owned(trained)
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        """What evaluation reads in place of the owned parameters of these names."""
+        if not isinstance(self.optimizer, Stepper):
+            return {}
+        found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
+        return {name: w for name, w in found.items() if w is not None}
+
+    @torch.no_grad()
+    def _set_owned(self, weights: Mapping[str, Tensor]) -> None:
+        for name, w in weights.items():
+            self.sharding.owned[name].copy_(w)
+        if weights:
+            self.sharding.spread()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, *cache: Any) -> Tensor:
@@ -266,9 +302,12 @@ class Training:
         names = {p: name for name, p in self.sharding.owned.items()}
         state: dict[str, Any] = self._tensors()
         for p, slots in self.optimizer.state.items():
-            whole = partial(self.sharding.whole, names[p])
-            state |= {f"optimizer/{names[p]}/{slot}": whole(t) if torch.is_tensor(t) else t
-                      for slot, t in slots.items()}
+            for slot, t in slots.items():
+                cut = torch.is_tensor(t) and self._is_cut(p, slot)
+                state[f"optimizer/{names[p]}/{slot}"] = (
+                    self.sharding.whole(names[p], t) if cut else t)
+        for name, w in self._evaluated().items():
+            state[EVALUATED + name] = self.sharding.whole(name, w)
         return state | self._generators()
 
     def _generators(self) -> dict[str, Tensor]:
@@ -282,13 +321,18 @@ class Training:
         if self.device.type == "cuda" and "rng/cuda" in state:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
+    def _is_cut(self, p: nn.Parameter, slot: str) -> bool:
+        """Whether a tensor of the optimizer's state is cut as p is."""
+        return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
+
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """What a tensor of a checkpoint is read into: of what this rank has rows of, those alone,
         as a DTensor."""
         part, _, rest = name.partition("/")
-        parameter = rest if part == "model" else rest.partition("/")[0]
+        parameter, _, slot = rest.partition("/")
         owned = self.sharding.owned.get(parameter)
-        if owned is not None and part in ("model", "optimizer"):
+        if owned is not None and (part in ("model", "evaluated") or (
+                part == "optimizer" and self._is_cut(owned, slot))):
             like = self.sharding.whole(parameter, torch.empty_like(owned, dtype=dtype))
             ours = self.model.get_parameter(parameter) if part == "model" else like
             if isinstance(ours, DTensor) and ours.shape == shape:
@@ -303,7 +347,8 @@ class Training:
         governed = [name for name in state
                     if name.startswith("governor/") and name.split("/")[1] in self.governors]
         self._load(self._tensors(), state, source,
-                   beside=["rng/cpu", "rng/cuda", *slots, *governed])
+                   beside=["rng/cpu", "rng/cuda", *slots, *governed,
+                           *(name for name in state if name.startswith(EVALUATED))])
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
             governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
@@ -312,15 +357,16 @@ class Training:
             _, parameter, slot = name.split("/")
             value = state[name]
             if torch.is_tensor(value):
-                value = self.sharding.part(parameter, value).to(self.device)
-                value = self.state_placement.store(value)
+                if self._is_cut(parameters[parameter], slot):
+                    value = self.sharding.part(parameter, value)
+                value = self.state_placement.store(value.to(self.device))
             self.optimizer.state[parameters[parameter]][slot] = value
         self.sharding.spread()
         self._set_generators(state)
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """The weights and the buffers alone, for sampling."""
-        self._load(self._weights(), state, source)
+        """The weights that evaluation reads and the buffers alone, for sampling."""
+        self._load(self._weights(), evaluated_weights(state), source)
 
     def _weights(self) -> dict[str, Tensor]:
         """Without those that are read from another run."""
