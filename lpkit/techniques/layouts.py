@@ -260,8 +260,8 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
                           f"parallel.gathered=float32{', or parallel.zero=3' if more else ''}")
     if config.model.changes:
         names = ",".join(one.name for one in config.model.changes)
-        raise ConfigError(f"{asked} casts the weights that a rank updates, and model.changes={names} "
-                          f"may freeze some; set parallel.gathered=compute")
+        raise ConfigError(f"{asked} casts the weights that a rank updates, and "
+                          f"model.changes={names} may freeze some; set parallel.gathered=compute")
     if not recipe.gathers:
         can = [row for row, recipe in RECIPES.items() if recipe.gathers]
         raise ConfigError(f"{asked} sends a weight as the one cast, of 8 bits, that both its "
