@@ -37,6 +37,7 @@ from lpkit.techniques import (
     changes,
     data,
     inits,
+    layouts,
     objectives,
     operation,
     optimizers,
@@ -324,6 +325,13 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
         assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
 
 
+def test_weights_do_not_travel_as_casts_where_some_are_frozen(own):
+    config = own.replace(OWN["lora"] | {"precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "parallel.zero": 3, "parallel.gathered": "fp8"})
+    with pytest.raises(ConfigError, match=r"parallel\.gathered=fp8 casts .* model\.changes=lora may freeze some; set parallel\.gathered=compute"):
+        build.decide(config)
+    layouts.refuse_ungatherable(config.replace({"parallel.gathered": "compute"}), recipes.resolve(config.precision.recipe))
+
+
 def test_a_pruned_run_evaluates_saves_and_samples_pruned_weights(own, tmp_path):
     training = trained(lpkit.train(own.replace({"governors": "prune-half"}), out=tmp_path / "run"))
     matrices = [p for name, p in training.model.named_parameters() if p.ndim == 2 and "blocks." in name]
@@ -357,6 +365,8 @@ def test_an_adapter_begins_from_a_run_and_keeps_its_own_weights_alone(own, besid
     run = lpkit.train(config, out=tmp_path / "run")
     kept = load_latest(run.checkpoints)[0].tensors
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in kept if name.startswith("model/")} == {"A", "B"}
+    # what older runs did not have says nothing while it is empty: they go on
+    assert "model.changes" in run.identity["settings"] and "model.changes" not in base.identity["settings"]
     assert run.identity["start"] == training.start.sha256 and lpkit.predict_trace(config).peak_bytes
     again = trained(Run(run.path))
     with torch.no_grad():

@@ -33,7 +33,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from lpkit.contracts import Stage, Transform
-from lpkit.errors import ConfigError
 from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
 from lpkit.parallel.drawn import drawing
 from lpkit.parallel.ranks import Waits
@@ -129,10 +128,6 @@ class FullySharded(OfRows):
         self.owned = {name: nn.Parameter(p.detach().to_local()) for name, p in self.shards.items()}
         if self.row.cast:
             of = {p: self.owned[name] for name, p in self.shards.items()}
-            if frozen := self.shapes.keys() - self.owned.keys():
-                raise ConfigError(f"parallel.gathered={self.layout.gathered} casts what a rank "
-                                  f"updates, and {min(frozen)} is frozen; set parallel.gathered="
-                                  f"compute")
             self.gathers = cast_gathers(model, of, self.size)
             self.spread()
         self._listen(model)

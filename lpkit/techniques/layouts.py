@@ -258,6 +258,10 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
         more = trains(config, {"parallel.zero": 3}) and layout.state_ranks > 1
         raise ConfigError(f"{asked} is of ZeRO 2 and 3, and {whole} whole weights; set "
                           f"parallel.gathered=float32{', or parallel.zero=3' if more else ''}")
+    if config.model.changes:
+        names = ",".join(one.name for one in config.model.changes)
+        raise ConfigError(f"{asked} casts the weights that a rank updates, and "
+                          f"model.changes={names} may freeze some; set parallel.gathered=compute")
     if not recipe.gathers:
         can = [row for row, recipe in RECIPES.items() if recipe.gathers]
         raise ConfigError(f"{asked} sends a weight as the one cast, of 8 bits, that both its "

@@ -68,8 +68,8 @@ class Start:
             raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
                               f"{due or 'none'}, and {self.where or 'start.run'} has "
                               f"{self.sha256 or 'none'}; give back the run that it was begun from "
-                              f"(start.run names it where it has moved), or start anew with another "
-                              f"--out")
+                              f"(start.run names it where it has moved), or start anew with "
+                              f"another --out")
 
 
 def read(config: Config, tokenizer: str = "") -> Start:
