@@ -17,6 +17,7 @@ from lpkit.kernels import cast
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import RECIPES
+from tests.builds import PROOFS
 
 
 def moved_per_element(layer: nn.Module, tokens: int = 2048) -> float:
@@ -66,7 +67,7 @@ def of_recipe(name: str, *, version: str = "") -> float:
 
     def counted(*arguments):
         results = call(*arguments)
-        more.append(kernel.moved_bytes(*arguments) - sum(t.nbytes for t in (arguments[0], *results)))
+        more.append(PROOFS["cast-tensor"].moved_bytes(*arguments) - sum(t.nbytes for t in (arguments[0], *results)))
         return results
 
     layer.arithmetic.cast_tensor = counted

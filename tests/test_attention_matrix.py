@@ -9,7 +9,7 @@ import pytest
 from lpkit.measure import attention
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
-from tests.pages.attention import errors
+from tests.pages.attention import DTYPES, errors, run
 
 PAGE = (Path(__file__).parents[1] / "docs" / "attention.md").read_text()
 TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
@@ -18,7 +18,7 @@ TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.
 @pytest.fixture(scope="module")
 def found():
     """Two dtypes of every kind and backend."""
-    return errors(attention.run("cpu", dtypes=("float32", "bfloat16")))
+    return errors(run("cpu", dtypes=("float32", "bfloat16")))
 
 
 def test_every_kind_by_every_backend_is_on_the_page_and_true_here(found):
@@ -28,7 +28,7 @@ def test_every_kind_by_every_backend_is_on_the_page_and_true_here(found):
     assert list(rows) == list(ATTENTION)
     for (name, kind), cells in found.items():
         said = rows[name][kind].split(" ")
-        said = dict(zip(attention.DTYPES, said if len(said) == 3 else ["-"] * 3, strict=True))
+        said = dict(zip(DTYPES, said if len(said) == 3 else ["-"] * 3, strict=True))
         for dtype, cell in cells.items():
             assert (said[dtype] == "-") == bool(cell.why), (name, kind, dtype, cell)
             # other processors sum in another order; fp8's and 16 bits' errors are the formats'
@@ -51,7 +51,7 @@ def test_what_does_not_work_says_what_does(found):
 def test_a_backend_that_raises_or_is_wrong_is_a_sentence(call, why, monkeypatch):
     real = attention.backend
     monkeypatch.setattr(attention, "backend", lambda name, model: real(name, model) if name == "plain" else call)
-    (cell,) = attention.run("cpu", kinds=["full"], backends=["sdpa"], dtypes=["float32"])
+    (cell,) = run("cpu", kinds=["full"], backends=["sdpa"], dtypes=["float32"])
     assert cell.why.startswith(why) and cell.why.endswith("can")
 
 

@@ -25,7 +25,6 @@ from lpkit.config import DataConfig
 from lpkit.datasets import (
     TOKENIZERS,
     RandomWindows,
-    SequentialWindows,
     SpreadWindows,
     byte_unigram_entropy,
     find_source,
@@ -685,13 +684,12 @@ def test_random_windows_against_splitmix64():
 
 
 @pytest.mark.parametrize("length", [9, 17, 100, 1001])
-@pytest.mark.parametrize("kind", [SequentialWindows, SpreadWindows])
-def test_one_pass_meets_every_window_once(kind, length):
-    policy = kind(tokens=np.arange(length, dtype=np.uint16), batch=4, context=8)
+def test_one_pass_meets_every_window_once(length):
+    policy = SpreadWindows(tokens=np.arange(length, dtype=np.uint16), batch=4, context=8)
     starts = np.concatenate([policy.starts(step) for step in range(len(policy))])
     count = (length - 1) // 8
     assert sorted(starts[:count]) == list(range(0, 8 * count, 8)) and len(starts) - count < 4
-    if kind is SpreadWindows and count > 50:
+    if count > 50:
         assert max(np.diff(sorted(starts[:16]))) < length / 6       # sixteen windows reach everywhere
 
 

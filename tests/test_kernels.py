@@ -30,6 +30,7 @@ from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.kernels import KERNELS
 from lpkit.training.training import RandomTokens, Training
 from tests.bench.peers import far
+from tests.builds import PROOFS
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
               pytest.mark.skipif(tl is None, reason="Triton is not installed")]
@@ -125,7 +126,7 @@ def built():
 def test_the_compiler_makes_good_machine_code_of_them(built):
     """For Hopper and Blackwell: nothing spills, numbers come 128 bits at a time, no division takes the slow path, and FP8 is
     converted by the hardware's instruction."""
-    assert {one["kernel"] for one in built} == {name for name in KERNELS if KERNELS[name].load().builds}
+    assert {one["kernel"] for one in built} == {name for name in KERNELS if PROOFS[name].builds}
     for one in built:
         where = f"{one['function']} for {one['target']}"
         assert not one["stack_bytes"], f"{where} spills"
@@ -145,7 +146,7 @@ def test_the_page_shows_what_the_compiler_makes(built):
         pytest.skip("the page is by another version of Triton")
     assert [line for line in page([Compiled(**one) for one in built]).splitlines() if line not in there] == []
     rows = [dict(zip(COLUMNS, line.strip("| ").split(" | "))) for line in there if " | sm_" in line]
-    assert len(rows) == len(ON_PAGE) * sum(len(k.builds + k.more_builds) for k in [row.load() for row in KERNELS.values()])
+    assert len(rows) == len(ON_PAGE) * sum(len(proof.builds + proof.more_builds) for proof in PROOFS.values())
     assert [row for row in rows if row["stack"] != "0" or row["calls"] != "0"] == []
 
 
@@ -165,8 +166,8 @@ def test_casts_move_the_bytes_that_they_must():
     """Of bfloat16, both layouts: 6 an element with the tensor's own amax, 4 with a history; today's compiled casts move 8."""
     each = {}
     for name in ("cast-tensor", "cast-rows", "cast-blocks", "cast-mx", "cast-nvfp4"):
-        kernel = KERNELS[name].load()
-        each |= {(name, case): kernel.moved_bytes(*a) / a[0].numel() for case, a in kernel.typical().items()}
+        proof = PROOFS[name]
+        each |= {(name, case): proof.moved_bytes(*a) / a[0].numel() for case, a in proof.typical().items()}
     assert each["cast-tensor", "current scaling"] == 6 and each["cast-tensor", "delayed scaling"] == 4
     assert max(each.values()) <= 6
 

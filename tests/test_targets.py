@@ -11,13 +11,13 @@ import pytest
 
 from lpkit.kernels.jit import tl
 from lpkit.techniques.hardware import HARDWARE
-from lpkit.techniques.kernels import KERNELS
+from tests.builds import PROOFS
 from tests.pages.kernels import FP8_SINCE, ON_PAGE, TARGETS, runs
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.skipif(tl is None, reason="Triton is not installed"), pytest.mark.timeout(900)]
 MORE = sorted(TARGETS.keys() - set(ON_PAGE))
-BUILDS = [(name, build) for name in KERNELS for build in KERNELS[name].load().builds]
+BUILDS = [(name, build) for name in PROOFS for build in PROOFS[name].builds]
 # Heads of 128 in tiles of 128 x 64: without wgmma and tensor memory, which read operands and keep sums elsewhere, 255 registers are
 # too few for a thread by some numbers. Bytes of a thread, at most.
 SPILLS = {"flash-attention": 136}
@@ -50,13 +50,13 @@ AMPERE = """
 from lpkit.kernels import cast_rows
 from tests.pages import kernels as targets
 from lpkit.kernels.cast_rows import grid
-from lpkit.techniques.kernels import KERNELS
+from tests.builds import PROOFS
 from triton.compiler.errors import CompilationError
 from dataclasses import replace
 import json
 refused, eight = [], []
-for name in KERNELS:
-    for i, build in enumerate(KERNELS[name].load().builds):
+for name in PROOFS:
+    for i, build in enumerate(PROOFS[name].builds):
         if targets.runs(build, "sm_80"):
             continue
         try:
@@ -64,7 +64,7 @@ for name in KERNELS:
         except CompilationError as error:
             if "not supported in this architecture" in str(error):
                 refused.append((name, i))
-for build in KERNELS["cast-rows"].load().builds:
+for build in PROOFS["cast-rows"].builds:
     if "data" in build.signature:
         constants = {**build.constants, "TO": grid("int8", "float32")}
         eight.append(targets._compile("cast-rows", replace(build, constants=constants, signature={**build.signature, "data": "*i8"}), "sm_80"))
@@ -75,7 +75,7 @@ print(json.dumps([refused, [vars(one) for one in eight]]))
 @pytest.mark.slow
 def test_ampere_has_the_casts_that_its_tensor_cores_multiply():
     """Triton has no FP8 for it, and no recipe in FP8 or FP4 takes a product there; INT8 has both."""
-    left_out = [(name, KERNELS[name].load().builds.index(build)) for name, build in BUILDS if not runs(build, "sm_80")]
+    left_out = [(name, PROOFS[name].builds.index(build)) for name, build in BUILDS if not runs(build, "sm_80")]
     refused, eight = json.loads(without_interpreter("-c", AMPERE))
     assert [tuple(one) for one in refused] == left_out
     least = {format: min(needed for needed, *_ in HARDWARE[format].values()) for format in HARDWARE}
@@ -87,7 +87,7 @@ def test_ampere_has_the_casts_that_its_tensor_cores_multiply():
 SLOW_PATH = """
 import sys; sys.path.insert(0, sys.argv[1])
 from tests.pages import kernels as targets
-from lpkit.kernels.kernel import Build
+from tests.builds import Build
 from planted import quotient
 build = Build(kernel=quotient, signature={"x": "*fp32", "y": "*fp32"}, constants={"BLOCK": 512})
 print([targets._compile("planted", build, target).calls for target in targets.TARGETS])

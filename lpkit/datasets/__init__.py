@@ -11,7 +11,7 @@ from lpkit.datasets.sources import find as find_source
 from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
 from lpkit.datasets.tokens import byte_unigram_entropy, open_tokens, prepare, prepare_into
 
-_POLICIES = ("RandomWindows", "SequentialWindows", "SpreadWindows")
+_POLICIES = ("RandomWindows", "SpreadWindows")
 __all__ = ["TOKENIZERS", "byte_unigram_entropy", "find_source", "open_tokens", "prepare",
            "prepare_into", "tokenizer_from_dict", *_POLICIES]
 

@@ -68,15 +68,19 @@ class RandomWindows(Windows):
         return (drawn % np.uint64(len(self._windows))).astype(np.int64)     # bias below N / 2**64
 
 
-class SequentialWindows(Windows):
-    """Every non-overlapping window once, in the order of the corpus, then again: `passes` of
-    `len(policy)` batches."""
+class SpreadWindows(Windows):
+    """Every non-overlapping window once, then again, in strides of the golden ratio: any few
+    batches are a fair sample of the whole split.
 
-    stride = 1
+    For evaluation: the first windows in order are the first files in the alphabet.
+    """
 
     def __init__(self, **settings):
         super().__init__(**settings)
         self.count = 1 + (len(self._windows) - 1) // self.T
+        self.stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
+        while math.gcd(self.stride, self.count) > 1:    # coprime, so one pass meets every window
+            self.stride += 1
 
     def __len__(self) -> int:
         """Batches in one pass; the last one is filled up from the front."""
@@ -85,20 +89,6 @@ class SequentialWindows(Windows):
     def starts(self, step: int) -> np.ndarray:
         numbers = np.arange(step * self.B, (step + 1) * self.B) % self.count
         return numbers * self.stride % self.count * self.T
-
-
-class SpreadWindows(SequentialWindows):
-    """The same windows in strides of the golden ratio: any few batches are a fair sample of the
-    whole split.
-
-    For evaluation: the first windows in order are the first files in the alphabet.
-    """
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
-        while math.gcd(self.stride, self.count) > 1:    # coprime, so one pass meets every window
-            self.stride += 1
 
 
 class Documents(Windows):

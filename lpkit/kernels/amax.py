@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpkit.kernels.cast import reference_amax
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import PROGRAMS, magnitude
 from lpkit.kernels.scales import check
@@ -89,9 +89,4 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
-    typical=lambda: {"": (matrix(),)},
-    moved_bytes=lambda x: x.nbytes,
-    builds=(Build(kernel=_amax, warps=WARPS, constants={"HISTORY": False, "BLOCK": BLOCK},
-                  signature={"x": "*bf16", "history": "*fp32", "state": "*i32", "count": "*i64",
-                             "n": "i32", "blocks": "i32"}, unaligned=("count", "blocks")),))
+    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, build, matrix
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     code_of,
@@ -190,12 +190,6 @@ def operation(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: boo
     return made
 
 
-def _moved(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-           *_) -> int:
-    scale = x.numel() // (side * side if square else side) * (1 if side == MX_SIDE else 4)
-    return x.nbytes + (rows + columns) * (x.numel() + scale)
-
-
 def _x(rng: torch.Generator, device: torch.device, M: int, N: int) -> Tensor:
     """Magnitudes from 2^-40 to 2^40, and what is hard in some blocks."""
     x = torch.randn(M, N, generator=rng) * torch.exp2(torch.randint(-40, 40, (M, 1), generator=rng))
@@ -221,28 +215,8 @@ def _blocks_examples(rng: torch.Generator, device: torch.device):
         yield bad, "e4m3fn", "float32", 128, square, True, True, False, None
 
 
-_TYPES = {"x": "*bf16", "rows": "*fp8e4nv", "row_scale": "*fp32", "columns": "*fp8e4nv",
-          "column_scale": "*fp32", "count": "*i64", "words": "*i64", "M": "i32", "N": "i32"}
-
-
-_MX_TYPES = {**_TYPES, "row_scale": "*u8", "column_scale": "*u8"}
-
-
-def _build(function, shape: dict[str, int] = ONE, **how) -> Build:
-    how = {"TO": grid("e4m3fn", "float32"), "ROWS": True, "COLUMNS": False, "NOISE": False,
-           "MX": False, "SWIZZLED": False, "SIDE": 128, **how}
-    return build(function, _MX_TYPES if how["MX"] else _TYPES, shape, **how)
-
-
 KERNEL = Kernel(
-    definition=definition, versions={"triton": operation}, examples=_blocks_examples, exact=True,
-    typical=lambda: {
-        f"{rows} x 128, both ways": (matrix(), "e4m3fn", "float32", 128, rows > 1, True, True,
-                                     False, None) for rows in (1, 128)},
-    moved_bytes=_moved, builds=() if tl is None else (
-        _build(_blocks), _build(_blocks, BOTH, COLUMNS=True), _build(_blocks, NOISE=True),
-        _build(_blocks, NOISE=True, ROWS=False, COLUMNS=True),
-        _build(_square, WHOLE, COLUMNS=True)))
+    definition=definition, versions={"triton": operation}, examples=_blocks_examples, exact=True)
 
 
 # MX: the same with smaller blocks, whose scales are bytes.
@@ -260,11 +234,4 @@ def _mx_examples(rng: torch.Generator, device: torch.device):
 
 
 MX_KERNEL = Kernel(
-    definition=definition, versions={"triton": operation}, examples=_mx_examples, exact=True,
-    typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_SIDE, False,
-                                           True, True, True, None)},
-    moved_bytes=_moved, builds=() if tl is None else tuple(
-        _build(_blocks, shape, SIDE=MX_SIDE, MX=True, SWIZZLED=True,
-               TO=grid("e4m3fn", "power-of-two"), **how)
-        for shape, how in ((ONE, {}), (BOTH_MX, {"COLUMNS": True}), (ONE, {"NOISE": True}),
-                           (ONE, {"NOISE": True, "ROWS": False, "COLUMNS": True}))))
+    definition=definition, versions={"triton": operation}, examples=_mx_examples, exact=True)

@@ -18,7 +18,7 @@ from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import SIGNS, Noise, reference_hadamard
 from lpkit.kernels.jit import jit, tiles, tl
-from lpkit.kernels.kernel import Build, Kernel, build, matrix
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     divisor,
@@ -270,26 +270,5 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield bad, "e4m3-normal", False, False, True, True, False, None
 
 
-_TYPES = {"x": "*bf16", "state": "*i32", "words": "*i64", "rows": "*u8", "row_scale": "*fp8e4nv",
-          "columns": "*u8", "column_scale": "*fp8e4nv", "tensor": "*fp32", "M": "i32", "N": "i32",
-          "G": "i32", "data": "*i64", "scale": "*fp8e4nv", "count": "*i64"}
-
-
-def _build(function, shape: dict[str, int], **how) -> Build:
-    how = {"TO": grid("e2m1", "e4m3"), "SQUARE": False, "ROWS": True, "COLUMNS": False,
-           "MIX": True, "NEGATIVE": NEGATIVE, "SWIZZLED": True, "NOISE": False, **how}
-    return build(function, _TYPES, shape, **how)
-
-
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
-    typical=lambda: {
-        "1 x 16": (matrix(), "e4m3", False, True, False, False, True, None),
-        "1 x 16 of x.T, transformed": (matrix(), "e4m3", False, False, True, True, True, None),
-        "16 x 16, both ways": (matrix(), "e4m3", True, True, True, False, True, None)},
-    moved_bytes=lambda x, rule, square, rows, columns, *_: (
-        2 * x.nbytes + (rows + columns) * (x.numel() // 2 + x.numel() // 16)),
-    builds=() if tl is None else (
-        _build(_tiles, WIDE), _build(_tiles, WIDE, NOISE=True),
-        _build(_tiles, TWO_WAYS, SQUARE=True, COLUMNS=True), _build(_mixed_amax, TALL),
-        _build(_columns, TALL_CAST), _build(_columns, TALL_CAST, NOISE=True)))
+    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True)

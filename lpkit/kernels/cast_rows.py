@@ -15,7 +15,7 @@ from torch import Tensor
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tiles, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, build, matrix
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import divisor, grid, magnitude, rounded, scale_of, stored, words
 from lpkit.techniques.formats import format_of
@@ -157,21 +157,5 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield wide, "e4m3fn", "float32", False, None
 
 
-_TYPES = {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "count": "*i64", "tops": "*i32",
-          "words": "*i64", "M": "i32", "K": "i32", "N": "i32"}
-
-
-def _build(function, shape: dict[str, int], *, NOISE: bool = False) -> Build:
-    return build(function, _TYPES, shape, TO=grid("e4m3fn", "float32"), NOISE=NOISE)
-
-
 KERNEL = Kernel(
-    definition=definition, versions={"triton": operation}, examples=_examples, exact=True,
-    typical=lambda: {"rows": (matrix(), "e4m3fn", "power-of-two", False, None),
-                     "rows of x.T": (matrix(), "e4m3fn", "power-of-two", True, None)},
-    moved_bytes=lambda x, fmt, rule, columns, noise: (
-        x.nbytes * (1 + columns) + x.numel() + 4 * x.shape[columns]),
-    builds=() if tl is None else (
-        _build(_rows, _shape(4096)), _build(_rows, _shape(16384)), _build(_rows, _shape(HOLDS + 1)),
-        _build(_rows, _shape(4096), NOISE=True), _build(_column_amax, TALL), _build(_columns, TILE),
-        _build(_columns, TILE, NOISE=True)))
+    definition=definition, versions={"triton": operation}, examples=_examples, exact=True)

@@ -21,7 +21,7 @@ from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.jit import jit, tiles, tl
-from lpkit.kernels.kernel import Build, Kernel, build, matrix
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import divisor, grid, magnitude, rounded, scale_of, stored, words
 from lpkit.techniques.formats import format_of
@@ -129,21 +129,5 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield x[:1, :1], "e4m3fn", "float32", True, True, None, None
 
 
-_TYPES = {"x": "*bf16", "history": "*fp32", "state": "*i32", "count": "*i64", "words": "*i64",
-          "rows": "*fp8e4nv", "columns": "*fp8e4nv", "M": "i32", "N": "i32"}
-
-
-def _build(**how: bool) -> Build:
-    return build(_cast, _TYPES, TILE, TO=grid("e4m3fn", "float32"), ROWS=True, COLUMNS=True, **how)
-
-
 KERNEL = Kernel(
-    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True,
-    typical=lambda: {
-        "current scaling": (matrix(), "e4m3fn", "float32", True, True, None, None),
-        "delayed scaling": (matrix(), "e4m3fn", "float32", True, True, matrix(1, 1), None)},
-    moved_bytes=lambda x, fmt, rule, rows, columns, history, noise: (
-        x.nbytes * (1 + (history is None)) + x.numel() * (rows + columns)),
-    builds=() if tl is None else (
-        _build(HISTORY=False, NOISE=False), _build(HISTORY=True, NOISE=False),
-        _build(HISTORY=False, NOISE=True)))
+    definition=definition, versions={"triton": in_triton}, examples=_examples, exact=True)

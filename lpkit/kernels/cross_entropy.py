@@ -23,7 +23,7 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, matrix
+from lpkit.kernels.kernel import Kernel, floats
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PIECE, WARPS = 8192, 16
@@ -170,9 +170,4 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"cpu": on_cpu, "triton": in_triton},
-    examples=_examples,
-    typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-    moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
-    builds=(Build(kernel=_in_place, constants={"WEIGHTED": True, "PIECE": PIECE}, warps=WARPS,
-                  signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",
-                             "nats": "*fp32", "V": "i32"}),))
+    examples=_examples)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
-from lpkit.kernels.kernel import Build, Kernel
+from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import FLASH_WIDTH
@@ -575,45 +575,7 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield arguments(1, 1, 1, 8, 16, torch.float32, nothing)
 
 
-def _typical() -> tuple:
-    q, *others = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta")
-                  for heads in (32, 8, 8))
-    return q, *others, None, None, CAUSAL
-
-
-# what else a program is given, by way
-WAYS = {"": (), "window": ("window",), "documents": ("documents", "bound"),
-        "blocks": ("tiles", "counts", "table"), "cap, sinks": ("cap", "sinks")}
-
-
-def _build(kernel: Any, which: str, E: int, way: str) -> Build:
-    counts = ("T", "H", "repeats", "window", "global_tokens", "block", "across", "listed")
-    floats, more = ("scale", "cap", "slope"), set().union(*WAYS.values())
-    types = dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), "*bf16") \
-        | dict.fromkeys(("lse", "deltas", "sinks"), "*fp32") \
-        | dict.fromkeys(("bound", "tiles", "counts"), "*i32") | {"documents": "*i64", "table": "*u8"} \
-        | dict.fromkeys([f"{name}_{axis}" for name in "qkv" for axis in "bht"] + [*counts], "i32") \
-        | dict.fromkeys(floats, "fp32")
-    shape = _shape(which, E, narrower=bool({"documents", "table"} & {*WAYS[way]}))
-    constants = {**dict.fromkeys(more - {*WAYS[way]}), "E": E, **shape}
-    return Build(kernel=kernel, way=way, warps=shape["num_warps"], stages=shape["num_stages"],
-                 signature={name: types[name] for name in kernel.arg_names
-                            if name in types and name not in constants},
-                 constants={name: constants[name] for name in kernel.arg_names if name in constants},
-                 unaligned=(*counts, *floats))
-
-
-def _builds(*ways: str) -> tuple[Build, ...]:
-    """For heads of 64, 128 and 256."""
-    kernels = {"forward": _forward, "queries": _backward_queries, "keys": _backward_keys}
-    return tuple(_build(kernel, which, E, way) for E in (64, 128, 256) for way in ways
-                 for which, kernel in kernels.items() if triton is not None)
-
-
 FLASH_ATTENTION = Kernel(
     definition=attention, versions={"triton": flash_attention}, examples=_examples,
     # p and ds are rounded for their products; p is of the sum that was kept, D of a rounded output
-    gradients=(0, 1, 2, 4), slack=(4.0, 4.0),
-    typical=lambda: {"8 groups of 4 heads": _typical()},
-    moved_bytes=lambda q, k, v, *_: 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel(),
-    builds=_builds(""), more_builds=_builds(*list(WAYS)[1:]))
+    gradients=(0, 1, 2, 4), slack=(4.0, 4.0))

@@ -1,8 +1,8 @@
 """What a kernel is: a definition in PyTorch's operations, and other ways to compute the same.
 
 A file of this folder holds one, as `KERNEL`: its definition, its Triton kernel, the operator around
-that one, and what is needed to judge it: examples, how exact it must be, the bytes that it must
-move. `lpkit.techniques.kernels.KERNELS` lists them.
+that one, and what is needed to judge it: examples, and how exact it must be.
+`lpkit.techniques.kernels.KERNELS` lists them.
 
 `difference` is the judge. The tests, the bench and the choice of a version on this machine ask it.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,32 +28,6 @@ GRAIN = 2.0**-24        # of float32, in which sums are; their order is a versio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build:
-    """A Triton kernel compiled ahead of time. `signature`: the types of its arguments in Triton's
-    words, "*bf16", "i32", by name; `constants`: its constexpr arguments by name; `way`: what else is
-    asked of it, in words."""
-
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    way: str = ""
-    warps: int = 4
-    stages: int = 3                     # of a loop whose loads go ahead
-    unaligned: tuple[str, ...] = ()     # arguments that need not be multiples of 16
-
-
-def build(kernel: Any, types: Mapping[str, str], shape: Mapping[str, int],
-          **constants: Any) -> Build:
-    """With those of the types and constants that are its arguments. `shape`: of a program, its
-    constants and `num_warps`."""
-    constants = {name: value for name, value in {**constants, **shape}.items()
-                 if name in kernel.arg_names}
-    signature = {name: types[name] for name in types if name in kernel.arg_names}
-    return Build(kernel=kernel, signature=signature, constants=constants, unaligned=("count",),
-                 warps=shape["num_warps"])
-
-
-@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """`definition` and each of `versions` take the same arguments and return the same.
 
@@ -63,9 +36,6 @@ class Kernel:
     slack:       times as far from float64 as the definition, all together and the farthest; grain:
                  of numbers that cancel, relative to the largest result.
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
-    moved_bytes: that any version must read and write, for given arguments, forward.
-    builds:      what the tests compile for GPUs; more_builds: what the page has besides.
-    typical:     arguments of a training step's size, on the meta device, by what they stand for.
     """
 
     definition: Version
@@ -75,15 +45,6 @@ class Kernel:
     slack: tuple[float, float] = (SLACK, SLACK)
     grain: float = GRAIN
     exact: bool = False
-    moved_bytes: Callable[..., int]
-    builds: tuple[Build, ...] = ()
-    more_builds: tuple[Build, ...] = ()
-    typical: Callable[[], Mapping[str, tuple]] = dict
-
-
-def matrix(M: int = 16384, N: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """On the meta device: shapes without memory."""
-    return torch.empty(M, N, dtype=dtype, device="meta")
 
 
 def floats(*tensors: Tensor) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, Version, matrix, row_length
+from lpkit.kernels.kernel import Kernel, Version, row_length
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
@@ -242,36 +242,12 @@ def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bo
     yield arguments(bad)
 
 
-def _typical(add: bool, bias: bool) -> tuple:
-    w = matrix(1, 4096, torch.float32)[0]
-    return matrix(), *([matrix()] if add else []), w, *([w] if bias else []), 1e-5
-
-
-def _moved_bytes(x: Tensor, *others: Tensor | float | None) -> int:
-    tensors = [t for t in (x, *others) if torch.is_tensor(t)]
-    written = sum(t.nbytes for t in tensors if t.shape == x.shape)  # y, and s beside a delta
-    return sum(t.nbytes for t in tensors) + written
-
-
-def _builds(centred: bool, bias: bool, add: bool):
-    said = {"CENTRED": centred, "BIAS": bias, "ADD": add, "BLOCK": 4096}
-    forward = dict.fromkeys(("x", "s", "y", "delta"), "*bf16") | dict.fromkeys(
-        ("w", "b", "mean", "r"), "*fp32") | {"N": "i32", "eps": "fp32"}
-    backward = dict.fromkeys(("s", "dy", "ds", "dx"), "*bf16") | dict.fromkeys(
-        ("w", "mean", "r", "dw", "db"), "*fp32") | {"M": "i32", "N": "i32"}
-    return (Build(kernel=_forward, signature=forward, constants=said, warps=8, unaligned=("eps",)),
-            Build(kernel=_backward, signature=backward, constants=said, warps=8,
-                  unaligned=("M",)))
-
-
 def _kernel(definition, pytorch, *, bias: bool, add: bool, **others) -> Kernel:
     return Kernel(
         definition=definition,
         versions={"pytorch": pytorch, "triton": _in_triton(bias, add), **others},
-        examples=partial(_examples, add=add, bias=bias), moved_bytes=_moved_bytes,
-        typical=lambda: {"": _typical(add, bias)},
-        gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())),
-        builds=_builds(centred=bias, bias=bias, add=add))
+        examples=partial(_examples, add=add, bias=bias),
+        gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())))
 
 
 RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False)

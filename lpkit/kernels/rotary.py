@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, matrix
+from lpkit.kernels.kernel import Kernel, floats
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 ROWS = 16           # of E numbers, that a program turns
@@ -99,9 +99,4 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 ROTARY = Kernel(
     definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
-    examples=_examples, gradients=(0,),
-    typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
-    moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
-    builds=(Build(kernel=_rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": ROWS},
-                  signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16")
-                  | {"rows": "i32", "T": "i32"}),))
+    examples=_examples, gradients=(0,))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, floats, matrix
+from lpkit.kernels.kernel import Kernel, floats
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 BLOCK, WARPS = 1024, 4
@@ -112,11 +112,7 @@ def _examples(rng: torch.Generator, device: torch.device):
     yield (bad,)
 
 
-_TYPES = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"}
+
 SWIGLU = Kernel(
     definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
-    examples=_examples, gradients=(0,),
-    typical=lambda: {"": (matrix(),)},
-    moved_bytes=lambda x: 3 * x.nbytes // 2,
-    builds=tuple(Build(kernel=one, signature=_TYPES, constants={"BLOCK": BLOCK}, warps=WARPS)
-                 for one in (_forward, _backward)))
+    examples=_examples, gradients=(0,))

@@ -8,8 +8,6 @@ full attention; docs/attention.md has them all.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +18,6 @@ from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, why_not
 
-DTYPES = ("float32", "bfloat16", "float16")
 LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)
@@ -54,17 +51,6 @@ def models() -> dict[str, ModelConfig]:
         "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
         "sinks": replace(MODEL, attention=replace(full, sinks=True)),
         "grouped": replace(MODEL, kv_heads=2), "one group": replace(MODEL, kv_heads=1)}
-
-
-def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = None,
-        backends: Iterable[str] | None = None, dtypes: Iterable[str] = DTYPES) -> tuple[Cell, ...]:
-    """The cells asked for; None: all."""
-    device, named = torch.device(device), models()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # torch explains at length; the reason is kept
-        return tuple(cell(kind, name, dtype, device, named[kind])
-                     for kind in (kinds or named) for name in (backends or ATTENTION)
-                     for dtype in dtypes)
 
 
 def cell(kind: str, name: str, dtype: str, device: torch.device,

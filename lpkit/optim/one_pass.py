@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit.contracts import Choice
 from lpkit.kernels.choose import REFERENCE, choose
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Build, Kernel, matrix
+from lpkit.kernels.kernel import Kernel
 from lpkit.optim import rules
 from lpkit.optim.rounding import DROPPED, drawn, noise
 from lpkit.techniques.kernels import asked_of
@@ -108,16 +108,9 @@ class OnePass:
 
     @property
     def kernel(self) -> Kernel:
-        types = {**dict.fromkeys(("m", "v", "new_m", "new_v"), "*fp32"), "bits": "*i32",
-                 "n": "i32", **dict.fromkeys(("decay", *"abcde"), "fp32")}
         return Kernel(
             definition=self.defined, versions={"triton": self.by_triton},
-            examples=self._examples, moved_bytes=_moved_bytes,
-            typical=lambda: {"": self.arguments(matrix(), matrix(dtype=torch.float32))},
-            builds=tuple(Build(kernel=_pass, warps=WARPS, signature=types | dict.fromkeys(
-                ("w", "g", "new_w"), of), constants={
-                    "RULE": self.function, "SECOND": self.slots == 2, "DRAWN": of == "*bf16",
-                    "CUT": MASK, "BLOCK": BLOCK}) for of in ("*fp32", "*bf16")))
+            examples=self._examples)
 
     def arguments(self, w: Tensor, slot: Tensor, bits: Tensor | None = None,
                    update: int = 3) -> tuple:
@@ -137,11 +130,6 @@ class OnePass:
         bad = torch.randn(4, 48, generator=rng).to(device)
         bad[1, 3], bad[2, 5] = torch.nan, torch.inf
         yield bad, bad.flip(0), *[bad.square()] * self.slots, None, self.settings, 7
-
-def _moved_bytes(w: Tensor, g: Tensor, *rest: Any) -> int:
-    *slots, bits, _, _ = rest
-    read = g.nbytes + (0 if bits is None else bits.nbytes)
-    return read + 2 * sum(t.nbytes for t in (w, *slots))
 
 
 def _of_adamw(settings: AdamWSettings, update: int) -> tuple[float, ...]:

@@ -74,8 +74,6 @@ class Policy(Row):
 POLICIES: dict[str, Policy] = {
     "random-windows": Policy(why="windows drawn uniformly, with replacement",
                              implementation="lpkit.datasets.policies:RandomWindows"),
-    "sequential-windows": Policy(why="every window once, in the order of the corpus, then again",
-                                 implementation="lpkit.datasets.policies:SequentialWindows"),
     "spread-windows": Policy(why="every window once, any few of them a fair sample of the corpus",
                              implementation="lpkit.datasets.policies:SpreadWindows"),
     "random-documents": Policy(why="random windows that say which document a token is of; the "

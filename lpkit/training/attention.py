@@ -126,8 +126,7 @@ def _name(given: Attending) -> str:
 def of_backends(given: Attending) -> Kernel:
     """Attention under a rule as a kernel: arguments q, k, v, documents, sinks."""
     return Kernel(definition=_told("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
-                  grain=GRAIN, examples=lambda draw, device: examples(given, draw, device),
-                  moved_bytes=lambda *arguments: 0)
+                  grain=GRAIN, examples=lambda draw, device: examples(given, draw, device))
 
 
 def examples(given: Attending, draw: torch.Generator, device: torch.device) -> Iterator[tuple]:

@@ -28,6 +28,7 @@ from lpkit.techniques.kernels import KERNELS
 from tests.bench import losses, peers, sizes
 from tests.bench.harness import ROUNDS, Result, paired, race
 from tests.bench.peers import CUTEDSL, far, liger_in_place
+from tests.builds import PROOFS
 from tests.pages.kernels import FLOORS
 
 COPY, PRODUCTS = FLOORS
@@ -85,7 +86,7 @@ def _timed(name: str, kernel: Kernel, seed: int, device: torch.device) -> Iterat
         return
     for shape in sizes.rows(device):
         x = torch.randn(shape, generator=rng).to(device, torch.bfloat16)
-        for case, (_, *others) in kernel.typical().items():
+        for case, (_, *others) in PROOFS[name].typical().items():
             yield f", {case}" if case else "", (x, *(
                 torch.tensor(HISTORY, device=device) if torch.is_tensor(one) else one
                 for one in others))
@@ -114,7 +115,7 @@ def of(name: str, kernel: Kernel, device: torch.device, rounds: int, facts: dict
             return {peer: of.get(peer) if gpu else None for peer in peers}
 
         if name not in ALONE:
-            forward = {COPY: _copy(kernel.moved_bytes(*over[0]), device),
+            forward = {COPY: _copy(PROOFS[name].moved_bytes(*over[0]), device),
                        **{key: partial(_forward, one) for key, one in contenders.items()}}
             results += race(ours=partial(_forward, call), peers=forward, case=f"{case}, forward",
                             target=targets(forward, FORWARD_TARGETS), **described)

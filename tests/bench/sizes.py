@@ -55,7 +55,7 @@ def _update(name: str, rng: torch.Generator, device: torch.device) -> Iterator[t
     yield RULES[name].arguments(w.bfloat16(), w.square(), noise(w, None))
 
 
-# A cast's are those of its page (`Kernel.typical`), for the matrices of a step.
+# A cast's are those of its page (`tests.builds`), for the matrices of a step.
 TIMED: dict[str, Timed] = {
     "rms-norm": partial(_norm, add=False, bias=False), "layer-norm": partial(_norm, add=False, bias=True),
     "add-rms-norm": partial(_norm, add=True, bias=False), "add-layer-norm": partial(_norm, add=True, bias=True),

@@ -1,11 +1,27 @@
 """docs/attention.md: what `lpkit.measure.attention` finds on a CPU, and what each library says of
 itself on a GPU."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 
-from lpkit.measure.attention import DTYPES, LENGTHS, MODEL, Cell, models, run
+import torch
+
+from lpkit.measure.attention import LENGTHS, MODEL, Cell, cell, models
 from lpkit.tables import markdown_table
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = None,
+        backends: Iterable[str] | None = None, dtypes: Iterable[str] = DTYPES) -> tuple[Cell, ...]:
+    """The cells asked for; None: all."""
+    device, named = torch.device(device), models()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # torch explains at length; the reason is kept
+        return tuple(cell(kind, name, dtype, device, named[kind])
+                     for kind in (kinds or named) for name in (backends or ATTENTION)
+                     for dtype in dtypes)
 
 
 def errors(cells: Iterable[Cell]) -> dict[tuple[str, str], dict[str, Cell]]:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.kernels.jit import keep_privately, triton
-from lpkit.kernels.kernel import Build
 from lpkit.techniques.kernels import KERNELS
+from tests.builds import PROOFS, Build
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
 FLOORS = ("a copy of as many bytes", "its products alone")      # peers in `tests.bench.fused`
@@ -55,10 +55,9 @@ class Compiled:
 
 
 def compiled(*, quick: bool = False, targets: Collection[str] = ON_PAGE) -> Iterator[Compiled]:
-    """`quick`: without `Kernel.more_builds`. Raises ImportError without Triton."""
-    for name, row in KERNELS.items():
-        kernel = row.load()
-        for build in kernel.builds + (() if quick else kernel.more_builds):
+    """`quick`: without `Proof.more_builds`. Raises ImportError without Triton."""
+    for name, proof in PROOFS.items():
+        for build in proof.builds + (() if quick else proof.more_builds):
             yield from (_compile(name, build, target) for target in targets if runs(build, target))
 
 
@@ -173,9 +172,9 @@ def _row(cells: Iterable[Any]) -> str:
 def moved() -> Iterator[str]:
     """A row of the page for each kernel and case."""
     for name, row in KERNELS.items():
-        kernel, what = row.load(), row.why
-        for case, arguments in kernel.typical().items():
-            each = kernel.moved_bytes(*arguments) / arguments[0].numel()
+        proof, what = PROOFS[name], row.why
+        for case, arguments in proof.typical().items():
+            each = proof.moved_bytes(*arguments) / arguments[0].numel()
             yield _row((f"`{name}`", what, case, f"{each:.2f}"))
 
 
