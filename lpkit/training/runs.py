@@ -41,8 +41,8 @@ LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 # the order in which ranks add up.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
               "precision.telemetry_every", "imports", "start.run"}
-# Settings that runs begun by an older lpkit did not have: while they are empty, they say nothing.
-LATER = {"model.changes", "start.map"}
+# Settings that runs begun by an older lpkit did not have, and what says that nothing was asked for.
+LATER = {"model.changes": (), "start.map": (), "objective": "next-token", "sizes": "constant"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 OF_RUN = "# The run: "
 
@@ -248,7 +248,7 @@ def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
     another of the same numbers; None: an older lpkit drew none. `start`: the SHA-256 of the weights
     that it began from; empty: it began from none."""
     settings = {key: one for key, one in flat(config).items()
-                if key not in MAY_CHANGE and (one or key not in LATER)}
+                if key not in MAY_CHANGE and (key not in LATER or one != LATER[key])}
     facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
              "model_version": model_version} | ({"born": born} if born else {})
     facts = records.plain(facts | ({"start": start} if start else {}))
