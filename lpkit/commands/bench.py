@@ -13,19 +13,13 @@ The benches lie in tests/bench of a checkout.
 """
 
 import argparse
-import importlib
-import json
-import pkgutil
-import re
 import sys
-from functools import partial
-from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from lpkit.commands import a_folder
-from lpkit.errors import ConfigError, named, pick
-from lpkit.files import PACKAGE, write_atomically
-from lpkit.tables import beside, text_table
+from lpkit.errors import ConfigError
+from lpkit.files import PACKAGE
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,93 +38,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="also keep each result there, as NAME-DEVICE.json")
 
 
-def table() -> dict[str, tuple[str, str]]:
-    """tests.bench.BENCHES. Raises ConfigError where lpkit is installed without its tests."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError where lpkit is installed without its tests."""
     root = PACKAGE.parent
     if not (root / "tests" / "bench").is_dir():
         raise ConfigError("the benches lie in tests/bench of a checkout, and this lpkit is installed "
                           "without them; run this in a clone of the repository")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    return importlib.import_module("tests.bench").BENCHES
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    BENCHES = table()
-    names = [name for name in BENCHES if name != "evidence"] if args.all else args.names
-    rows, told = [pick(BENCHES, name, "benchmark") for name in names], {}
-    if args.rounds < 1:
-        raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
-                          f"meaningful quartiles")
-    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence"),
-                              ("kernel", "kernel", "kernels"),
-                              ("pieces", "pieces", "evidence or reliability")):
-        if (given := getattr(args, option)) is not None:
-            if " ".join(names) not in what.split(" or ") or (isinstance(given, int) and given < 1):
-                raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
-                                  f"with {', '.join(names) or 'none'}")
-            told[key] = given
-    if not names:
-        return {"known": {name: why for name, (_, why) in BENCHES.items()}}
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
-        if names == ["evidence"]:
-            told["out"] = args.out      # it writes as it goes
-    summary = pkgutil.resolve_name("tests.bench.harness:summary")       # imports torch
-    benches = [partial(pkgutil.resolve_name(f"tests.bench.{where}"), **told) for where, _ in rows]
-    done, left_out = [], {}
-    for name, bench in zip(names, benches, strict=True):
-        print(f"bench {name} ...", file=sys.stderr)
-        try:
-            done.append(summary(bench(args.rounds)))
-        except ConfigError as error:    # what needs a GPU is no reason to lose the rest
-            if not args.all:
-                raise
-            print(f"lpkit: {name} left out: {error}", file=sys.stderr)
-            left_out[name] = str(error)
-            continue
-        if args.out:
-            keep(args.out, done[-1])
-    return done[0] if len(done) == 1 and not args.all else {"benches": done, "left_out": left_out}
+    return resolve_name("tests.bench.command:run")(args)
 
 
 def text(result: dict[str, Any]) -> str:
-    if "known" in result:
-        return "\n".join([*(beside(name, why, 24, 100) for name, why in result["known"].items()),
-                          "", "`lpkit bench NAME` measures one, --all every one."])
-    left_out = [f"{name} left out: {why}" for name, why in result.get("left_out", {}).items()]
-    return "\n\n".join([*map(_table, result.get("benches", [result])), *left_out])
-
-
-def _table(bench: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
-    rows = []
-    for case in bench["cases"]:
-        low, high = case["quartiles"]
-        ours, peer = (_amount(case[f"{who}_median"], case["unit"]) for who in ("ours", "peer"))
-        rows.append((case["case"], case["peer"], f"{case['ratio']:.3g}x",
-                     f"[{low:.3g}, {high:.3g}]", f"{ours} against {peer}", case["verdict"]))
-    tables = [text_table(some, indent="  ")
-              for some in (rows, bench.get("breakdown"), bench.get("peaks")) if some]
-    return "\n\n".join([f"{bench['name']} on {bench['device']}, {bench['cores']} cores; {versions}",
-                        *tables])
-
-
-def _amount(value: float, unit: str) -> str:
-    if unit == "bytes":
-        return f"{value / 2**20:.3g} MiB"
-    for larger, smaller in (("s", "ms"), ("ms", "us")):
-        if unit == larger and value < 1:
-            value, unit = value * 1e3, smaller
-    return f"{value:.3g} {unit}"
-
-
-def keep(folder: Path, bench: dict[str, Any]) -> None:
-    device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{bench['name']}-{device}.json",
-                         json.dumps(bench, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write to {named(folder)}: {error.strerror}; choose another folder with "
-                          f"--out") from None
+    return resolve_name("tests.bench.command:text")(result)

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from lpkit.commands.bench import keep
 from lpkit.errors import ConfigError, pick
 from lpkit.files import PACKAGE, append_lines
 from lpkit.machine_facts import gpus
 from lpkit.techniques.recipes import RECIPES
 from tests.bench import fused, smoke
+from tests.bench.command import keep
 from tests.bench.fp8 import runs_here
 from tests.bench.harness import Result, paired, provenance
 
