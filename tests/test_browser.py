@@ -330,16 +330,16 @@ DRAWN = ["""
 import lpkit
 from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
-from lpkit.precision.formats import listed
+from lpkit.precision.formats import landings, listed
 from lpkit.ui import *
 from lessons.l01_memory_math import memory_figure
-from lessons.l03_number_formats import ranges_figure, value_figure
+from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure
 from lpkit.techniques.formats import FORMATS
 
 rows = [Row(name="peak", formula=1.0, measured=1.1, guess=2.0, unit="GB", where="here"), Row(name="MFU", formula=40, measured=30, unit="%", where="")]
 Figure(comparison_figure(rows, title="Off"))
 """, "Figure(memory_figure(memory(lpkit.preset('llama-8b'), CATALOGUE['h200'])))", "Figure(ranges_figure(FORMATS.values()))",
-    "Figure(value_figure(listed()['e4m3fn'], 75))"]
+    "Figure(landing_figure(landings(0.3).values())[0])", "Figure(value_figure(listed()['e4m3fn'], 75))"]
 
 # The least contrast of any text outside the figures, by the formula of WCAG 2.
 CONTRAST = """() => {

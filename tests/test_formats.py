@@ -3,17 +3,25 @@
 NaN is compared as NaN with its sign: payloads are nobody's promise.
 """
 
+import json
 from pathlib import Path
 
 import gfloat
 import gfloat.formats
 import ml_dtypes
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import torch
 
 from lessons import l03_number_formats as linear_operands
-from lessons.l03_number_formats import Bits, exponents_figure, ranges_figure, value_figure
+from lessons.l03_number_formats import (
+    Bits,
+    exponents_figure,
+    landing_figure,
+    ranges_figure,
+    value_figure,
+)
 from lpkit.errors import ConfigError
 from lpkit.precision.formats import ROUNDINGS, decode, encode, landings, listed, round_to, values
 from lpkit.techniques.formats import FORMATS, format_of
@@ -263,6 +271,17 @@ def test_what_is_too_large_for_a_format_has_nothing_above():
     assert "e8m0" not in landings(-1.0) and (landings(-130.0)["int8"].nearest, landings(-130.0)["int8"].away) == (-128, None)
     with pytest.raises(ConfigError, match="finite, got nan"):
         landings(float("nan"))
+
+
+def test_a_landing_is_drawn_and_said():
+    spec, table = landing_figure(landings(0.3).values())
+    go.Figure(spec, skip_invalid=False)
+    mark = next(trace for trace in spec["data"] if trace["name"] == "e4m3fn" and trace["marker"].get("symbol") == "line-ns")
+    assert mark["x"] == [pytest.approx((0.3 - 0.28125) / (0.3125 - 0.28125))]
+    assert "<td" in table and all(words in table for words in ("0.3125", "0 0101 010", "4.2%", "10%"))
+    spec, table = landing_figure(landings(0.0).values())
+    json.dumps(spec, allow_nan=False)
+    assert table.count("exact") == len(FORMATS) - 1      # all but E8M0 have a zero
 
 
 def test_bits_and_code_are_one_number():

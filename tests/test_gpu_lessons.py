@@ -195,7 +195,7 @@ def test_a_block_runs_again_as_it_ran(recipe):
         "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 2, "precision.recipe": recipe,
         "system.attention": "sdpa", "system.device": "cpu", "system.compile": False, "system.threads": 1})
     names = {"torch": torch, "F": torch.nn.functional, "Training": Training, "RandomTokens": RandomTokens, "config": config,
-             "memory_techniques": memory_techniques, "here": SimpleNamespace(kind="cpu")}
+             "lesson": memory_techniques, "here": SimpleNamespace(kind="cpu")}
     for cell in ("buys-hand-0", "buys-hand-1"):
         exec(source[cell], names)       # asserts equal bits
     assert names["again"][2] < names["plain"][2]
@@ -209,7 +209,7 @@ def claimed(stem: str, cell: str, **names: object) -> None:
 @pytest.mark.parametrize(("kind", "off", "holds"), [("cpu", 0, True), ("cpu", 2**-20, False), ("gpu", 2**-10, True), ("gpu", 2**-6, False)])
 def test_techniques_that_are_exact_may_differ_on_a_gpu_by_its_atomics(kind, off, holds):
     losses = {memory_techniques.PLAIN: (5.5, 5.25), "recompute": (5.5, 5.25 * (1 + off)), "8-bit moments": (5.5, 9.0)}
-    names = {"memory_techniques": memory_techniques, "TECHNIQUES": memory_techniques.TECHNIQUES, "comparison": SimpleNamespace(worst_error=0.0),
+    names = {"lesson": memory_techniques, "TECHNIQUES": memory_techniques.TECHNIQUES, "comparison": SimpleNamespace(worst_error=0.0),
              "errors": {}, "here": SimpleNamespace(kind=kind), "measured": {name: SimpleNamespace(losses=one) for name, one in losses.items()}}
     with nullcontext() if holds else pytest.raises(AssertionError, match="other losses than plain"):
         claimed("08", "buys-18", **names)

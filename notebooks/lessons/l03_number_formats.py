@@ -35,7 +35,7 @@ from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
 from lpkit.precision.error import sqnr_db
-from lpkit.tables import FAINT, INK
+from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.formats import Format
 from lpkit.training.training import Training
 from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, scatter
@@ -329,6 +329,48 @@ def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterabl
         xaxis=axis("log2 of the magnitude", range=[low, high], dtick=5, anchor="y2"),
         yaxis=axis("share of the elements", tickformat=".0%", domain=[0.1 + rows, 1]),
         yaxis2={**NAMES, "domain": [0, 0.04 + rows], "tickfont": {"color": FAINT}})
+
+
+def landing_figure(landings: Iterable[Any]) -> tuple[dict, str]:
+    """For an Explorer: where a number lands in each format (a `Landing`:
+    lpkit.precision.formats.landings), and the table. A row is the gap that the number is in, all
+    drawn to one length; the mark is the number, the dot the value that it becomes."""
+    data, notes, rows, names = [], [], [], []
+    for line, landing in enumerate(landings):
+        name, value, ends = landing.format.name, landing.value, (landing.toward, landing.away)
+        names.append(name)
+        exact, beyond = landing.nearest == value, landing.away is None
+        gap = 0.0 if exact or beyond else abs(ends[1] - ends[0])
+        rows.append((name, f"{landing.nearest:.8g}", landing.bits,
+                     "exact" if exact else _share(landing.nearest - value, value),
+                     "" if exact else "beyond" if beyond else _share(gap, value)))
+        at = 1.1 if beyond else abs(value - ends[0]) / gap if gap else 0.0
+        dot = 1.0 if beyond else float(gap and landing.nearest != ends[0])
+        words = f"{value:.8g} becomes {landing.nearest:.8g}<extra>{name}</extra>"
+        for x, mode, marker in (
+                ([0, float(not exact)], "lines", {}), ([dot], "markers", {"size": 12}),
+                ([at], "markers", {"symbol": "line-ns", "size": 20,
+                                   "line": {"width": 2, "color": INK}})):
+            data.append(scatter(x, [line] * len(x), name, FORMAT_COLOURS[name], mode=mode,
+                                marker=marker, hover=words, showlegend=False, cliponaxis=False))
+        sides = [(-0.04, "right middle", landing.toward), (1.04, "left middle", landing.away)]
+        if exact:
+            sides = [(0.04, "left middle", value)]
+        elif beyond:
+            sides = [(1.15, "left middle", landing.toward)]
+        notes += [note(f"{end:.6g}", x, line, side, font={"size": 12}) for x, side, end in sides]
+    spec = figure(
+        data, f"{value:g} between its neighbours in each format", height=110 + 30 * len(names),
+        annotations=notes, margin={"t": 60},
+        xaxis={"range": [-0.5, 1.5], "showgrid": False, "zeroline": False, "ticks": "",
+               "tickvals": [0, 1], "ticktext": ["toward zero", "away from zero"]},
+        yaxis={"range": [len(names) - 0.4, -0.6], "tickvals": list(range(len(names))),
+               "ticktext": names, "ticks": "", "showgrid": False, "zeroline": False})
+    return spec, html_table(("format", "becomes", "bits", "off by", "gap"), rows)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{float(f'{100 * part / whole:.2g}'):g}%" if whole else "-"
 
 
 # ---- Exercises
