@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo  # looks at each function of torch once, as it is imported: before any is in the place of another
 
 import lpkit
 from lessons import l03_number_formats as linear_operands
