@@ -1,6 +1,6 @@
 """Rows: what anybody needs to know of a technique without running it. No torch.
 
-    python -m lpkit.techniques      prints docs/techniques.md: every family, row and setting
+docs/techniques.md lists every family, row and setting.
 
 A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and
 documentation read the same row, so a technique is one row, here or outside, and one implementation.
