@@ -81,6 +81,12 @@ def test_importing_does_not_import_torch():
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("name", ["Config", "Run", "launch", "preset", "start", "start_each", "train"])     # those that import no torch
+def test_any_name_of_the_package_may_be_the_first(name):
+    """A circle of imports shows where nothing has been imported before."""
+    subprocess.run([sys.executable, "-c", f"import lpkit; lpkit.{name}"], check=True)
+
+
 def test_techniques_are_rows_and_not_branches():
     """No `if name == "..."`: a name is looked up in a table."""
     for path in FILES:

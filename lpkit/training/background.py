@@ -24,7 +24,6 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.files import one_name, own_folder
-from lpkit.parallel.processes import told
 from lpkit.signals import heard_by
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
@@ -100,6 +99,8 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
+    from lpkit.parallel.processes import told  # its package has launch, which stands on this module
+
     told(config)        # what is wrong about its place is said at once: torch takes seconds to import
     from lpkit.training.exhausted import said
 
