@@ -376,7 +376,6 @@ def test_only_one_place_begins_to_compile():
                 calls.add((path.name, ast.unparse(node)))
     assert calls == {
         ("jit.py", "torch.compile"), ("jit.py", "triton.jit"),
-        ("targets.py", "triton.compile"),           # after `keep_privately`
         ("cuda_norm.py", "cpp_extension.load"),     # into a private folder
         # the kernel puzzles: a process with a private folder for its cache (course/puzzles.py)
         ("kernel_parts.py", "triton.jit"), ("kernel_process.py", "triton.jit"), ("kernel_process.py", "triton.compile"),

@@ -538,8 +538,8 @@ def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
 
 def test_a_ramp_reads_the_sequences_of_the_whole_in_their_order(with_toys, tmp_path):
     """Tokens, FLOPs and the pace of a run are sums over its steps; what is no whole micro-batch is refused before anything is allocated."""
-    config = with_toys.replace({"sizes": "ramp", "sizes.until": 3, "data.policy": "sequential-windows", "steps": 5, "grad_accum_steps": 2})
-    whole, ramped = (Training.build(one).data for one in (with_toys.replace({"data.policy": "sequential-windows"}), config))
+    config = with_toys.replace({"sizes": "ramp", "sizes.until": 3, "data.policy": "spread-windows", "steps": 5, "grad_accum_steps": 2})
+    whole, ramped = (Training.build(one).data for one in (with_toys.replace({"data.policy": "spread-windows"}), config))
     read = torch.cat([ramped.batch(step).tokens for step in (*range(5), 1)])
     assert [len(ramped.batch(step).tokens) for step in range(5)] == [2, 2, 2, 4, 4]
     assert torch.equal(read[:14], torch.cat([whole.batch(step).tokens for step in range(4)])[:14]) and torch.equal(read[14:], read[2:4])

@@ -240,8 +240,8 @@ def overflows(place: Place, told: dict) -> list:
         found = []
         for factor in (told["factor"], 1.0):
             before, mine = _weights(training), factor if ranks.rank == 1 else 1.0
-            loss = lambda model, batch, mine=mine: training.loss(model, batch) * mine
-            done = replace(training, loss=loss).update(0)
+            loss = lambda model, batch, mine=mine: training.objective(model, batch) * mine
+            done = replace(training, objective=loss).update(0)
             scale = training.scaler.scale.item() if training.scaler else 0
             found += [not torch.equal(before, _weights(training)), scale, math.isfinite(done.loss.item()),
                       math.isfinite(done.grad_norm.item())]
