@@ -154,6 +154,12 @@ instruction, `calls` slow paths. `way`: what is switched on, and what a program 
 For sm_80, sm_89 and sm_120 tests hold them to the same, and to the shared memory that a
 program may have there; casts to FP8 begin with sm_89.
 
+Flash attention's backward makes 7 products where 5 would do: each of its two kernels makes the
+scores and d_out v^T again. With 5, tiles of keys share dq, and atomic additions to it have another
+order, and other bits, each time. Heads of 256 have wgmma on Hopper and tcgen05 on Blackwell
+forward; backward both have mma.sync: the others take 64 rows, and on Hopper tiles with as many
+spill ([log](log.md)).
+
 {compiled}
 
 ## What was measured on a GPU
