@@ -17,6 +17,11 @@ if not torch.cuda.is_available():       # before anybody imports a kernel
 
 # Files that share what is slow to make: one process has them all.
 TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}
+# What proves the project and says nothing of a user's machine: attacks, planted faults, mutants, browsers, compilers, other hardware.
+PROOF = {f"test_{name}" for name in (
+    "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather compiled docs drawn evidence exercises fake_gpus faults "
+    "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels ledger leaks meeting messages mutants parity planner promise "
+    "published setup stops targets telemetry").split()}
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
 
 
@@ -39,6 +44,12 @@ class Module(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path, parent):
     return Module.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in PROOF:
+            item.add_marker("prove")
 
 
 @pytest.hookimpl(optionalhook=True)
