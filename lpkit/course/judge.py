@@ -110,13 +110,13 @@ def source_of(function: Callable) -> str:
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
 
-def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise
-              ) -> Callable[..., Callable[[Callable], Callable]]:
-    """A decorator for definitions: `@exercise(name, *cases, draw=, mistakes=, ...)`."""
+def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise,
+              field: str = "spec") -> Callable[..., Callable[[Callable], Callable]]:
+    """A decorator for what `field` of an exercise is: `@exercise(name, *cases, draw=, ...)`."""
     def exercise(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callable]:
-        def add(spec: Callable) -> Callable:
-            table[name] = kind(spec=spec, cases=cases, name=name, **more)
-            return spec
+        def add(function: Callable) -> Callable:
+            table[name] = kind(cases=cases, name=name, **{field: function}, **more)
+            return function
 
         return add
 

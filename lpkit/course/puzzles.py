@@ -172,18 +172,6 @@ class Puzzle(Exercise):
         return ""
 
 
-def adding_to(table: dict[str, Exercise]) -> Callable[..., Callable[[Callable], Callable]]:
-    """A decorator for kernels that are right: `@puzzle(name, *cases, spec=, launch=, ...)`."""
-    def puzzle(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callable]:
-        def add(kernel: Callable) -> Callable:
-            table[name] = Puzzle(name=name, cases=cases, kernel=kernel, **more)
-            return kernel
-
-        return add
-
-    return puzzle
-
-
 def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
     """The source of an attempt whose text alone leaves this process, at the lines of its cell and
     without decorators; or why it does not."""

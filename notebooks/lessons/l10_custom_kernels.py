@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.draws import FP8, LARGEST, normal
-from lpkit.course import puzzles
-from lpkit.course.judge import Exercise
-from lpkit.course.puzzles import Launch, blank
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.course.puzzles import Launch, Puzzle, blank
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
@@ -107,7 +106,7 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
 # ---- Exercises
 
 EXERCISES: dict[str, Exercise] = {}
-puzzle = puzzles.adding_to(EXERCISES)
+puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 
 EPS = 1e-6
 

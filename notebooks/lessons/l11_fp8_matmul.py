@@ -48,9 +48,8 @@ from lessons.l10_custom_kernels import (
     rows,
     value_of,
 )
-from lpkit.course import puzzles
-from lpkit.course.judge import Exercise
-from lpkit.course.puzzles import Launch, blank
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.course.puzzles import Launch, Puzzle, blank
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe
@@ -211,7 +210,7 @@ def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]]
 # ---- Exercises
 
 EXERCISES: dict[str, Exercise] = {}
-puzzle = puzzles.adding_to(EXERCISES)
+puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 
 def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte: int = 1,
               **more: Any) -> Launch:
