@@ -135,6 +135,17 @@ def test_what_no_compiler_built_is_raced_once_there_is_one(tmp_path, monkeypatch
     assert len(list(cuda.iterdir())) == 2
 
 
+@pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY"])
+def test_a_limited_processor_is_another_machine(limit, tmp_path, monkeypatch):
+    """What was the fastest with AVX2 alone may not be so with AVX-512."""
+    monkeypatch.setenv(limit, "AVX2")
+    choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path)
+    monkeypatch.setenv(limit, "AVX512_CORE")
+    for _ in range(2):
+        choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize("lack", [
     torch.OutOfMemoryError("tried to allocate"), MemoryError("tried to allocate"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),

@@ -3,9 +3,10 @@
 First each candidate is held against the definition on this machine, forward and backward, on the
 kernel's own examples and on the tensors at hand. One that differs is refused, and is named. Those
 that pass are raced forward and backward, with the definition among them. What was found is kept in
-a folder of this user alone, under the machine, its driver, the versions of PyTorch and Triton, the
-kernel's source and the shapes at hand; another of any of these, and it is found out anew. That takes
-up to a minute on a GPU, so what is compiled for each shape is compiled for as few as can be.
+a folder of this user alone, under the machine, what limits its processor, its driver, the versions
+of PyTorch and Triton, the kernel's source and the shapes at hand; another of any of these, and it is
+found out anew. That takes up to a minute on a GPU, so what is compiled for each shape is compiled
+for as few as can be.
 
 A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
 where it could have been written now: it names the candidates that there are, and its winner is
@@ -20,6 +21,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -44,6 +46,9 @@ TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in bet
 PEERS = (PYTORCH, "sdpa")         # stand for a definition that a device has no room for
 ROUNDS, WARM_UP = 7, 1
 HOPELESS = 3.0      # times the fastest, after one call each: raced no further
+# What a person may limit a CPU's paths by: oneDNN, MKL and PyTorch are other programs then.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
+          "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash_attn_3", "transformer-engine")
 RACED, MOST_BYTES = "raced", 1 << 20
 WRONG = ("differs from its definition", "fails")
@@ -317,7 +322,7 @@ def shapes(arguments: tuple) -> tuple:
 
 def _machine() -> str:
     """With its libraries, and whether anything can be compiled for a GPU: one may be installed."""
-    machine: list[Any] = [cpu_name(), *sorted(cpu_flags())]
+    machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *map(os.environ.get, LIMITS)]
     if torch.cuda.is_available():
         made = torch.cuda.get_device_properties()
         machine += [made.name, made.major, made.minor, torch.version.cuda, _driver(),
