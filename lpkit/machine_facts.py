@@ -16,6 +16,9 @@ import psutil
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
                     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# A person limits a CPU's paths by these: oneDNN, MKL and PyTorch are other programs then.
+CPU_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
+              "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 CONTAINER_USE = (Path("/sys/fs/cgroup/memory.current"),
                  Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
 
@@ -37,6 +40,11 @@ def cpu_flags() -> set[str]:
     """Instruction sets: "flags" on x86, "Features" on ARM."""
     facts = cpu_facts()
     return set(facts.get("flags", facts.get("Features", "")).split())
+
+
+def cpu_limits() -> list[str]:
+    """The limits on the CPU's paths that are set here, as a shell sets them."""
+    return [f"{name}={os.environ[name]}" for name in CPU_LIMITS if name in os.environ]
 
 
 def cores() -> int:

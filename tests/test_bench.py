@@ -29,6 +29,7 @@ from tests.bench import (
     losses,
     nanogpt,
 )
+from tests.bench.command import keep
 from tests.bench.harness import paired, race, summary
 
 
@@ -113,6 +114,17 @@ def test_inputs_come_round_and_round(clock):
     race("round", ours=contender("ours"), peers={"peer": contender("peer")}, check=lambda: None, over=["a", "b", "c"])
     for letters in seen.values():
         assert len(letters) > 7 and letters == ("abc" * len(letters))[:len(letters)]
+
+
+def test_a_limited_processor_has_a_record_of_its_own(tmp_path, monkeypatch):
+    for limit in (None, "AVX2"):
+        if limit:
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        keep(tmp_path, summary([paired("b", ours=[1], peer=[9], peer_name="p")]))
+    whole, limited = sorted(tmp_path.iterdir(), key=lambda path: len(path.name))
+    assert limited.name == f"{whole.stem}-onednn-max-cpu-isa-avx2.json"
+    assert json.loads(limited.read_text())["command"].startswith("ONEDNN_MAX_CPU_ISA=AVX2 lpkit ")
+    assert not json.loads(whole.read_text())["command"].startswith("ONEDNN")
 
 
 def test_summary_leads_with_the_worst_case():

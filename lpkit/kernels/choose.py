@@ -21,7 +21,6 @@ import hashlib
 import inspect
 import itertools
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,7 +37,7 @@ from lpkit.files import own_cache, private_folder, read_private, write_atomicall
 from lpkit.kernels import jit
 from lpkit.kernels.jit import INTERPRETED, why_no_compiler, why_no_triton
 from lpkit.kernels.kernel import Kernel, Version, apart, difference, gradients_of
-from lpkit.machine_facts import cpu_flags, cpu_name, versions
+from lpkit.machine_facts import cpu_flags, cpu_limits, cpu_name, versions
 from lpkit.timing import interleaved_seconds
 
 REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
@@ -46,9 +45,6 @@ TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in bet
 PEERS = (PYTORCH, "sdpa")         # stand for a definition that a device has no room for
 ROUNDS, WARM_UP = 7, 1
 HOPELESS = 3.0      # times the fastest, after one call each: raced no further
-# What a person may limit a CPU's paths by: oneDNN, MKL and PyTorch are other programs then.
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
-          "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash_attn_3", "transformer-engine")
 RACED, MOST_BYTES = "raced", 1 << 20
 WRONG = ("differs from its definition", "fails")
@@ -322,7 +318,7 @@ def shapes(arguments: tuple) -> tuple:
 
 def _machine() -> str:
     """With its libraries, and whether anything can be compiled for a GPU: one may be installed."""
-    machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *map(os.environ.get, LIMITS)]
+    machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *cpu_limits()]
     if torch.cuda.is_available():
         made = torch.cuda.get_device_properties()
         machine += [made.name, made.major, made.minor, torch.version.cuda, _driver(),

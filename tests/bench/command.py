@@ -85,7 +85,9 @@ def _amount(value: float, unit: str) -> str:
 
 
 def keep(folder: Path, bench: dict[str, Any]) -> None:
-    device = re.sub(r"[^a-z0-9]+", "-", bench["device"].lower()).strip("-")
+    """A limited processor has a record of its own beside the whole one's."""
+    told = " ".join([bench["device"], *bench.get("limits", [])])
+    device = re.sub(r"[^a-z0-9]+", "-", told.lower()).strip("-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{bench['name']}-{device}.json",

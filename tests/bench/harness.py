@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lpkit.machine_facts import cores, cpu_name, versions
+from lpkit.machine_facts import cores, cpu_limits, cpu_name, versions
 from lpkit.timing import interleaved_seconds
 
 ROUNDS = 9                  # fewer say little about quartiles
@@ -126,13 +126,15 @@ def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) 
     cpu = cpu_name()
     facts = {"device": device or cpu, "cpu": cpu, "cores": cores(),
              "platform": f"{platform.system()} {platform.machine()}"}
+    if limits := cpu_limits():
+        facts["limits"] = limits
     if "torch" in sys.modules:
         facts |= {"threads": sys.modules["torch"].get_num_threads(), **_gpu(device)}
     installed = {name: version or "not installed"
                  for name, version in versions(("lpkit", *packages)).items()}
     return {**facts, "versions": {"python": platform.python_version(), **installed},
             "commit": _commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["lpkit", *sys.argv[1:]])}
+            "command": shlex.join([*limits, "lpkit", *sys.argv[1:]])}
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
