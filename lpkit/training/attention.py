@@ -3,7 +3,7 @@
 Asked for by name, one that needs a library is held against the definition before it is used. With
 auto, backends are verified, and those that are right are raced (`lpkit.kernels.choose`): on a GPU
 all that can, on a CPU those of IN_16_BITS, for a run whose attention takes half a minute or more. A
-race takes under a second, once for a machine. A shorter run keeps the rule that predictions have
+race takes about a second, once for a machine. A shorter run keeps the rule that predictions have
 (`choose_attention`), and so the same numbers on every machine of its kind.
 """
 
@@ -38,7 +38,7 @@ ON_A_CPU = ("sdpa", "blocked")      # are raced there; none keeps scores
 IN_16_BITS = (*ON_A_CPU, "blocked-wide")
 RACE_FLOPS = 1e12       # of a run's attention: half a minute of a CPU
 RACED_FLOPS = 4e9       # about, of one call forward and backward in a race on a CPU
-CPU_SECONDS, GPU_SECONDS = 0.5, 10.0
+CPU_SECONDS, GPU_SECONDS = 1.0, 10.0      # seven rounds; half of them flip what is 5% apart
 AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of two groups of heads: float64's scores are small
 SLACK = 3.0, 6.0        # online softmax rounds other sums: right ones were seen at 1.6 and 2.5
 GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
